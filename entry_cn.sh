@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The door of every rank: sets its environment, then becomes Python.
+#
+#   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
+#   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --epochs 5 --lr 1e-3
+#   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py
+#   srun --mpi=pmix -n 5 ./entry_cn.sh                  # under Slurm
+#
+# usage: ./entry_cn.sh [SCRIPT.py [ARGS...]]            default: torch_dist/train_vit.py
+#
+# Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
+# file), OMP_NUM_THREADS (cores of this machine / its ranks).
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+case ${1:-} in
+  -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d'; exit 0 ;;
+esac
+script=${1:-$root/torch_dist/train_vit.py}
+[ $# -eq 0 ] || shift
+# A script may be named from anywhere, as the README names it from the root.
+[ -e "$script" ] || script=$root/$script
+if ! [ -f "$script" ]; then
+  echo "motley: no script $script on $(uname -n); name one under $root, as in torch_dist/train_vit.py" >&2
+  exit 2
+fi
+
+venv=${MOTLEY_VENV:-$root/.venv}
+python=$venv/bin/python
+if ! [ -x "$python" ]; then
+  echo "motley: no environment at $venv on $(uname -n); make it with: bash $root/setup/make_env.sh" >&2
+  exit 2
+fi
+
+ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}
+threads=$(($(nproc) / ranks_here))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+export PATH=$venv/bin:$PATH
+export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1
+
+# exec, so that the rank is the launcher's direct child: it asks the kernel to die with
+# its parent (motley.launch), which works for a direct child alone. mpi4py's runner ends
+# all ranks when one raises.
+exec "$python" -m mpi4py "$script" "$@"

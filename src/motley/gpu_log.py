@@ -1,0 +1,113 @@
+"""The GPU logger: one sampler a machine, off the training thread.
+
+GPUtil starts nvidia-smi for every sample (40 to 225 ms), so one rank a machine samples
+all its GPUs, every 2 s, in a thread that only waits for that child process.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psutil
+
+from motley.facts import MIB, DeviceFacts, cpu_name, read_devices
+from motley.records import GpuLog
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is when a sample is taken; None before the first step.
+
+    Attributes:
+        compute_s: this rank's forward and backward of the last step, seconds.
+    """
+
+    epoch: int | None = None
+    step: int | None = None
+    compute_s: float | None = None
+
+
+class GpuLogger:
+    """Samples this machine until closed.
+
+    Args:
+        log: where rows go.
+        host: name of this machine.
+        ranks: rank that uses each GPU, by the GPU's UUID; the machine's first rank is
+            under the empty string.
+        progress: where training is; called from the sampler's thread.
+        interval: seconds between samples.
+    """
+
+    def __init__(
+        self,
+        log: GpuLog,
+        host: str,
+        ranks: Mapping[str, int],
+        progress: Callable[[], Progress],
+        interval: float = 2.0,
+    ) -> None:
+        self._log, self._host, self._ranks = log, host, ranks
+        self._progress, self._interval = progress, interval
+        self._cpu = cpu_name()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample_until_closed, name="gpu-log", daemon=True)
+
+    def __enter__(self) -> "GpuLogger":
+        psutil.cpu_percent()  # the first call only starts the interval that the next one reports
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take a last sample and close the log."""
+        self._stop.set()
+        self._thread.join(timeout=10)
+        self._log.close()
+
+    def _sample_until_closed(self) -> None:
+        running = True
+        while running:
+            running = not self._stop.wait(self._interval)
+            for row in self._rows():
+                self._log.write(row)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        progress, memory = self._progress(), psutil.virtual_memory()
+        common = {
+            "Timestamp": datetime.now().isoformat(sep=" ", timespec="milliseconds"),
+            "Monotonic_s": round(time.monotonic(), 3),
+            "Host": self._host,
+            "Rank": self._ranks.get(""),
+            "Epoch": progress.epoch,
+            "Step": progress.step,
+            "Computation_Time": progress.compute_s,
+            "CPU_Name": self._cpu,
+            "CPU_Load": psutil.cpu_percent() / 100,
+            "RAM_Used_MB": round((memory.total - memory.available) / MIB),
+            "RAM_Total_MB": round(memory.total / MIB),
+        }
+        devices = read_devices()
+        if not devices:
+            yield common
+        for device in devices:
+            yield {**common, "Rank": self._ranks.get(device.uuid), **_gpu_columns(device)}
+
+
+def _gpu_columns(device: DeviceFacts) -> dict[str, Any]:
+    total, used = device.memory_total_mib, device.memory_used_mib
+    return {
+        "GPU_ID": device.index,
+        "GPU_Name": device.name,
+        "GPU_Load": device.load,
+        "GPU_Free_Mem_MB": None if total is None or used is None else round(total - used),
+        "GPU_Used_Mem_MB": None if used is None else round(used),
+        "GPU_Total_Mem_MB": None if total is None else round(total),
+        "GPU_Temp_C": device.temperature_c,
+        "GPU_UUID": device.uuid,
+        "Power_W": device.power_w,
+        "Others_Mem_MB": None if device.others_mib is None else round(device.others_mib),
+        "Others": " ".join(device.others),
+    }

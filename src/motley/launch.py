@@ -1,0 +1,295 @@
+"""Who am I of how many: ranks, addresses, interfaces and ports. The only user of mpi4py.
+
+Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a plain
+``python script.py`` is a world of one. Every script starts through :func:`run`.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from motley.errors import MotleyError
+from motley.facts import Interface, NodeFacts, read_node
+from motley.lifeline import Lifeline
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
+
+# Caches that programs keep under $HOME by default. On a network home they are slow and
+# all nodes would write the same files, so each node gets its own.
+_CACHES = {
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "MPLCONFIGDIR": "matplotlib",
+}
+_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "lxc", "podman")
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as the launcher's environment says it; 0 when there is none.
+
+    Needs no MPI, so that a script can print its help or a usage error once.
+    """
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(main: Callable[["World"], None]) -> None:
+    """Start this rank, run ``main(world)``, and end together with all other ranks.
+
+    If any rank raises, is killed or leaves early, all end with a non-zero status within
+    seconds and one line names the first cause.
+    """
+    die_with_parent()
+    keep_caches_local(os.environ)
+    world = World()
+    try:
+        world.connect()
+        main(world)
+    except BaseException as error:  # SystemExit too: leaving early is a failure
+        if world.lifeline is None:
+            raise  # mpi4py's runner ends all ranks
+        world.lifeline.fail(error)
+    assert world.lifeline is not None
+    world.lifeline.finish()
+
+
+class World:
+    """All launched ranks, seen from one of them.
+
+    Attributes:
+        rank, size: 0-based number of this process, of how many.
+        local_rank, local_size: the same among the ranks of this machine.
+        host: name of this machine.
+        nodes: facts of every rank's machine, by rank; after :meth:`connect`.
+        network: the subnet that all machines share, as this one sees it.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI  # importing it starts MPI
+
+        self._comm = MPI.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        check_slurm(self.size, os.environ)
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        self.local_rank: int = node.rank
+        self.local_size: int = node.size
+        # A machine is known by its lowest rank: host names may be all alike.
+        self._machines: list[int] = self.allgather(node.bcast(self.rank))
+        self.host = socket.gethostname()
+        self.nodes: list[NodeFacts] = []
+        self.network: Network
+        self.lifeline: Lifeline | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.size} "
+            f"(number {self.local_rank} of {self.local_size} on {self.host})"
+        )
+
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. All ranks must call it."""
+        gathered: list[T] = self._comm.allgather(value)
+        return gathered
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Call ``make`` on rank 0; all ranks return its value or raise what it raised."""
+        return self._from_some(make, self.rank == 0)[0]
+
+    def once_per_node(self, work: Callable[[], T]) -> list[T]:
+        """Call ``work`` on the first rank of each machine while the others wait.
+
+        If it fails on any machine, every rank raises the first failure as a MotleyError.
+        """
+        return self._from_some(work, self.local_rank == 0)
+
+    def _from_some(self, make: Callable[[], T], here: bool) -> list[T]:
+        values: list[T] = []
+        failure = None
+        if here:
+            try:
+                values.append(make())
+            except MotleyError as error:
+                failure = str(error)
+            except Exception as error:  # every rank must hear of it, whatever it is
+                failure = f"{type(error).__name__} on {self.host}: {error}"
+        answers = self.allgather((values, failure))
+        for _, failed in answers:
+            if failed is not None:
+                raise MotleyError(failed)
+        return [value for made, _ in answers for value in made]
+
+    def connect(self) -> None:
+        """Exchange facts with all ranks, choose the shared subnet, hold the lifeline."""
+        self.nodes = self.allgather(read_node())
+        machines = {
+            machine: node.interfaces
+            for machine, node in zip(self._machines, self.nodes, strict=True)
+        }
+        names = {machine: self.nodes[machine].host for machine in machines}
+        networks = choose_networks(machines, names, os.environ)
+        self.network = networks[self._machines[self.rank]]
+        lifeline = Lifeline(self.rank, self.size, self.host)
+        master = networks[self._machines[0]].address
+        door = self.from_first(lambda: lifeline.listen(master))
+        lifeline.join(master, door)
+        self.lifeline = lifeline
+
+    def join_group(self, participants: Sequence[int]) -> int | None:
+        """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
+
+        Only participants are counted: RANK and WORLD_SIZE are those of the process group.
+        What the user set stands: an address, port or interface of theirs is used, and a
+        rank or size that contradicts the launcher is an error.
+
+        Returns:
+            This rank's number in the group; None if it takes no part.
+        """
+        leader = participants[0]
+        if self.rank == leader:
+            self._reserved = reserve_port(self.network.address)
+        offers = self.allgather(
+            (self.network.address, self._reserved.getsockname()[1])
+            if self.rank == leader
+            else None
+        )
+        offer = offers[leader]
+        assert offer is not None
+        if self.rank not in participants:
+            return None
+        here = [rank for rank in participants if self._machines[rank] == self._machines[self.rank]]
+        group_rank = participants.index(self.rank)
+        own = {
+            "RANK": group_rank,
+            "WORLD_SIZE": len(participants),
+            "LOCAL_RANK": here.index(self.rank),
+            "LOCAL_WORLD_SIZE": len(here),
+        }
+        set_rank_variables(own, os.environ)
+        os.environ.setdefault("MASTER_ADDR", offer[0])
+        os.environ.setdefault("MASTER_PORT", str(offer[1]))
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, self.network.interface)
+        return group_rank
+
+
+def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
+    """Write RANK and the like; an environment that says otherwise is an error."""
+    for name, value in own.items():
+        found = environ.setdefault(name, str(value))
+        if found != str(value):
+            raise MotleyError(
+                f"the environment says {name}={found}, but the launcher started this as "
+                f"{name}={value}; unset {name} (a launcher inside a launcher?)"
+            )
+
+
+def check_slurm(size: int, environ: Mapping[str, str]) -> None:
+    """Refuse an ``srun`` that started several ranks which cannot see each other."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if size == 1 and tasks.isdigit() and int(tasks) > 1 and "OMPI_COMM_WORLD_SIZE" not in environ:
+        raise MotleyError(
+            f"Slurm started {tasks} tasks but MPI sees one; start them with srun --mpi=pmix, or "
+            "with mpirun inside the allocation"
+        )
+
+
+def keep_caches_local(environ: Any) -> None:
+    """Point caches to a folder of this machine that nobody else can write to."""
+    folder = Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        # Somebody else's, or open to others: code compiled into it could be theirs.
+        folder = Path(tempfile.mkdtemp(prefix="motley-"))
+    for name, below in _CACHES.items():
+        environ.setdefault(name, str(folder / below))
+
+
+def reserve_port(address: str) -> socket.socket:
+    """A free port, held by a socket that is bound and never listens.
+
+    No other program is given the port, while torch, which sets SO_REUSEADDR, can take it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where one machine sits on the shared subnet: interface and address."""
+
+    interface: str
+    address: str
+
+
+def choose_networks(
+    machines: Mapping[int, Sequence[Interface]],
+    names: Mapping[int, str],
+    environ: Mapping[str, str],
+) -> dict[int, Network]:
+    """Find one subnet on which every machine has an address of its own.
+
+    Interface names may differ on every machine (eno1, enp4s0f1). An address that two
+    machines both have (docker0's 172.17.0.1) is no way to reach either, so such a subnet
+    is never chosen. One machine alone talks to itself over loopback.
+
+    Args:
+        machines: interfaces of each machine.
+        names: host name of each machine, for errors.
+        environ: an interface that the user set for gloo or NCCL is preferred.
+    """
+    if len(machines) == 1:
+        return {machine: Network("lo", "127.0.0.1") for machine in machines}
+    wanted = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
+    first = next(iter(machines.values()))
+    candidates = sorted(
+        (interface for interface in first if not interface.network.is_loopback),
+        key=lambda interface: (
+            interface.name not in wanted.split(","),
+            interface.name.startswith(_VIRTUAL),
+        ),
+    )
+    for candidate in candidates:
+        found = {
+            machine: interface
+            for machine, interfaces in machines.items()
+            for interface in interfaces
+            if interface.network == candidate.network
+        }
+        addresses = {interface.address for interface in found.values()}
+        if len(found) == len(addresses) == len(machines):
+            return {machine: Network(at.name, at.address) for machine, at in found.items()}
+    seen = "; ".join(
+        f"{names[machine]}: {', '.join(f'{at.name} {at.address}/{at.prefix}' for at in interfaces)}"
+        for machine, interfaces in machines.items()
+    )
+    raise MotleyError(f"the hosts share no subnet on which each has its own address ({seen})")
+
+
+def stop_usage(message: str) -> None:
+    """Print a usage error once, whatever the number of ranks, and exit with status 2."""
+    if launched_rank() == 0:
+        print(f"motley: {message}", file=sys.stderr)
+    sys.exit(2)

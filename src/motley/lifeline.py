@@ -1,0 +1,339 @@
+"""The lifeline: every rank keeps one TCP connection to rank 0 for as long as it lives.
+
+MPI and the process group cannot say who failed first: a rank that is killed makes all
+others fail too, and NCCL waits for minutes. So each rank tells rank 0 its step twice a
+second, its own failure in its own words, and that it is done. Rank 0 sees a connection
+that breaks without a word, names the first cause in one line, and ends the job.
+
+    rank k                                rank 0
+    {"step": 17}            ------------> remembered
+    {"fault": {...}}        ------------> first cause? print, record, stop all
+    (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
+    {"done": true}          ------------> all done? {"finish": true} to all
+                            <------------ {"stop": code}
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
+
+from motley.errors import MotleyError
+
+_TICK = 0.5  # seconds between beats, and between looks at deadlines
+_PATIENCE = 2.0  # seconds that a failure which looks like an echo waits for the first cause
+_SIGNAL_PATIENCE = 0.3  # the same for a signal: mpirun kills a second after it
+_ECHO = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a rank failed.
+
+    Attributes:
+        step: the step it was in; None before the first.
+        error: cause and what was found, one line.
+        advice: what to do, one line; may be empty.
+        details: the traceback; empty for an error that the user is meant to read.
+        echo: it may be the consequence of another rank's failure.
+        code: exit status of the job.
+    """
+
+    rank: int
+    host: str
+    step: int | None
+    error: str
+    advice: str = ""
+    details: str = ""
+    echo: bool = False
+    code: int = 1
+
+    def line(self) -> str:
+        """The one line that a user reads."""
+        at = "before the first step" if self.step is None else f"at step {self.step}"
+        return "; ".join(
+            part for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice) if part
+        )
+
+
+def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
+    """Put an exception into words."""
+    if isinstance(error, MotleyError):
+        return Fault(rank, host, step, str(error), code=2)
+    text = " ".join(str(error).split()) or "no message"
+    details = "".join(traceback.format_exception(error))
+    echo = bool(_ECHO.search(text)) and isinstance(error, RuntimeError | OSError)
+    return Fault(rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo)
+
+
+def _advice(text: str) -> str:
+    lower = text.lower()
+    if "out of memory" in lower or "can't allocate memory" in lower:
+        return "lower --micro-batch (the result stays the same)"
+    if "no space left" in lower:
+        return "free some disk, or choose another one with --logs DIR"
+    return ""
+
+
+@dataclass
+class _Peer:
+    """Rank 0's view of one rank."""
+
+    rank: int
+    host: str
+    step: int | None = None
+    done: bool = False
+    buffer: bytes = field(default=b"", repr=False)
+
+
+class Lifeline:
+    """One rank's end of it. Rank 0 calls :meth:`listen`, then all call :meth:`join`.
+
+    Attributes:
+        step: set by the training loop; sent to rank 0 with every beat.
+        on_fault: called once on rank 0, from another thread, with the first cause.
+    """
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.rank, self.size, self.host = rank, size, host
+        self.step: int | None = None
+        self.on_fault: Callable[[Fault], None] = lambda fault: None
+        self._finished = threading.Event()
+        self._own: list[dict[str, Any]] = []  # messages of this rank, not yet sent
+        self._pending: tuple[float, Fault] | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    # -- connecting
+
+    def listen(self, address: str) -> tuple[int, str]:
+        """Rank 0: open the door; returns its port and the word that opens it."""
+        self._door = socket.create_server((address, 0), backlog=1024)
+        self._word = secrets.token_hex(16)
+        return self._door.getsockname()[1], self._word
+
+    def join(self, address: str, door: tuple[int, str]) -> None:
+        """Connect this rank and start watching; all ranks call it after ``listen``."""
+        port, word = door
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave_to_watcher)
+        # The C-level handler writes the signal's number here at once, even while the main
+        # thread sits inside a collective and cannot run Python.
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        if self.rank == 0:
+            watch = self._watch_all
+        else:
+            self._line = socket.create_connection((address, port), timeout=30)
+            self._line.sendall(_encode({"word": word, "rank": self.rank, "host": self.host}))
+            self._line.settimeout(None)
+            watch = self._watch_first
+        threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+    # -- what a rank says
+
+    def finish(self) -> None:
+        """Say that this rank is done, and wait until all are."""
+        self._say({"done": True})
+        self._finished.wait()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say why this rank failed, and end with the job."""
+        self._say({"fault": asdict(fault_of(error, self.rank, self.host, self.step))})
+        time.sleep(3 * _PATIENCE)  # rank 0 ends this process before that
+        traceback.print_exception(error)
+        _leave(1)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._own.append(message)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def _signals(self) -> list[int]:
+        """Numbers of the signals that came since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return [number for number in os.read(self._wake_read, 4096) if number]
+        return []
+
+    # -- every rank but 0
+
+    def _watch_first(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._line, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        buffer = b""
+        while True:
+            ready = selector.select(_TICK)
+            try:
+                for number in self._signals():
+                    self._line.sendall(_encode({"signal": number}))
+                    _leave(128 + number)
+                while self._own:
+                    self._line.sendall(_encode(self._own.pop(0)))
+                self._line.sendall(_encode({"step": self.step}))
+                if any(key.fileobj is self._line for key, _ in ready):
+                    data = self._line.recv(65536)
+                    if not data:
+                        raise ConnectionError
+                    messages, buffer = _decode(buffer + data)
+                    for message in messages:
+                        if "stop" in message:
+                            _leave(message["stop"])
+                        self._finished.set()
+                        return
+            except OSError:
+                self._first_died()
+
+    def _first_died(self) -> NoReturn:
+        if self.rank == 1:  # one line is enough
+            _print(
+                f"motley: rank 0 died without a word, rank 1 was at step {self.step}; see the "
+                "lines above and the kernel's log (dmesg) of its machine"
+            )
+        _leave(1)
+
+    # -- rank 0
+
+    def _watch_all(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._door, selectors.EVENT_READ)
+        selector.register(self._wake_read, selectors.EVENT_READ)
+        me = _Peer(0, self.host)
+        self._peers: dict[socket.socket, _Peer] = {}
+        while True:
+            for key, _ in selector.select(_TICK):
+                if key.fileobj is self._door:
+                    line, _ = self._door.accept()
+                    line.settimeout(1)
+                    self._peers[line] = _Peer(-1, "?")
+                    selector.register(line, selectors.EVENT_READ)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj, selector)
+            me.step = self.step
+            for number in self._signals():
+                self._hear(me, {"signal": number})
+            while self._own:
+                self._hear(me, self._own.pop(0))
+            if self._pending and time.monotonic() > self._pending[0]:
+                self._condemn(self._pending[1])
+            ranks = [me, *self._peers.values()]
+            if sum(peer.done for peer in ranks) == self.size:
+                self._tell_all({"finish": True})
+                self._finished.set()
+                return
+
+    def _read(self, line: socket.socket, selector: selectors.BaseSelector) -> None:
+        peer = self._peers[line]
+        try:
+            data = line.recv(65536)
+        except OSError:
+            data = b""
+        messages, peer.buffer = _decode(peer.buffer + data)
+        for message in messages:
+            if peer.rank < 0 and message.get("word") == self._word:
+                peer.rank, peer.host = int(message["rank"]), str(message["host"])
+            elif peer.rank < 0:  # a stranger
+                data = b""
+            else:
+                self._hear(peer, message)
+        if not data:
+            selector.unregister(line)
+            line.close()
+            if peer.rank < 0:
+                del self._peers[line]
+            elif not peer.done and not self._pending_from(peer):
+                self._condemn(
+                    Fault(
+                        peer.rank, peer.host, peer.step, "died without a word (killed, or it left early)",
+                        f"see the kernel's log (dmesg) on {peer.host} for its out-of-memory killer",
+                    )
+                )  # fmt: skip
+
+    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if "step" in message:
+            peer.step = message["step"]
+        elif "done" in message:
+            peer.done = True
+        elif "fault" in message:
+            fault = Fault(**message["fault"])
+            if not fault.echo:
+                self._condemn(fault)
+            self._suspect(fault, _PATIENCE)
+        elif "signal" in message:
+            name = signal.Signals(message["signal"]).name
+            fault = Fault(
+                peer.rank, peer.host, peer.step, f"stopped by {name}",
+                "continue with --resume auto", code=128 + message["signal"], echo=True,
+            )  # fmt: skip
+            self._suspect(fault, _SIGNAL_PATIENCE)
+
+    def _suspect(self, fault: Fault, patience: float) -> None:
+        """Blame ``fault`` unless a better cause turns up in time."""
+        deadline = time.monotonic() + patience
+        if self._pending is None:
+            self._pending = (deadline, fault)
+        else:
+            self._pending = (min(deadline, self._pending[0]), self._pending[1])
+
+    def _pending_from(self, peer: _Peer) -> bool:
+        return self._pending is not None and self._pending[1].rank == peer.rank
+
+    def _condemn(self, fault: Fault) -> NoReturn:
+        if fault.details:
+            _print(fault.details)
+        _print(f"motley: {fault.line()}")
+        with contextlib.suppress(Exception):  # the job must end, whatever the recorder does
+            self.on_fault(fault)
+        self._tell_all({"stop": fault.code})
+        time.sleep(0.1)  # let the others read it
+        _leave(fault.code)
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for line in self._peers:
+            with contextlib.suppress(OSError):
+                line.sendall(_encode(message))
+
+
+def _leave_to_watcher(number: int, frame: object) -> None:
+    """The watcher's thread acts on the wake-up byte; the main thread may be stuck in C."""
+
+
+def _encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _decode(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
+    """Complete messages, and what is left."""
+    *lines, rest = data.split(b"\n")
+    messages = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            message = json.loads(line)
+            if isinstance(message, dict):
+                messages.append(message)
+    return messages, rest
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> NoReturn:
+    """End now: the main thread may be stuck in a collective that never returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,177 @@
+"""Plan: who computes how much of every global batch. Pure arithmetic.
+
+The global batch N is the user's and never changes by itself. Rank i takes n_i of its
+samples, sum n_i = N, in micro-batches of at most m_i samples, the last one possibly
+smaller. Every rank derives the same plan from the same facts, so nothing here may read
+a clock, the environment or hardware.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from motley.errors import MotleyError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one launched rank sits: the facts that decide whether it takes part.
+
+    Attributes:
+        rank: rank in the whole launch, 0-based.
+        host: name of its machine.
+        local_rank: rank among the launched ranks of that machine, 0-based.
+        gpus: GPUs that this rank can see on its machine.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A launched rank that computes nothing, and why."""
+
+    rank: int
+    host: str
+    reason: str
+
+
+def choose_participants(seats: Sequence[Seat]) -> tuple[tuple[int, ...], tuple[LeftOut, ...]]:
+    """Decide which launched ranks train.
+
+    A machine with GPUs seats one rank a GPU (NCCL refuses two ranks on one GPU, and two
+    models on one GPU only slow each other down); a machine without seats all its ranks.
+
+    Returns:
+        Ranks that take part, in order, and those left out with the reason.
+    """
+    left_out = tuple(
+        LeftOut(seat.rank, seat.host, f"{seat.host} has {_count(seat.gpus, 'GPU')} and rank "
+                f"{seat.rank} is number {seat.local_rank + 1} there")
+        for seat in seats
+        if 0 < seat.gpus <= seat.local_rank
+    )  # fmt: skip
+    absent = {entry.rank for entry in left_out}
+    return tuple(seat.rank for seat in seats if seat.rank not in absent), left_out
+
+
+def parse_shares(text: str | None, ranks: int) -> tuple[float, ...]:
+    """Read ``--shares``: samples a rank takes, in proportion; equal when not given.
+
+    Args:
+        text: for example ``5,4,3,2,1`` or ``1,0.5,0``; None for equal shares.
+        ranks: number of ranks that take part.
+    """
+    if text is None:
+        return (1.0,) * ranks
+    try:
+        shares = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise MotleyError(f"--shares {text}: not numbers separated by commas, as in 3,2,1") from None
+    if not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
+        raise MotleyError(f"--shares {text}: shares are 0 or more, at least one above 0")
+    if len(shares) != ranks:
+        raise MotleyError(
+            f"--shares {text} is for {_count(len(shares), 'rank')}, but {ranks} take part; "
+            f"give {ranks} numbers, or change -np and hosts.txt"
+        )
+    return shares
+
+
+def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Cut ``total`` into integers in proportion to ``shares`` (largest remainder).
+
+    The counts sum to ``total``, each is within 1 of its exact quota, and a share of 0 gets 0.
+    Ties go to the lower rank.
+    """
+    whole = sum(shares)
+    quotas = [total * share / whole for share in shares]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(
+        (rank for rank, share in enumerate(shares) if share > 0),
+        key=lambda rank: (counts[rank] - quotas[rank], rank),
+    )
+    for rank in by_remainder[: total - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
+
+
+def cut(count: int, size: int) -> tuple[int, ...]:
+    """Cut ``count`` samples into micro-batches of ``size``, the last one possibly smaller."""
+    full, rest = divmod(count, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one global batch is shared.
+
+    Attributes:
+        global_batch: N, samples in one optimizer step over all ranks.
+        shares: one number a rank, in proportion to the samples it takes.
+        max_micro_batch: m_i, the most samples rank i holds in memory at once.
+        equal_micro_steps: every rank takes the same number of micro-steps, the missing
+            ones empty (for engines that communicate at every micro-batch).
+    """
+
+    global_batch: int
+    shares: tuple[float, ...]
+    max_micro_batch: tuple[int, ...]
+    equal_micro_steps: bool = False
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """n_i, the samples of each rank; they sum to N."""
+        return apportion(self.global_batch, self.shares)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's consecutive slice of the global batch starts."""
+        return (0, *accumulate(self.counts))[:-1]
+
+    @cached_property
+    def micro_batches(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of each rank's micro-batches; every rank has at least one, possibly empty."""
+        cuts = [cut(n, m) for n, m in zip(self.counts, self.max_micro_batch, strict=True)]
+        longest = max(map(len, cuts))
+        least = longest if self.equal_micro_steps else 1
+        return tuple(sizes + (0,) * (least - len(sizes)) for sizes in cuts)
+
+    def of_batch(self, n: int) -> "Plan":
+        """The same plan for a global batch of ``n`` samples: the ragged last of an epoch."""
+        return self if n == self.global_batch else replace(self, global_batch=n)
+
+    def sentence(self) -> str:
+        """The batch arithmetic in one sentence, for the log."""
+        ranks = ", ".join(
+            f"rank {rank}: {n} in {len(sizes)}"
+            for rank, (n, sizes) in enumerate(zip(self.counts, self.micro_batches, strict=True))
+        )
+        return (
+            f"{_count(self.global_batch, 'sample')} a step = {' + '.join(map(str, self.counts))} "
+            f"(samples in micro-batches: {ranks})"
+        )
+
+
+def make_plan(
+    global_batch: int, shares: Sequence[float], max_micro_batch: Sequence[int]
+) -> Plan:
+    """The plan for a user's global batch, or a MotleyError that names the option to change."""
+    working = sum(share > 0 for share in shares)
+    if global_batch < working:
+        raise MotleyError(
+            f"--batch-size {global_batch} is the global batch and must hold at least one sample "
+            f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
+            "rank the share 0"
+        )
+    if min(max_micro_batch) < 1:
+        raise MotleyError(f"--micro-batch {min(max_micro_batch)}: must be 1 or more")
+    return Plan(global_batch, tuple(shares), tuple(max_micro_batch))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

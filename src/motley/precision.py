@@ -1,0 +1,107 @@
+"""Which dtype each rank computes in, and the one loss scale that all ranks share.
+
+Parameters, gradients and optimizer state are fp32 everywhere; only the forward and
+backward passes run under autocast. Every rank, fp32 ones too, multiplies its loss by the
+same scale, so that summed gradients mean one thing and an overflow on any rank is seen
+by all, who skip that step together.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from motley.errors import MotleyError
+from motley.spelling import nearest
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+DYNAMIC_START = 2.0**16  # PyTorch's and DeepSpeed's own first guess
+_LARGEST = 2.0**32  # above it, the squares in the norm of a scaled fp32 gradient overflow
+
+
+def parse_precision(text: str, ranks: int) -> tuple[str, ...]:
+    """Read ``--precision``: one name for all ranks, or one a rank separated by commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in (*PRECISIONS, "auto"):
+            raise MotleyError(
+                f"--precision {name} is unknown{nearest(name, (*PRECISIONS, 'auto'))}; "
+                f"choose auto, {', '.join(PRECISIONS)}, or one of these for each rank"
+            )
+    if len(names) == 1:
+        names *= ranks
+    if len(names) != ranks:
+        raise MotleyError(f"--precision names {len(names)} precisions for {ranks} ranks")
+    return tuple(names)
+
+
+def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
+    """The precision that a device of this CUDA capability runs fast, and why."""
+    if capability is None:
+        return "fp32", "a CPU"
+    label = f"compute capability {capability[0]}.{capability[1]}"
+    if capability >= (8, 0):
+        return "bf16", label
+    if capability >= (7, 0):
+        return "fp16", f"{label} has no fast bf16"
+    return "fp32", f"{label} has no fast 16-bit type"
+
+
+def parse_loss_scale(text: str, precisions: tuple[str, ...]) -> "LossScale":
+    """Read ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24.
+
+    A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
+    for good unless some rank computes in fp16.
+    """
+    fp16 = "fp16" in precisions
+    if text == "auto":
+        return LossScale(DYNAMIC_START) if fp16 else LossScale(1.0, dynamic=False)
+    if text == "dynamic":
+        return LossScale(DYNAMIC_START)
+    match = re.fullmatch(r"2(?:\^|\*\*)(-?\d{1,3})", text)
+    try:
+        value = 2.0 ** int(match[1]) if match else float(text)
+    except (ValueError, OverflowError):
+        value = math.nan
+    if not 0 < value <= _LARGEST:
+        raise MotleyError(
+            f"--loss-scale {text}: choose auto, dynamic or a number up to 2^32, such as 2^16"
+        )
+    return LossScale(value)
+
+
+@dataclass
+class LossScale:
+    """The shared scale. Every rank holds a copy and updates it with the same news.
+
+    Attributes:
+        value: the factor on the loss of the coming step.
+        dynamic: doubles after ``growth_interval`` steps without overflow and halves after
+            each overflow, as torch.amp.GradScaler does; else it never changes.
+        good_steps: steps since the last change.
+    """
+
+    value: float
+    dynamic: bool = True
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """Hear how the step went."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value, self.good_steps = self.value / 2, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

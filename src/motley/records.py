@@ -1,0 +1,416 @@
+"""Run records: who writes and reads what under ``logs/<run>/``. Nobody else knows file names.
+
+    run.json              what was run, on what, and how it ended
+    steps.rank<k>.jsonl   one line a training step of rank k
+    epochs.jsonl          one line an evaluation
+    events.jsonl          overflow, left-out rank, bad image, fault, ...
+    gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
+    checkpoints/          see motley.checkpoint
+
+An unknown value is empty (null in JSON), never 0. A reader stops at a line that was cut
+short by a crash and says so; everything before it stands.
+"""
+
+import csv
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from motley.errors import MotleyError
+
+JsonDict = dict[str, Any]
+
+# The lab's own eleven columns first, in its own order and spelling, so that its old
+# plots read our files and ours read its.
+LAB_GPU_COLUMNS = (
+    "Timestamp", "Rank", "Epoch", "Computation_Time", "GPU_ID", "GPU_Name", "GPU_Load",
+    "GPU_Free_Mem_MB", "GPU_Used_Mem_MB", "GPU_Total_Mem_MB", "GPU_Temp_C",
+)  # fmt: skip
+OUR_GPU_COLUMNS = (
+    "Host", "GPU_UUID", "Power_W", "Others_Mem_MB", "Others", "Step", "Monotonic_s",
+    "CPU_Name", "CPU_Load", "RAM_Used_MB", "RAM_Total_MB",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step as one rank saw it; one line of ``steps.rank<k>.jsonl``:
+
+    ``{"step": 12, "epoch": 0, "loss": 2.2841, "lr": 0.00052, "loss_scale": 1.0,
+    "overflow": false, "grad_norm": 1.93, "n_local": 60, "n_global": 180,
+    "t_data": 0.0011, "t_compute": 0.1432, "t_wait": 0.0213, "t_comm": 0.0052,
+    "t_opt": 0.0031, "mem_peak_mib": 412.0, "images_per_s": 1036.2, "time": 1763693554.1}``
+
+    Attributes:
+        step: optimizer steps since the start of training, 0-based.
+        loss: mean over the samples of the *global* batch.
+        loss_scale: the factor that this step's loss was multiplied by.
+        overflow: the gradient was not finite and all ranks skipped the step.
+        grad_norm: of the unscaled gradient, before clipping; null after an overflow.
+        t_data: seconds waiting for images; ``t_compute``: forward and backward until this
+            rank's own gradient is ready; ``t_wait``: for the slowest rank; ``t_comm``:
+            communication still exposed after the last rank is ready; ``t_opt``: norm, clip
+            and optimizer. They sum to the step. Null where an engine cannot tell them apart.
+        mem_peak_mib: most memory this rank held (GPU where it has one, else its own RAM).
+        images_per_s: of all ranks together.
+        time: end of the step, seconds since the epoch.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    loss_scale: float
+    overflow: bool
+    grad_norm: float | None
+    n_local: int
+    n_global: int
+    t_data: float
+    t_compute: float
+    t_wait: float | None
+    t_comm: float | None
+    t_opt: float
+    mem_peak_mib: float | None
+    images_per_s: float
+    time: float
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One evaluation; one line of ``epochs.jsonl``:
+
+    ``{"step": 120, "epoch": 9, "top1": 0.9722, "loss": 0.1021, "samples": 360,
+    "seconds": 1.4, "time": 1763693554.1}``
+    """
+
+    step: int
+    epoch: int
+    top1: float
+    loss: float
+    samples: int
+    seconds: float
+    time: float
+
+
+def to_json(value: Any) -> str:
+    """One line of strict JSON; NaN and infinities become null (strict JSON has none)."""
+    return json.dumps(_finite(value), allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class RunFolder:
+    """The folder of one run, ``DIR/NAME``: opens writers and finds files.
+
+    Several ranks share it where they share a disk; each writes only files of its own
+    (rank 0: run.json, epochs.jsonl, events.jsonl, checkpoints/).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Make the folder; raise MotleyError if that is not possible."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe.{os.getpid()}"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise MotleyError(
+                f"cannot write to the run folder {self.path}: {error.strerror}; choose another "
+                "place with --logs DIR"
+            ) from None
+
+    def lock(self) -> TextIO:
+        """Take the folder for this process; the lock goes when the returned file is closed.
+
+        The kernel drops it when the process ends, however it ends.
+        """
+        file = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise MotleyError(
+                f"the run folder {self.path} is in use by another run; wait for it, or choose "
+                "another name with --run NAME"
+            ) from None
+        return file
+
+    # -- run.json
+
+    def write_run(self, content: Mapping[str, Any]) -> None:
+        """Replace run.json in one piece.
+
+        At least ``status`` (running, finished or failed), ``result``, ``config``, ``facts``,
+        ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
+        "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
+        """
+        temporary = self.path / f".run.json.{os.getpid()}"
+        temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n")
+        temporary.replace(self.path / "run.json")
+
+    def read_run(self) -> JsonDict:
+        """Read run.json; an empty dict if there is none."""
+        try:
+            content: JsonDict = json.loads((self.path / "run.json").read_text())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise MotleyError(f"{self.path / 'run.json'} is damaged: {error}") from None
+        return content
+
+    def update_run(self, **changes: Any) -> None:
+        """Change some fields of run.json."""
+        self.write_run({**self.read_run(), **changes})
+
+    # -- jsonl
+
+    def steps(self, rank: int) -> "JsonLines":
+        """Open ``steps.rank<k>.jsonl`` for appending."""
+        return JsonLines(self.path / f"steps.rank{rank}.jsonl")
+
+    def epochs(self) -> "JsonLines":
+        """Open ``epochs.jsonl`` for appending."""
+        return JsonLines(self.path / "epochs.jsonl")
+
+    def event(self, kind: str, **content: Any) -> None:
+        """Append one event, durable at once:
+
+        ``{"time": 1763693554.1, "event": "overflow", "step": 3, "loss_scale": 65536.0}``
+        """
+        with JsonLines(self.path / "events.jsonl") as lines:
+            lines.write({"time": time.time(), "event": kind, **content})
+
+    def forget_after(self, step: int, rank: int) -> None:
+        """On resume: drop this rank's lines of steps that will be taken again."""
+        _keep_lines(self.path / f"steps.rank{rank}.jsonl", step)
+        if rank == 0:
+            _keep_lines(self.path / "epochs.jsonl", step + 1)
+
+    def read_steps(self) -> dict[int, list[JsonDict]]:
+        """All step records by rank, in order."""
+        files = {
+            int(path.name.removeprefix("steps.rank").removesuffix(".jsonl")): path
+            for path in self.path.glob("steps.rank*.jsonl")
+        }
+        return {rank: list(read_json_lines(path)) for rank, path in sorted(files.items())}
+
+    def read_epochs(self) -> list[JsonDict]:
+        """All evaluations, in order."""
+        return list(read_json_lines(self.path / "epochs.jsonl"))
+
+    def read_events(self) -> list[JsonDict]:
+        """All events, in order."""
+        return list(read_json_lines(self.path / "events.jsonl"))
+
+    # -- completion
+
+    def write_done(self, rank: int, host: str) -> None:
+        """This rank's completion record, ``done.rank<k>.json``: ``{"rank": 0, "host": "a", ...}``"""
+        path = self.path / f"done.rank{rank}.json"
+        path.write_text(to_json({"rank": rank, "host": host, "time": time.time()}) + "\n")
+
+    def gpu_log(self, host: str) -> "GpuLog":
+        """Open ``gpu.<host>.csv`` for appending."""
+        return GpuLog(self.path / f"gpu.{host}.csv")
+
+
+def find_runs(paths: list[Path]) -> list[RunFolder]:
+    """Every run folder at or under ``paths``, oldest name first."""
+    found = {file.parent for path in paths for file in [*path.rglob("run.json")]}
+    return [RunFolder(path) for path in sorted(found)]
+
+
+def find_gpu_logs(paths: list[Path]) -> list[Path]:
+    """Every GPU log at or under ``paths``: ours (gpu.<host>.csv) and the lab's (metrics.csv)."""
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_file():
+            found.add(path)
+        found |= {file for file in path.rglob("*.csv") if _is_gpu_log(file)}
+    return sorted(found)
+
+
+def _is_gpu_log(path: Path) -> bool:
+    return path.name == "metrics.csv" or path.name.startswith("gpu.")
+
+
+class JsonLines:
+    """Appends JSON objects to a file, a line each; every line reaches the file when written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, record: Any) -> None:
+        """Append a mapping or a dataclass instance (of flat fields)."""
+        if not isinstance(record, Mapping):
+            record = {field.name: getattr(record, field.name) for field in fields(record)}
+        self._file.write(to_json(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_json_lines(path: Path) -> Iterator[JsonDict]:
+    """Read objects up to the end or to the first line that a crash cut short."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                print(f"motley: {path}, line {number} is cut short; read up to there")
+                return
+            if isinstance(record, dict):
+                yield record
+
+
+def _keep_lines(path: Path, steps: int) -> None:
+    """Keep the records of the first ``steps`` steps."""
+    kept = [to_json(record) for record in read_json_lines(path) if record["step"] < steps]
+    if path.exists():
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(path)
+
+
+class GpuLog:
+    """Appends rows to a GPU log; the header is the lab's eleven columns, then ours:
+
+    ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
+    GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072``
+    """
+
+    def __init__(self, path: Path) -> None:
+        new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", newline="", buffering=1, encoding="utf-8")
+        self._writer = csv.DictWriter(
+            self._file, LAB_GPU_COLUMNS + OUR_GPU_COLUMNS, extrasaction="raise", restval=""
+        )
+        if new:
+            self._writer.writeheader()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; a missing or None value is left empty."""
+        self._writer.writerow({key: "" if value is None else value for key, value in row.items()})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """One row of a GPU log, ours or the lab's; None where the file has no value.
+
+    Attributes:
+        time: seconds since the epoch.
+        load: 0 to 1; of the GPU, or of the CPU on a host without one.
+        memory_used_mib, memory_total_mib: of the GPU, or the host's RAM.
+        others_memory_mib: GPU memory that other users hold.
+    """
+
+    time: float
+    host: str
+    gpu: str | None
+    name: str
+    load: float | None
+    memory_used_mib: float | None
+    memory_total_mib: float | None
+    temperature_c: float | None
+    power_w: float | None
+    others_memory_mib: float | None
+    epoch: int | None
+    step: int | None
+
+
+def read_gpu_log(path: Path) -> list[GpuSample]:
+    """Read a GPU log, ours or the lab's eleven-column one (load written like ``88.0%``).
+
+    Rows that a crash cut short or that are no samples are left out.
+    """
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in LAB_GPU_COLUMNS[:1] if name not in (reader.fieldnames or ())]
+        if missing:
+            raise MotleyError(f"{path} is not a GPU log: it has no column {missing[0]}")
+        return [sample for row in reader if (sample := _sample(row, path)) is not None]
+
+
+def _sample(row: Mapping[str, str | None], path: Path) -> GpuSample | None:
+    when = _timestamp(row.get("Timestamp"))
+    if when is None:
+        return None
+    gpu = row.get("GPU_ID") or None
+    host = row.get("Host") or ""
+    on_cpu = gpu is None
+    rank = row.get("Rank") or "?"
+    return GpuSample(
+        time=when,
+        host=host or f"rank {rank}",
+        gpu=gpu,
+        name=(row.get("CPU_Name") if on_cpu else row.get("GPU_Name")) or "",
+        load=_number(row.get("CPU_Load" if on_cpu else "GPU_Load")),
+        memory_used_mib=_number(row.get("RAM_Used_MB" if on_cpu else "GPU_Used_Mem_MB")),
+        memory_total_mib=_number(row.get("RAM_Total_MB" if on_cpu else "GPU_Total_Mem_MB")),
+        temperature_c=_number(row.get("GPU_Temp_C")),
+        power_w=_number(row.get("Power_W")),
+        others_memory_mib=_number(row.get("Others_Mem_MB")),
+        epoch=_integer(row.get("Epoch")),
+        step=_integer(row.get("Step")),
+    )
+
+
+def _number(text: str | None) -> float | None:
+    """A number; ``88.0%`` is 0.88; None when empty or not a number."""
+    try:
+        percent = (text or "").strip().endswith("%")
+        value = float((text or "").strip().rstrip("%"))
+    except ValueError:
+        return None
+    return value / 100 if percent else value
+
+
+def _integer(text: str | None) -> int | None:
+    value = _number(text)
+    return None if value is None else int(value)
+
+
+def _timestamp(text: str | None) -> float | None:
+    """Seconds since the epoch, of a number or of a local ``2024-11-21 03:12:44[.120]``."""
+    value = _number(text)
+    if value is not None:
+        return value
+    for form in ("%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f"):
+        try:
+            seconds = time.mktime(time.strptime((text or "").partition(".")[0], form.removesuffix(".%f")))
+        except ValueError:
+            continue
+        fraction = (text or "").partition(".")[2]
+        return seconds + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
+    return None
