@@ -6,7 +6,7 @@
 #   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py
 #   srun --mpi=pmix -n 5 ./entry_cn.sh                  # under Slurm
 #
-# usage: ./entry_cn.sh [SCRIPT.py [ARGS...]]            default: torch_dist/train_vit.py
+# usage: ./entry_cn.sh [SCRIPT.py] [ARGS...]            default: torch_dist/train_vit.py
 #
 # Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
 # file), OMP_NUM_THREADS (cores of this machine / its ranks).
@@ -16,8 +16,11 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 case ${1:-} in
   -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d'; exit 0 ;;
 esac
-script=${1:-$root/torch_dist/train_vit.py}
-[ $# -eq 0 ] || shift
+script=$root/torch_dist/train_vit.py
+case ${1:-} in
+  '' | -*) ;; # no script named: options, if any, are for the default one
+  *) script=$1; shift ;;
+esac
 # A script may be named from anywhere, as the README names it from the root.
 [ -e "$script" ] || script=$root/$script
 if ! [ -f "$script" ]; then

@@ -124,9 +124,7 @@ def read_devices() -> tuple[DeviceFacts, ...]:
     gpus = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
     with _nvml() as nvml_works:
         if nvml_works:
-            return tuple(
-                _nvml_device(index, gpus) for index in range(pynvml.nvmlDeviceGetCount())
-            )
+            return tuple(_nvml_device(index, gpus) for index in range(pynvml.nvmlDeviceGetCount()))
     return tuple(_gputil_device(gpu) for gpu in gpus.values())
 
 
@@ -212,7 +210,7 @@ def _others(processes: Iterable[Any] | None) -> tuple[float | None, tuple[str, .
 def _owner(pid: int) -> int | None:
     """User id of a process; None where this machine hides it (another container's, say)."""
     try:
-        return os.stat(f"/proc/{pid}").st_uid
+        return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
         return None
 

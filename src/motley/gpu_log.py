@@ -54,7 +54,9 @@ class GpuLogger:
         self._progress, self._interval = progress, interval
         self._cpu = cpu_name()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample_until_closed, name="gpu-log", daemon=True)
+        self._thread = threading.Thread(
+            target=self._sample_until_closed, name="gpu-log", daemon=True
+        )
 
     def __enter__(self) -> "GpuLogger":
         psutil.cpu_percent()  # the first call only starts the interval that the next one reports

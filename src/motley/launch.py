@@ -64,10 +64,7 @@ def run(main: Callable[["World"], None]) -> None:
         world.connect()
         main(world)
     except BaseException as error:  # SystemExit too: leaving early is a failure
-        if world.lifeline is None:
-            raise  # mpi4py's runner ends all ranks
         world.lifeline.fail(error)
-    assert world.lifeline is not None
     world.lifeline.finish()
 
 
@@ -78,8 +75,10 @@ class World:
         rank, size: 0-based number of this process, of how many.
         local_rank, local_size: the same among the ranks of this machine.
         host: name of this machine.
+        machines: which machine each rank is on, by its lowest rank.
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
         network: the subnet that all machines share, as this one sees it.
+        lifeline: tells rank 0 how this rank fares.
     """
 
     def __init__(self) -> None:
@@ -93,11 +92,11 @@ class World:
         self.local_rank: int = node.rank
         self.local_size: int = node.size
         # A machine is known by its lowest rank: host names may be all alike.
-        self._machines: list[int] = self.allgather(node.bcast(self.rank))
+        self.machines: list[int] = self.allgather(node.bcast(self.rank))
         self.host = socket.gethostname()
         self.nodes: list[NodeFacts] = []
         self.network: Network
-        self.lifeline: Lifeline | None = None
+        self.lifeline = Lifeline(self.rank, self.size, self.host)
 
     def __repr__(self) -> str:
         return (
@@ -142,16 +141,14 @@ class World:
         self.nodes = self.allgather(read_node())
         machines = {
             machine: node.interfaces
-            for machine, node in zip(self._machines, self.nodes, strict=True)
+            for machine, node in zip(self.machines, self.nodes, strict=True)
         }
         names = {machine: self.nodes[machine].host for machine in machines}
         networks = choose_networks(machines, names, os.environ)
-        self.network = networks[self._machines[self.rank]]
-        lifeline = Lifeline(self.rank, self.size, self.host)
-        master = networks[self._machines[0]].address
-        door = self.from_first(lambda: lifeline.listen(master))
-        lifeline.join(master, door)
-        self.lifeline = lifeline
+        self.network = networks[self.machines[self.rank]]
+        master = networks[self.machines[0]].address
+        door = self.from_first(lambda: self.lifeline.listen(master))
+        self.lifeline.join(master, door)
 
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
@@ -167,15 +164,13 @@ class World:
         if self.rank == leader:
             self._reserved = reserve_port(self.network.address)
         offers = self.allgather(
-            (self.network.address, self._reserved.getsockname()[1])
-            if self.rank == leader
-            else None
+            (self.network.address, self._reserved.getsockname()[1]) if self.rank == leader else None
         )
         offer = offers[leader]
         assert offer is not None
         if self.rank not in participants:
             return None
-        here = [rank for rank in participants if self._machines[rank] == self._machines[self.rank]]
+        here = [rank for rank in participants if self.machines[rank] == self.machines[self.rank]]
         group_rank = participants.index(self.rank)
         own = {
             "RANK": group_rank,

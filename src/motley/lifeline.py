@@ -64,9 +64,11 @@ class Fault:
 
     def line(self) -> str:
         """The one line that a user reads."""
-        at = "before the first step" if self.step is None else f"at step {self.step}"
+        at = "before the first step" if self.step is None else f"step {self.step}"
         return "; ".join(
-            part for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice) if part
+            part
+            for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice)
+            if part
         )
 
 
@@ -77,7 +79,9 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
     text = " ".join(str(error).split()) or "no message"
     details = "".join(traceback.format_exception(error))
     echo = bool(_ECHO.search(text)) and isinstance(error, RuntimeError | OSError)
-    return Fault(rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo)
+    return Fault(
+        rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo
+    )
 
 
 def _advice(text: str) -> str:
@@ -100,18 +104,31 @@ class _Peer:
     buffer: bytes = field(default=b"", repr=False)
 
 
+def _died(peer: _Peer) -> Fault:
+    return Fault(
+        peer.rank,
+        peer.host,
+        peer.step,
+        "died without a word (killed, or it left early) in or soon after this step",
+        f"see the kernel's log (dmesg) on {peer.host} for its out-of-memory killer",
+    )
+
+
 class Lifeline:
     """One rank's end of it. Rank 0 calls :meth:`listen`, then all call :meth:`join`.
 
     Attributes:
         step: set by the training loop; sent to rank 0 with every beat.
         on_fault: called once on rank 0, from another thread, with the first cause.
+        on_event: called on rank 0, from another thread, with what a rank tells.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
         self.step: int | None = None
         self.on_fault: Callable[[Fault], None] = lambda fault: None
+        self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
+        self._watching = False
         self._finished = threading.Event()
         self._own: list[dict[str, Any]] = []  # messages of this rank, not yet sent
         self._pending: tuple[float, Fault] | None = None
@@ -142,17 +159,25 @@ class Lifeline:
             self._line.sendall(_encode({"word": word, "rank": self.rank, "host": self.host}))
             self._line.settimeout(None)
             watch = self._watch_first
+        self._watching = True
         threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
     # -- what a rank says
 
     def finish(self) -> None:
         """Say that this rank is done, and wait until all are."""
-        self._say({"done": True})
-        self._finished.wait()
+        if not self._finished.is_set():
+            self._say({"done": True})
+            self._finished.wait()
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Have rank 0 record an event."""
+        self._say({"event": event})
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this rank failed, and end with the job."""
+        if not self._watching or self._finished.is_set():  # nobody listens
+            raise error  # mpi4py's runner ends all ranks
         self._say({"fault": asdict(fault_of(error, self.rank, self.host, self.step))})
         time.sleep(3 * _PATIENCE)  # rank 0 ends this process before that
         traceback.print_exception(error)
@@ -256,18 +281,15 @@ class Lifeline:
             if peer.rank < 0:
                 del self._peers[line]
             elif not peer.done and not self._pending_from(peer):
-                self._condemn(
-                    Fault(
-                        peer.rank, peer.host, peer.step, "died without a word (killed, or it left early)",
-                        f"see the kernel's log (dmesg) on {peer.host} for its out-of-memory killer",
-                    )
-                )  # fmt: skip
+                self._condemn(_died(peer))
 
     def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "step" in message:
             peer.step = message["step"]
         elif "done" in message:
             peer.done = True
+        elif "event" in message:
+            self.on_event(message["event"])
         elif "fault" in message:
             fault = Fault(**message["fault"])
             if not fault.echo:

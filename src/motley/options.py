@@ -85,77 +85,169 @@ def training_parser(description: str) -> OneVoice:
         allow_abbrev=False,
     )
     group = parser.add_argument_group("model")
-    group.add_argument("--model", help="timm name; default: vit_digits for digits, "
-                       "else vit_base_patch16_224")
-    group.add_argument("--img-size", type=_positive, metavar="PIXELS", help="default: the model's own")
-    group.add_argument("--drop", type=_fraction, default=0.0, metavar="P", help="drop-out, default 0")
-    group.add_argument("--drop-path", type=_fraction, default=0.0, metavar="P",
-                       help="stochastic depth, default 0")
+    group.add_argument(
+        "--model", help="timm name; default: vit_digits for digits, else vit_base_patch16_224"
+    )
+    group.add_argument(
+        "--img-size", type=_positive, metavar="PIXELS", help="default: the model's own"
+    )
+    group.add_argument(
+        "--drop", type=_fraction, default=0.0, metavar="P", help="drop-out, default 0"
+    )
+    group.add_argument(
+        "--drop-path", type=_fraction, default=0.0, metavar="P", help="stochastic depth, default 0"
+    )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
 
     group = parser.add_argument_group("data")
-    group.add_argument("--dataset", choices=DATASETS, default="digits",
-                       help="digits (default) ships with scikit-learn; folder is one folder a "
-                       "class under --data-dir/train and --data-dir/val; synthetic is for speed")
+    group.add_argument(
+        "--dataset",
+        choices=DATASETS,
+        default="digits",
+        help="digits (default) ships with scikit-learn; folder is one folder a "
+        "class under --data-dir/train and --data-dir/val; synthetic is for speed",
+    )
     group.add_argument("--data-dir", default="data", metavar="DIR", help="default: data")
-    group.add_argument("--data-fraction", type=_fraction, default=1.0, metavar="F",
-                       help="use this part of the training set (weak scaling), default 1")
-    group.add_argument("--no-augment", dest="augment", action="store_false",
-                       help="no random crops and flips")
-    group.add_argument("--bad-images", choices=("fail", "skip"), default="fail",
-                       help="an image that cannot be read ends the run (default), or is counted, "
-                       "named, and replaced by the next one")
-    group.add_argument("-j", "--workers", type=_natural, metavar="N",
-                       help="loader processes a rank; default: 0 for digits and CPU ranks, "
-                       "else up to 8")
+    group.add_argument(
+        "--data-fraction",
+        type=_fraction,
+        default=1.0,
+        metavar="F",
+        help="use this part of the training set (weak scaling), default 1",
+    )
+    group.add_argument(
+        "--no-augment", dest="augment", action="store_false", help="no random crops and flips"
+    )
+    group.add_argument(
+        "--bad-images",
+        choices=("fail", "skip"),
+        default="fail",
+        help="an image that cannot be read ends the run (default), or is counted, "
+        "named, and replaced by the next one",
+    )
+    group.add_argument(
+        "-j",
+        "--workers",
+        type=_natural,
+        metavar="N",
+        help="loader processes a rank; default: 0 for digits and CPU ranks, else up to 8",
+    )
 
     group = parser.add_argument_group("batch and length")
-    group.add_argument("-b", "--batch-size", type=_positive, default=128, metavar="N",
-                       help="GLOBAL batch: samples in one optimizer step over all ranks, default 128")
-    group.add_argument("--micro-batch", metavar="M[,M...]",
-                       help="most samples a rank holds at once, one for all or one a rank; "
-                       "default: its whole share")
-    group.add_argument("--shares", metavar="S,S,...",
-                       help="samples of each rank in proportion, as in 5,4,3,2,1; default: equal")
-    group.add_argument("--epochs", type=_positive, default=50, metavar="E", help="default 50")
+    group.add_argument(
+        "-b",
+        "--batch-size",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="GLOBAL batch: samples in one optimizer step over all ranks, default 128",
+    )
+    group.add_argument(
+        "--micro-batch",
+        metavar="M[,M...]",
+        help="most samples a rank holds at once, one for all or one a rank; "
+        "default: its whole share",
+    )
+    group.add_argument(
+        "--shares",
+        metavar="S,S,...",
+        help="samples of each rank in proportion, as in 5,4,3,2,1; default: equal",
+    )
+    group.add_argument("--epochs", type=_positive, default=30, metavar="E", help="default 30")
     group.add_argument("--max-steps", type=_positive, metavar="K", help="stop after K steps")
 
     group = parser.add_argument_group("optimization")
     group.add_argument("--opt", default="adamw", metavar="NAME", help="timm name, default adamw")
-    group.add_argument("--lr", type=_above_zero, default=1e-3, metavar="RATE",
-                       help="at the top of the schedule, default 1e-3")
-    group.add_argument("--weight-decay", type=_not_negative, default=0.05, metavar="W",
-                       help="not on norms and biases, default 0.05")
-    group.add_argument("--warmup-epochs", type=_not_negative, default=2.0, metavar="E",
-                       help="linear warm-up, default 2; cosine after it")
-    group.add_argument("--min-lr", type=_not_negative, default=1e-5, metavar="RATE",
-                       help="end of the cosine, default 1e-5")
-    group.add_argument("--smoothing", type=_fraction, default=0.1, metavar="S",
-                       help="label smoothing, default 0.1")
-    group.add_argument("--clip-grad", type=_above_zero, metavar="NORM",
-                       help="clip the global gradient norm; default: no clipping")
-    group.add_argument("--precision", default="auto", metavar="P[,P...]",
-                       help="auto (default), fp32, tf32, bf16, fp16; one for all or one a rank")
-    group.add_argument("--loss-scale", default="auto", metavar="auto|dynamic|NUMBER",
-                       help="a number is where it starts, as in 2^16")
+    group.add_argument(
+        "--lr",
+        type=_above_zero,
+        default=1e-3,
+        metavar="RATE",
+        help="at the top of the schedule, default 1e-3",
+    )
+    group.add_argument(
+        "--weight-decay",
+        type=_not_negative,
+        default=0.05,
+        metavar="W",
+        help="not on norms and biases, default 0.05",
+    )
+    group.add_argument(
+        "--warmup-epochs",
+        type=_not_negative,
+        default=2.0,
+        metavar="E",
+        help="linear warm-up, default 2; cosine after it",
+    )
+    group.add_argument(
+        "--min-lr",
+        type=_not_negative,
+        default=1e-5,
+        metavar="RATE",
+        help="end of the cosine, default 1e-5",
+    )
+    group.add_argument(
+        "--smoothing", type=_fraction, default=0.1, metavar="S", help="label smoothing, default 0.1"
+    )
+    group.add_argument(
+        "--clip-grad",
+        type=_above_zero,
+        metavar="NORM",
+        help="clip the global gradient norm; default: no clipping",
+    )
+    group.add_argument(
+        "--precision",
+        default="auto",
+        metavar="P[,P...]",
+        help="auto (default), fp32, tf32, bf16, fp16; one for all or one a rank",
+    )
+    group.add_argument(
+        "--loss-scale",
+        default="auto",
+        metavar="auto|dynamic|NUMBER",
+        help="a number is where it starts, as in 2^16",
+    )
     group.add_argument("--seed", type=_natural, default=0, metavar="N", help="default 0")
 
     group = parser.add_argument_group("records")
-    group.add_argument("--run", metavar="NAME", help="the run's folder is LOGS/NAME; default: the time")
+    group.add_argument(
+        "--run", metavar="NAME", help="the run's folder is LOGS/NAME; default: the time"
+    )
     group.add_argument("--logs", default="logs", metavar="DIR", help="default: logs")
-    group.add_argument("--resume", metavar="PATH|auto",
-                       help="continue from a checkpoint or a run folder; auto: from --run NAME, "
-                       "else the newest run, if it has a checkpoint")
-    group.add_argument("--save-every", type=_positive, metavar="K",
-                       help="steps between checkpoints; default: one an epoch, not for synthetic")
-    group.add_argument("--keep", type=_positive, default=2, metavar="N",
-                       help="checkpoints kept, default 2")
-    group.add_argument("--log-interval", type=_above_zero, default=2.0, metavar="SECONDS",
-                       help="between progress lines when not on a terminal, default 2")
-    group.add_argument("--gpu-log-interval", type=_above_zero, default=2.0, metavar="SECONDS",
-                       help="between samples of the GPU log, default 2")
-    group.add_argument("--tensorboard", action="store_true",
-                       help="also write TensorBoard files (needs: pip install tensorboard)")
+    group.add_argument(
+        "--resume",
+        metavar="PATH|auto",
+        help="continue from a checkpoint or a run folder; auto: from --run NAME, "
+        "else the newest run, if it has a checkpoint",
+    )
+    group.add_argument(
+        "--save-every",
+        type=_positive,
+        metavar="K",
+        help="steps between checkpoints; default: one an epoch, not for synthetic",
+    )
+    group.add_argument(
+        "--keep", type=_positive, default=2, metavar="N", help="checkpoints kept, default 2"
+    )
+    group.add_argument(
+        "--log-interval",
+        type=_above_zero,
+        default=2.0,
+        metavar="SECONDS",
+        help="between progress lines when not on a terminal, default 2",
+    )
+    group.add_argument(
+        "--gpu-log-interval",
+        type=_above_zero,
+        default=2.0,
+        metavar="SECONDS",
+        help="between samples of the GPU log, default 2",
+    )
+    group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write TensorBoard files (needs: pip install tensorboard)",
+    )
     return parser  # fmt: skip
 
 

@@ -71,7 +71,9 @@ def parse_shares(text: str | None, ranks: int) -> tuple[float, ...]:
     try:
         shares = tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise MotleyError(f"--shares {text}: not numbers separated by commas, as in 3,2,1") from None
+        raise MotleyError(
+            f"--shares {text}: not numbers separated by commas, as in 3,2,1"
+        ) from None
     if not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
         raise MotleyError(f"--shares {text}: shares are 0 or more, at least one above 0")
     if len(shares) != ranks:
@@ -80,6 +82,25 @@ def parse_shares(text: str | None, ranks: int) -> tuple[float, ...]:
             f"give {ranks} numbers, or change -np and hosts.txt"
         )
     return shares
+
+
+def parse_micro_batches(
+    text: str | None, global_batch: int, shares: Sequence[float]
+) -> tuple[int, ...]:
+    """Read ``--micro-batch``: one size for all or one a rank; a rank's whole share if None."""
+    if text is None:
+        return tuple(max(1, count) for count in apportion(global_batch, shares))
+    try:
+        sizes = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise MotleyError(f"--micro-batch {text}: give one whole number, or one a rank") from None
+    if len(sizes) == 1:
+        sizes *= len(shares)
+    if len(sizes) != len(shares) or min(sizes) < 1:
+        raise MotleyError(
+            f"--micro-batch {text}: give one number of 1 or more, or {len(shares)}, one a rank"
+        )
+    return sizes
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -157,9 +178,7 @@ class Plan:
         )
 
 
-def make_plan(
-    global_batch: int, shares: Sequence[float], max_micro_batch: Sequence[int]
-) -> Plan:
+def make_plan(global_batch: int, shares: Sequence[float], max_micro_batch: Sequence[int]) -> Plan:
     """The plan for a user's global batch, or a MotleyError that names the option to change."""
     working = sum(share > 0 for share in shares)
     if global_batch < working:
@@ -168,8 +187,6 @@ def make_plan(
             f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
             "rank the share 0"
         )
-    if min(max_micro_batch) < 1:
-        raise MotleyError(f"--micro-batch {min(max_micro_batch)}: must be 1 or more")
     return Plan(global_batch, tuple(shares), tuple(max_micro_batch))
 
 

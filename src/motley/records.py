@@ -223,7 +223,10 @@ class RunFolder:
     # -- completion
 
     def write_done(self, rank: int, host: str) -> None:
-        """This rank's completion record, ``done.rank<k>.json``: ``{"rank": 0, "host": "a", ...}``"""
+        """This rank's completion record, ``done.rank<k>.json``:
+
+        ``{"rank": 0, "host": "a", "time": 1763693554.1}``
+        """
         path = self.path / f"done.rank{rank}.json"
         path.write_text(to_json({"rank": rank, "host": host, "time": time.time()}) + "\n")
 
@@ -359,7 +362,10 @@ def read_gpu_log(path: Path) -> list[GpuSample]:
         missing = [name for name in LAB_GPU_COLUMNS[:1] if name not in (reader.fieldnames or ())]
         if missing:
             raise MotleyError(f"{path} is not a GPU log: it has no column {missing[0]}")
-        return [sample for row in reader if (sample := _sample(row, path)) is not None]
+        # A row cut short misses columns (None among the values), one that later rows were
+        # appended to has too many (None among the keys).
+        whole = (row for row in reader if None not in row and None not in row.values())
+        return [sample for row in whole if (sample := _sample(row, path)) is not None]
 
 
 def _sample(row: Mapping[str, str | None], path: Path) -> GpuSample | None:
@@ -393,6 +399,8 @@ def _number(text: str | None) -> float | None:
         value = float((text or "").strip().rstrip("%"))
     except ValueError:
         return None
+    if not math.isfinite(value):  # GPUtil writes nan for what a GPU does not tell
+        return None
     return value / 100 if percent else value
 
 
@@ -408,7 +416,9 @@ def _timestamp(text: str | None) -> float | None:
         return value
     for form in ("%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f"):
         try:
-            seconds = time.mktime(time.strptime((text or "").partition(".")[0], form.removesuffix(".%f")))
+            seconds = time.mktime(
+                time.strptime((text or "").partition(".")[0], form.removesuffix(".%f"))
+            )
         except ValueError:
             continue
         fraction = (text or "").partition(".")[2]

@@ -1,0 +1,97 @@
+"""DeepSpeed's JSON configuration: read, checked, and filled in from the plan.
+
+DeepSpeed ignores a key that it does not know, so a misspelt one (``micro_batch_per_gpu``)
+silently means the default. Here it is an error with the nearest right key.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from motley.engine import Seating
+from motley.errors import MotleyError
+from motley.spelling import nearest
+
+STAGES = (0, 1, 2)
+
+# What these scripts fill in from the plan where the file says "auto".
+_FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+# What the file may say besides; from DeepSpeed's page on its configuration.
+_ALLOWED = (
+    "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "communication_data_type", "prescale_gradients", "gradient_predivide_factor",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state",
+    "sparse_gradients", "comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor",
+    "activation_checkpointing", "aio", "data_types", "checkpoint", "compile", "log_level",
+)  # fmt: skip
+
+# What the training loop owns, and the option that sets it.
+_OWNED = {
+    "train_batch_size": "--batch-size",
+    "optimizer": "--opt, --lr and --weight-decay",
+    "scheduler": "--lr, --warmup-epochs and --min-lr",
+    "fp16": "--precision fp16",
+    "bf16": "--precision bf16",
+    "amp": "--precision",
+    "torch_autocast": "--precision",
+}
+
+
+def read_config(path: Path, seating: Seating) -> dict[str, Any]:
+    """DeepSpeed's configuration for this rank.
+
+    Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
+    x accumulation x ranks on each rank's own numbers, so ``train_batch_size`` is left out
+    and each rank has its own.
+
+    Args:
+        path: the JSON file; "auto" where a number comes from the plan or the options.
+
+    Raises:
+        MotleyError: not JSON, an unknown key, or a number that contradicts the plan.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # slow, and not needed for -h
+
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{path} is not a readable JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise MotleyError(f"{path} does not hold a JSON object")
+    _check_keys(path, content, (*_FILLED, *_ALLOWED), "")
+    zero = content.setdefault("zero_optimization", {})
+    _check_keys(path, zero, DeepSpeedZeroConfig.model_fields, "zero_optimization.")
+    if zero.get("stage", 0) not in STAGES:
+        raise MotleyError(f"{path}: zero_optimization.stage {zero['stage']} is not one of 0, 1, 2")
+    if zero.get("stage", 0) == 1 and zero.get("overlap_comm"):
+        raise MotleyError(
+            f"{path}: overlap_comm is silently wrong at stage 1 when ranks differ in precision; "
+            "set it to false"
+        )
+    sizes = seating.plan.micro_batches[seating.rank]
+    right = dict(
+        zip(_FILLED, (max(1, *sizes), len(sizes), seating.config.clip_grad or 0.0), strict=True)
+    )
+    for key, value in right.items():
+        found = content.setdefault(key, "auto")
+        if found not in ("auto", value):
+            raise MotleyError(
+                f"{path}: {key} is {found}, but the plan gives rank {seating.rank} {value}; write "
+                '"auto", or change --batch-size, --micro-batch or --clip-grad'
+            )
+        content[key] = value
+    if zero.get("stage", 0) == 0:
+        content["gradient_clipping"] = 0.0  # the engine clips; see zero_engine.py
+    content.setdefault("steps_per_print", 10**9)
+    return content
+
+
+def _check_keys(path: Path, found: Iterable[str], known: Iterable[str], where: str) -> None:
+    known = tuple(known)
+    for key in found:
+        if not where and key in _OWNED:
+            raise MotleyError(f"{path}: {key} is set by {_OWNED[key]}; remove it from the file")
+        if key not in known:
+            raise MotleyError(f"{path}: DeepSpeed has no key {where}{key}{nearest(key, known)}")

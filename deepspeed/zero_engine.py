@@ -1,0 +1,219 @@
+"""The DeepSpeed engine: ZeRO stages 0 to 2 with unequal shares and one loss scale.
+
+DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is inside
+the model, and the loss scale is Motley's, the same number on every rank.
+"""
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every rank warns that it guessed so
+
+import deepspeed
+from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
+    logger,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from zero_config import read_config
+
+from motley.data import Batch
+from motley.engine import (
+    Clock,
+    Seating,
+    StepResult,
+    clip_factor,
+    exchange,
+    gradient_norm,
+    load_model_state,
+    load_optimizer_state,
+    load_random_state,
+    make_optimizer,
+    model_state,
+    optimizer_state,
+    random_state,
+    sample_losses,
+    scale_gradients,
+    score,
+    slots_of,
+)
+from motley.model import Classifier
+from motley.plan import Plan
+
+logger.setLevel(logging.ERROR)  # 40 lines a rank otherwise
+
+
+class ZeroEngine:
+    """Implements motley.engine.Engine.
+
+    DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
+    ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
+
+    Stage 0 steps our optimizer as it is, so a hook before its step does what Motley's
+    order asks: norm, agreement on overflow, unscale and clip. Stages 1 and 2 do that
+    themselves on their partitions; they are told the scale before each backward pass.
+    """
+
+    def __init__(self, model: Classifier, seating: Seating) -> None:
+        config = read_config(config_path(seating), seating)
+        self._stage = int(config["zero_optimization"].get("stage", 0))
+        self.equal_micro_steps = self._stage >= 2
+        self._seating, self._model = seating, model
+        self.scale = seating.scale
+        self.clock = Clock(seating.device)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(model.net, seating.config)
+        if seating.config.compile:
+            model.net.compile()
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=config, dist_init_required=False
+        )
+        # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
+        self._engine.enable_backward_allreduce = self._stage >= 2
+        if self._stage == 0:
+            self.optimizer.register_step_pre_hook(self._agree)
+        self._agreed: tuple[bool, float | None] = (False, None)
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        """See motley.engine.Engine."""
+        losses = sample_losses(
+            self._forward(batch.images, last), batch, self._seating.config.smoothing
+        )
+        self._backward(losses.sum() * (self._seating.size / n_global))
+        self.clock.lap("compute")
+        return losses.detach()
+
+    def _forward(self, images: Tensor, last: bool) -> Tensor:
+        self._engine.set_gradient_accumulation_boundary(last)
+        logits: Tensor = self._engine(images)
+        return logits
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._stage == 0:
+            loss = loss * self.scale.value
+        else:
+            self._engine.optimizer.override_loss_scale(self.scale.value)
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, loss_sum: Tensor) -> StepResult:
+        """See motley.engine.Engine."""
+        scale = self.scale.value
+        ready = self.clock.seconds("data") + self.clock.seconds("compute")
+        if self._stage < 2:
+            self._engine.allreduce_gradients()
+            self.clock.lap("sync")
+        self._engine.step()
+        if self._stage == 0:
+            overflow, norm = self._agreed
+        else:
+            overflow = bool(self._engine.optimizer.overflow)
+            norm = None if overflow else float(self._engine.get_global_grad_norm())
+        self.scale.update(overflow)
+        table = exchange([loss_sum, ready])
+        self.clock.lap("opt")
+        return StepResult(
+            loss_sum=math.fsum(loss for loss, _ in table),
+            grad_norm=norm,
+            overflow=overflow,
+            loss_scale=scale,
+            # At stage 2 every backward pass communicates, so compute cannot be told from it.
+            ready_s=tuple(seconds for _, seconds in table) if self._stage < 2 else None,
+        )
+
+    def _agree(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before the optimizer steps at stage 0: overflow, unscale, clip, alike on all ranks."""
+        norms = [norm for (norm,) in exchange([gradient_norm(self._parameters)])]
+        overflow = not all(map(math.isfinite, norms))
+        norm = norms[0] / self.scale.value
+        if overflow:
+            for parameter in self._parameters:
+                parameter.grad = None  # an optimizer leaves such parameters alone
+        else:
+            clip = clip_factor(norm, self._seating.config.clip_grad)
+            scale_gradients(self._parameters, clip / self.scale.value)
+        self._agreed = (overflow, None if overflow else norm)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See motley.engine.Engine."""
+        return score(self._model, batch)
+
+    def state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine. Stages 1 and 2 put their partitions together."""
+        net = self._model.net
+        if self._stage == 0:
+            return model_state(net) | optimizer_state(net, self.optimizer)
+        state = model_state(net)
+        steps, slots = self._partition_slots()
+        for name, parameter in net.named_parameters():
+            for slot in slots:
+                whole = safe_get_full_optimizer_state(parameter, slot)
+                state[f"optimizer.{name}.{slot}"] = whole.cpu()
+            state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
+        return state if dist.get_rank() == 0 else {}
+
+    def _partition_slots(self) -> tuple[dict[str, Tensor], list[str]]:
+        """Of this rank's partition: scalar slots (AdamW's step), and names of tensor slots."""
+        zero = self._engine.optimizer
+        if self.optimizer.state:
+            # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's
+            # first step, and so leaves the other groups' parameters without any.
+            for group, flat in zip(
+                zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True
+            ):
+                lazy_init_hp_params_optimizer_state(group, flat, self.optimizer.state)
+        slots = next(iter(self.optimizer.state.values()), {})
+        scalars = {name: value for name, value in slots.items() if value.ndim == 0}
+        return scalars, [name for name in slots if name not in scalars]
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """See motley.engine.Engine."""
+        net = self._model.net
+        load_model_state(net, state)
+        if self._stage == 0:
+            load_optimizer_state(net, self.optimizer, state)
+            return
+        self._make_slots()
+        self._partition_slots()
+        load_model_state(net, state)  # the empty step decayed the weights
+        for name, parameter in net.named_parameters():
+            safe_set_full_fp32_param(parameter, parameter.detach())
+            for slot, value in slots_of(name, state).items():
+                if value.ndim:
+                    safe_set_full_optimizer_state(parameter, value, slot)
+                else:
+                    for slots in self.optimizer.state.values():
+                        slots[slot].copy_(value)
+
+    def _make_slots(self) -> None:
+        """Take a step on an empty batch: partitions get their slots only by stepping."""
+        self._backward(self._forward(self._model.no_images(), last=True).sum())
+        if self._stage < 2:
+            self._engine.allreduce_gradients()
+        self._engine.step()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine."""
+        return random_state(self._seating.device)
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        """See motley.engine.Engine."""
+        load_random_state(state, self._seating.device)
+
+    def reconfigure(self, plan: Plan) -> None:
+        """See motley.engine.Engine. Each micro-step is told whether it is the last."""
+
+
+def config_path(seating: Seating) -> Path:
+    """``--deepspeed-config``, or ours for ``--stage``."""
+    config = seating.config
+    return Path(config.deepspeed_config or Path(__file__).with_name(f"zero{config.stage}.json"))

@@ -1,0 +1,89 @@
+"""What all plot scripts share: the command line, one line a failure, where PNGs go."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from motley.errors import MotleyError
+
+TRAIN = "train first, for example: mpirun -np 2 ./entry_cn.sh"
+
+
+def run_script(doc: str, draw: Callable[[list[Path], Path | None], int]) -> int:
+    """Read the command line, draw, return the exit code.
+
+    Args:
+        doc: the script's docstring, shown by ``-h``.
+        draw: takes the paths to look in and the folder of ``--out``; returns the exit code.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    where = "folders that hold records at any depth, default: logs"
+    parser.add_argument("paths", nargs="*", type=Path, default=[Path("logs")], help=where)
+    beside = "folder for the PNGs, default: beside the records"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=beside)
+    args = parser.parse_args()
+    try:
+        for path in args.paths:
+            if not path.exists():
+                raise MotleyError(f"there is no {path}: {TRAIN}")
+        return draw(args.paths, args.out)
+    except MotleyError as error:
+        warn(error)
+        return 2
+
+
+def draw_all(
+    folders: Collection[Path], picture: Callable[[Path], Figure], name: str, out: Path | None
+) -> int:
+    """Write the picture of each folder and print its path; one bad folder hides no other.
+
+    Args:
+        folders: of records; a picture goes there if ``out`` is None.
+        picture: draws a folder's records.
+        name: for example ``gpu.png``; in ``out``, the folder's own name comes before it.
+        out: the folder of ``--out``.
+
+    Returns:
+        The exit code: 0, or 2 if nothing could be drawn.
+    """
+    base = os.path.commonpath([folder.resolve().parent for folder in folders])
+    code = 2
+    for folder in folders:
+        path = folder / name
+        if out is not None:
+            path = out / ".".join((*folder.resolve().relative_to(base).parts, name))
+        try:
+            save(picture(folder), path)
+        except (MotleyError, OSError, ValueError) as error:
+            warn(error)
+            continue
+        print(path)
+        code = 0
+    return code
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG; raise MotleyError if that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except OSError as error:
+        raise MotleyError(
+            f"cannot write {path}: {error.strerror}; choose another place with --out DIR"
+        ) from None
+
+
+def warn(message: object) -> None:
+    """Say on stderr what could not be drawn."""
+    print(f"motley: {message}", file=sys.stderr)
+
+
+def nothing(what: str, paths: list[Path]) -> MotleyError:
+    """The error for records that are not there."""
+    return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

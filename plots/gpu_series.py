@@ -1,0 +1,87 @@
+"""The GPU logs of one folder as lines to draw: one a GPU, or a host without one."""
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import command
+import numpy as np
+import style
+
+from motley.errors import MotleyError
+from motley.records import GpuSample, read_gpu_log
+
+DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
+MANY = 150  # samples; noisy values are smoothed past that
+
+
+@dataclass(frozen=True)
+class Series:
+    """One GPU, or the CPU of a host without one: its samples in order of time."""
+
+    host: str
+    gpu: str
+    look: dict[str, Any]
+    seconds: style.Array
+    samples: tuple[GpuSample, ...]
+
+    @property
+    def label(self) -> str:
+        """For example ``ecetesla0: GPU 0 (Tesla P4)``."""
+        name = next((style.device_name(sample.name) for sample in self.samples if sample.name), "")
+        device = f"GPU {self.gpu}" if self.gpu else "CPU"
+        return f"{self.host}: {device}" + (f" ({name})" if name else "")
+
+    @property
+    def window(self) -> int:
+        """Samples over which noisy values are smoothed; 1 for a short log."""
+        return len(self.samples) // 60 | 1 if len(self.samples) > MANY else 1
+
+    def values(self, field: str, factor: float = 1.0) -> style.Array:
+        """A field of all samples times ``factor``; NaN where unknown."""
+        numbers = [getattr(sample, field) for sample in self.samples]
+        return np.array([np.nan if n is None else n * factor for n in numbers], dtype=float)
+
+
+def read_folder(logs: list[Path]) -> list[GpuSample]:
+    """The samples of all logs of a folder, in order of time; a bad log is named and left out."""
+    samples = []
+    for log in logs:
+        try:
+            found = read_gpu_log(log)
+            if not found:
+                command.warn(f"{log} holds no sample; left out")
+            samples += found
+        except (MotleyError, OSError, ValueError) as error:
+            command.warn(f"{error}; left out")
+    return sorted(samples, key=lambda sample: sample.time)
+
+
+def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]:
+    """One series a GPU, or a host without one, on one clock that starts with the first sample."""
+    groups: dict[tuple[str, str], list[GpuSample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.host, sample.gpu or ""].append(sample)
+    with_gpu = {host for host, gpu in groups if gpu}
+    series = []
+    for host, color in colours.items():
+        dashes = itertools.cycle(DASHES)
+        for gpu in sorted((gpu for name, gpu in groups if name == host), key=style.natural):
+            if gpu or host not in with_gpu:  # a GPU that did not answer once is no CPU host
+                group = tuple(groups[host, gpu])
+                seconds = np.array([sample.time - samples[0].time for sample in group])
+                look = {"color": color, "linestyle": next(dashes)}
+                series.append(Series(host, gpu, look, seconds, group))
+    return series
+
+
+def epoch_starts(series: list[Series]) -> list[float]:
+    """Seconds at which each epoch was first seen; the lab's old rows (no step) *end* an epoch."""
+    starts: dict[int, float] = {}
+    for one in series:
+        for second, sample in zip(one.seconds, one.samples, strict=True):
+            if sample.epoch is not None and sample.step is not None:
+                starts[sample.epoch] = min(second, starts.get(sample.epoch, second))
+    return sorted(starts.values())

@@ -1,0 +1,159 @@
+"""Draw training: loss, top-1, images/s, loss scale and where the time of a step went.
+
+    python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
+    python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
+
+Exit code: 0, or 2 if there is nothing to draw.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import command
+import numpy as np
+import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from run_steps import Training, column, median, read_training, seat_label, title
+
+from motley.records import find_runs
+
+LINE, TOP1, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
+# Pale fills, so that no part of a step is taken for a host's colour.
+PARTS = {
+    "t_data": ("waiting for images", "#DDDDDD"),
+    "t_compute": ("compute", "#77AADD"),
+    "t_wait": ("waiting for the slowest rank", "#EEDD88"),
+    "t_comm": ("communication", "#EE8866"),
+    "t_opt": ("optimizer", "#44BB99"),
+}
+
+
+def draw_curve(ax: Axes, x: style.Array, y: style.Array, label: str) -> None:
+    """Raw values faint, their mean strong; few values just as they are."""
+    window = len(y) // 40 | 1
+    if window == 1:
+        ax.plot(x, y, color=LINE, marker=".", label=label)
+        return
+    ax.plot(x, y, color=LINE, alpha=0.3, linewidth=0.7, label=label)
+    ax.plot(x, style.smooth(y, window), color=LINE, label=f"mean of {window} steps")
+
+
+def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
+    """A cross at every skipped step."""
+    skipped = np.array([bool(record.get("overflow")) for record in training.lead])
+    if skipped.any():
+        label = f"overflow: step skipped ({skipped.sum()})"
+        ax.plot(training.values("step")[skipped], y[skipped], "x", color=OVERFLOW, label=label)
+
+
+def draw_loss(ax: Axes, training: Training) -> None:
+    """Loss against step, and top-1 on an axis of its own."""
+    step, loss = training.values("step"), training.values("loss")
+    draw_curve(ax, step, loss, "loss")
+    known = np.isfinite(loss)
+    if known.any():
+        mark_overflows(ax, training, np.interp(step, step[known], loss[known]))
+    style.label_axes(ax, "step", "loss", zero=True)
+    if training.epochs:
+        look: dict[str, Any] = {"color": TOP1, "marker": "o", "markersize": 3}
+        twin = ax.twinx()
+        twin.plot(column(training.epochs, "step"), 100 * column(training.epochs, "top1"), **look)
+        twin.spines["right"].set_visible(True)
+        twin.grid(False)
+        twin.set_ylim(0, 104)
+        twin.set_ylabel("top-1 (%)")
+        ax.plot([], [], label="top-1 (right)", **look)
+    style.legend_above(ax)
+
+
+def draw_time(ax: Axes, training: Training) -> None:
+    """Loss against time."""
+    ends = training.values("time")
+    seconds = ends - ends[0] + sum(training.lead[0].get(part) or 0.0 for part in PARTS)
+    unit, per_unit = style.time_unit(seconds[-1])
+    draw_curve(ax, seconds / per_unit, training.values("loss"), "loss")
+    style.label_axes(ax, f"time since the first step began ({unit})", "loss", zero=True)
+    style.legend_above(ax)
+
+
+def draw_rate(ax: Axes, training: Training) -> None:
+    """Images/s of all ranks together."""
+    rate = training.values("images_per_s")
+    draw_curve(ax, training.values("step"), rate, "images/s")
+    middle = median(rate)
+    ax.axhline(middle, color="0.3", linestyle=":", label=f"median: {middle:,.0f} images/s")
+    style.label_axes(ax, "step", "images/s, all ranks", zero=True)
+    style.legend_above(ax)
+
+
+def draw_scale(ax: Axes, training: Training) -> None:
+    """The loss scale, and the steps at which it was too large."""
+    scale = training.values("loss_scale")
+    ax.plot(training.values("step"), scale, color=LINE, drawstyle="steps-post", label="loss scale")
+    mark_overflows(ax, training, scale)
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(np.nanmin(scale) / 2, np.nanmax(scale) * 2)
+    style.label_axes(ax, "step", "loss scale")
+    style.legend_above(ax)
+
+
+def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
+    """A bar per rank: the median of each part of a step, in ms."""
+    ranks = sorted(training.steps)
+    ends, unknown = np.zeros(len(ranks)), set()
+    for part, (label, colour) in PARTS.items():
+        ms = np.array([1000 * median(column(training.steps[rank], part)) for rank in ranks])
+        if np.isnan(ms).all():
+            unknown.add(part)
+            continue
+        ms = np.nan_to_num(ms)
+        ax.barh(range(len(ranks)), ms, left=ends, color=colour, label=label, height=0.7)
+        ends += ms
+    note: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
+    for row, rank in enumerate(ranks):
+        total = f"{ends[row]:,.0f}" if ends[row] >= 100 else f"{ends[row]:.3g}"
+        ax.annotate(total, (ends[row], row), (3, 0), **note)
+        if host := training.seat(rank).get("host"):
+            ax.annotate("■", (0, row), (-9, 0), color=colours[host], ha="center", **note)
+    ax.set_yticks(range(len(ranks)), [seat_label(training, rank) for rank in ranks])
+    ax.tick_params(axis="y", length=0, pad=15)
+    ax.margins(y=0.02)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    lost = "; communication not separable from compute" if {"t_wait", "t_comm"} & unknown else ""
+    style.label_axes(ax, f"one step (ms), median of each part{lost}", "")
+    style.legend_above(ax)
+
+
+def draw_run(training: Training, colours: dict[str, str]) -> Figure:
+    """The picture of one run; a loss scale that is 1 throughout has no panel."""
+    scaled = bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
+    bars = 1.0 + 0.42 * len(training.steps)
+    figure = Figure(figsize=(11, 6.6 + bars), layout="constrained")
+    figure.suptitle(title(training))
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[6.6, bars])[:, 0]
+    axes = parts[0].subplot_mosaic([["loss", "time"], ["rate", "scale" if scaled else "rate"]])
+    draw_loss(axes["loss"], training)
+    draw_time(axes["time"], training)
+    draw_rate(axes["rate"], training)
+    if scaled:
+        draw_scale(axes["scale"], training)
+    draw_split(parts[1].subplots(), training, colours)
+    return figure
+
+
+def draw(paths: list[Path], out: Path | None) -> int:
+    """Draw every run; return the exit code."""
+    runs = {folder.path: folder for folder in find_runs(paths)}
+    if not runs:
+        raise command.nothing("run", paths)
+    colours = style.colours_under(paths)
+    return command.draw_all(
+        runs, lambda path: draw_run(read_training(runs[path]), colours), "training.png", out
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_script(__doc__ or "", draw))

@@ -1,0 +1,81 @@
+"""The records of one training run, ready to draw."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import style
+
+from motley.errors import MotleyError
+from motley.records import JsonDict, RunFolder
+
+UNFINISHED = ("failed", "running")
+
+
+@dataclass(frozen=True)
+class Training:
+    """The records of one run.
+
+    Attributes:
+        run: run.json.
+        steps: step records by rank; ``lead``: those of the rank that has the most.
+        epochs: evaluations.
+    """
+
+    path: Path
+    run: JsonDict
+    steps: dict[int, list[JsonDict]]
+    lead: list[JsonDict]
+    epochs: list[JsonDict]
+
+    def values(self, field: str) -> style.Array:
+        """A field of every step; NaN where unknown."""
+        return column(self.lead, field)
+
+    def seat(self, rank: int) -> JsonDict:
+        """What run.json says of a rank (host, device, precision); empty if nothing."""
+        seats = [seat for seat in self.run.get("ranks") or [] if seat.get("rank") == rank]
+        return seats[0] if seats else {}
+
+
+def column(records: list[JsonDict], field: str) -> style.Array:
+    """A field of every record; NaN where unknown."""
+    values = [record.get(field) for record in records]
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
+def median(values: style.Array) -> float:
+    """Of the known values; NaN if there is none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else np.nan
+
+
+def read_training(folder: RunFolder) -> Training:
+    """Read one run; raise MotleyError if there is nothing to draw."""
+    run = folder.read_run()
+    steps = {rank: records for rank, records in folder.read_steps().items() if records}
+    if not steps:
+        raise MotleyError(f"{folder.path} holds no training step; left out")
+    return Training(folder.path, run, steps, max(steps.values(), key=len), folder.read_epochs())
+
+
+def title(training: Training) -> str:
+    """Run, model, data, ranks, result; ``failed`` or ``running`` where that is so."""
+    run = training.run
+    config, result, status = run.get("config") or {}, run.get("result") or {}, run.get("status")
+    name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")
+    what = " on ".join(str(config[key]) for key in ("model", "dataset") if config.get(key))
+    ranks = len(run.get("ranks") or training.steps)
+    facts = [what, f"{ranks} rank{'s' if ranks != 1 else ''}"]
+    if result.get("top1") is not None:
+        facts.append(f"final top-1 {100 * result['top1']:.1f} %")
+    return f"{name}: {', '.join(filter(None, facts))}"
+
+
+def seat_label(training: Training, rank: int) -> str:
+    """``rank 0 - a``, and below it device, precision and images a step."""
+    seat, images = training.seat(rank), median(column(training.steps[rank], "n_local"))
+    first = f"rank {rank} - {seat['host']}" if seat.get("host") else f"rank {rank}"
+    facts = [style.device_name(str(seat.get("device") or "")), str(seat.get("precision") or "")]
+    facts.append("" if np.isnan(images) else f"{images:.0f} images")
+    return f"{first}\n{', '.join(filter(None, facts))}"

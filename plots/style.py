@@ -1,0 +1,117 @@
+"""How all pictures look: one colour per host, axes with units, smoothed curves, legends."""
+
+import contextlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from motley.errors import MotleyError
+from motley.records import find_gpu_logs, find_runs, read_gpu_log
+
+Array = NDArray[np.float64]
+
+matplotlib.use("Agg")  # no screen needed
+matplotlib.rcParams.update(
+    {
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.xmargin": 0.01,
+        "figure.titlesize": 11,
+        "font.size": 9,
+        "grid.alpha": 0.25,
+        "legend.fontsize": 8,
+        "legend.frameon": False,
+        "lines.linewidth": 1.3,
+        "savefig.dpi": 150,
+    }
+)
+
+# Okabe and Ito's colours for every kind of colour vision, less their yellow (too pale for
+# a line on white), plus Tol's wine.
+HOST_COLOURS = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00"),
+    *("#CC79A7", "#56B4E9", "#333333", "#882255"),
+)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key: node2 comes before node10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
+
+
+def host_colours(hosts: Iterable[str]) -> dict[str, str]:
+    """One colour per host, in the hosts' order.
+
+    Past eight hosts the cycle repeats in darker shades, so no two hosts look the same.
+    """
+    names = sorted(set(hosts), key=natural)
+    cycle = len(HOST_COLOURS)
+    rounds = -(-len(names) // cycle)
+    colours = {}
+    for index, name in enumerate(names):
+        light = 1 - 0.7 * (index // cycle) / rounds
+        red, green, blue = (part * light for part in to_rgb(HOST_COLOURS[index % cycle]))
+        colours[name] = to_hex((red, green, blue))
+    return colours
+
+
+def colours_under(paths: list[Path]) -> dict[str, str]:
+    """The colours of all hosts with records under ``paths``, the same in every picture of them.
+
+    A host that was left out of training has only a GPU log, one without a shared disk only a
+    line in run.json: both count.
+    """
+    hosts: set[str] = set()
+    for log in find_gpu_logs(paths):
+        with contextlib.suppress(MotleyError, OSError, ValueError):  # who draws it says so
+            hosts |= {sample.host for sample in read_gpu_log(log)}
+    for run in find_runs(paths):
+        with contextlib.suppress(MotleyError, OSError, ValueError):
+            hosts |= {seat["host"] for seat in run.read_run().get("ranks") or [] if "host" in seat}
+    # The lab's old logs name no host, and "rank 0" may be another machine in each of them.
+    nameless = {host for host in hosts if host.startswith("rank ")}
+    return host_colours(hosts - nameless) | host_colours(nameless)
+
+
+def device_name(name: str) -> str:
+    """A device's name without what every such name has, for example ``RTX 3070``."""
+    return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
+
+
+def time_unit(span_s: float) -> tuple[str, float]:
+    """Unit for a time axis of ``span_s`` seconds, and the seconds it has."""
+    return ("s", 1.0) if span_s < 180 else ("min", 60.0)
+
+
+def label_axes(ax: Axes, x: str, y: str, *, zero: bool = False) -> None:
+    """Name both axes, units included; ``zero``: y starts at 0. There is no half step."""
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    if zero:
+        ax.set_ylim(bottom=0)
+    if x == "step":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def legend_above(ax: Axes) -> None:
+    """A legend that hides no data."""
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, columnspacing=1.2, borderpad=0)
+
+
+def smooth(values: Array, window: int) -> Array:
+    """Centred mean over ``window`` (odd) values; unknown (NaN) values do not count."""
+    known = np.isfinite(values)
+    padded = np.pad(np.where(known, values, 0.0), window // 2)
+    counts = np.convolve(np.pad(known * 1.0, window // 2), np.ones(window), "valid")
+    sums = np.convolve(padded, np.ones(window), "valid")
+    return np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)

@@ -1,0 +1,183 @@
+"""Checkpoints: saved in one piece or not at all, and never loaded unless they are whole.
+
+    checkpoints/
+      step_00000120/
+        model.safetensors       timm's names: timm.create_model(..., checkpoint_path=...) reads it
+        optimizer.safetensors   <parameter>.<slot>
+        ranks.safetensors       <rank>.<what that rank alone holds>
+        progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
+        manifest.json           size and SHA-256 of each file above
+      latest                    the name of the newest folder, written last
+
+A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed.
+torch.load and safetensors read a flipped bit without a word, so loading compares hashes
+first; a damaged checkpoint is named and the one before it is used.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from motley.errors import MotleyError
+
+_PARTS = ("model", "optimizer", "ranks")
+
+
+class Checkpoints:
+    """The checkpoints of one run; rank 0 alone writes.
+
+    Args:
+        path: the folder ``checkpoints/``.
+        keep: newest ones that stay on the disk.
+    """
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self.path, self._keep = path, keep
+
+    def save(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Path:
+        """Write one checkpoint.
+
+        Args:
+            tensors: names start with ``model.``, ``optimizer.`` or ``ranks.``.
+            progress: JSON; has at least ``step``.
+
+        Raises:
+            MotleyError: the disk is full or not writable; nothing is left behind.
+        """
+        final = self.path / f"step_{progress['step']:08d}"
+        temporary = self.path / f".{final.name}.{os.getpid()}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            temporary.mkdir()
+            self._write(temporary, tensors, progress)
+            if final.exists():  # the same step again, after a resume
+                shutil.rmtree(final)
+            temporary.rename(final)
+            _sync(self.path)
+            self._point_to(final)
+        except Exception as error:  # safetensors raises its own type for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not isinstance(error, OSError) and "SafetensorError" not in type(error).__name__:
+                raise
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            raise MotleyError(
+                f"cannot save the checkpoint {final}: {error}; it takes {size / 2**20:.0f} MiB and "
+                f"{shutil.disk_usage(_existing(self.path)).free / 2**20:.0f} MiB are free; free "
+                "some disk, or choose another with --logs DIR, then continue with --resume"
+            ) from None
+        for old in self.found()[self._keep :]:
+            shutil.rmtree(old)
+        return final
+
+    def found(self) -> list[Path]:
+        """Folders of checkpoints, newest first, whole or not."""
+        return sorted(self.path.glob("step_*"), reverse=True)
+
+    def _write(
+        self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
+    ) -> None:
+        for part in _PARTS:
+            chosen = {
+                name.removeprefix(f"{part}."): tensor.clone().contiguous()
+                for name, tensor in tensors.items()
+                if name.startswith(f"{part}.")
+            }
+            save_file(chosen, folder / f"{part}.safetensors")
+        (folder / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
+        manifest = {file.name: _describe(file) for file in sorted(folder.iterdir())}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+        for file in folder.iterdir():
+            _sync(file)
+        _sync(folder)
+
+    def _point_to(self, final: Path) -> None:
+        pointer = self.path / f".latest.{os.getpid()}"
+        pointer.write_text(final.name + "\n")
+        _sync(pointer)
+        pointer.replace(self.path / "latest")
+
+    def _sweep(self) -> None:
+        """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
+        for leftover in self.path.glob(".step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read one checkpoint; MotleyError names the file that is missing or damaged."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, expected in manifest.items():
+            found = _describe(folder / name)
+            if found != expected:
+                raise MotleyError(
+                    f"{folder / name} is damaged: {found['bytes']} bytes, SHA-256 "
+                    f"{found['sha256'][:12]}, not {expected['bytes']}, {expected['sha256'][:12]}"
+                )
+        progress = json.loads((folder / "progress.json").read_text())
+        tensors = {
+            f"{part}.{name}": tensor
+            for part in _PARTS
+            for name, tensor in load_file(folder / f"{part}.safetensors").items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MotleyError(f"{folder} is no whole checkpoint: {error}") from None
+    return tensors, progress
+
+
+def newest_whole(
+    folders: list[Path],
+) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
+    """Load the first of ``folders`` that is whole.
+
+    Returns:
+        It, its content, and what was wrong with those before it.
+    """
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            return folder, *load_checkpoint(folder), problems
+        except MotleyError as error:
+            problems.append(str(error))
+    raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints that ``--resume PATH`` means, the preferred one first.
+
+    Args:
+        path: one checkpoint's folder, ``checkpoints/``, or a run folder.
+    """
+    if path.is_dir() and path.name.startswith("step_"):
+        older = [other for other in Checkpoints(path.parent, 1).found() if other.name < path.name]
+        return [path, *older]
+    for place in (path / "checkpoints", path):
+        if found := Checkpoints(place, 1).found():
+            return found
+    return []
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)

@@ -1,0 +1,115 @@
+"""timm's models, wrapped so that both engines see one module with one rule for dtypes."""
+
+import inspect
+from typing import Any
+
+import timm
+import torch
+from timm.models import register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from motley.data import Images
+from motley.errors import MotleyError
+from motley.options import Config
+from motley.spelling import nearest
+
+AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@register_model
+def vit_digits(pretrained: bool = False, **options: Any) -> VisionTransformer:
+    """A ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters."""
+    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
+    shape = {"embed_dim": 96, "depth": 4, "num_heads": 3, "global_pool": "avg"}
+    options.pop("pretrained_cfg", None)
+    options.pop("pretrained_cfg_overlay", None)
+    options.pop("cache_dir", None)
+    return VisionTransformer(**{**size, **shape, **options})
+
+
+def model_name(config: Config) -> str:
+    """``--model``, or what suits the dataset."""
+    return config.model or ("vit_digits" if config.dataset == "digits" else "vit_base_patch16_224")
+
+
+def image_size(config: Config) -> int:
+    """``--img-size``, or the model's own: pixels a side."""
+    name = model_name(config)
+    if not timm.is_model(name):
+        raise MotleyError(
+            f"--model {name} is unknown to timm {timm.__version__}"
+            f"{nearest(name, timm.list_models())}"
+        )
+    if config.img_size:
+        return config.img_size
+    if name == "vit_digits":
+        return 8
+    pretrained = timm.get_pretrained_cfg(name)
+    return int(pretrained.input_size[-1]) if pretrained else 224
+
+
+def build_model(config: Config, images: Images, img_size: int) -> nn.Module:
+    """The timm model for these images, with weights drawn from ``--seed``."""
+    name = model_name(config)
+    options: dict[str, Any] = {"num_classes": images.classes, "in_chans": images.channels}
+    optional = {"drop_rate": config.drop, "drop_path_rate": config.drop_path}
+    options |= {key: value for key, value in optional.items() if value}
+    entry = timm.model_entrypoint(name)
+    if config.img_size or "img_size" in inspect.signature(entry).parameters:
+        options["img_size"] = img_size
+    torch.manual_seed(config.seed)
+    try:
+        net = timm.create_model(name, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        given = ", ".join(f"{key}={value}" for key, value in options.items())
+        raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None
+    for part_name, part in net.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise MotleyError(
+                f"--model {name} has batch statistics ({part_name}), which unequal shares would "
+                "make differ between ranks; choose a model with layer norm, such as a ViT"
+            )
+    return net
+
+
+class Classifier(nn.Module):
+    """uint8 images in, fp32 logits out; autocast and normalisation inside.
+
+    Autocast sits inside ``forward``, where DDP and DeepSpeed wrap it, and the output is
+    fp32, so that the wrappers never see a rank's dtype and ranks may differ in it.
+
+    Args:
+        net: the timm model.
+        precision: this rank's; see motley.precision.
+    """
+
+    def __init__(
+        self, net: nn.Module, images: Images, img_size: int, precision: str, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.net = net.to(device)
+        self._image = (images.channels, img_size, img_size)
+        self._autocast = AUTOCAST[precision]
+        # Plain tensors and no buffers: DDP would send buffers around at every step.
+        shape = (1, images.channels, 1, 1)
+        self._mean = 255 * torch.tensor(images.mean, device=device).view(shape)
+        self._std = 255 * torch.tensor(images.std, device=device).view(shape)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, fp32 [n, classes], of ``images``, uint8 [n, C, H, W]."""
+        pixels = (images.float() - self._mean) / self._std
+        with torch.autocast(images.device.type, self._autocast, enabled=self._autocast is not None):
+            logits: Tensor = self.net(pixels)
+        return logits.float()
+
+    def no_images(self) -> Tensor:
+        """An empty batch, uint8 [0, C, H, W], on the model's device."""
+        return torch.empty((0, *self._image), dtype=torch.uint8, device=self._mean.device)
+
+
+def set_matmul_precision(precision: str) -> None:
+    """fp32 means IEEE arithmetic, in matrix products and in the patch convolution; tf32 is
+    a precision of its own."""
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"

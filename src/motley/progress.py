@@ -1,0 +1,90 @@
+"""What rank 0 prints while training: a bar on a terminal, plain lines in a log."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from motley.records import EpochRecord, StepRecord
+
+
+class Reporter:
+    """Prints the state of one run.
+
+    Args:
+        total_steps: of the whole run.
+        interval: seconds between plain lines.
+        silent: print nothing (every rank but 0).
+    """
+
+    def __init__(self, total_steps: int, done_steps: int, interval: float, silent: bool) -> None:
+        self._total, self._interval, self._silent = total_steps, interval, silent
+        self._first, self._started, self._next_line = done_steps, time.monotonic(), 0.0
+        console = Console(quiet=silent)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TimeRemainingColumn(), console=console, transient=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task("training", total=total_steps, completed=done_steps)
+        self._on_terminal = not silent and on_terminal()
+        if self._on_terminal:
+            self._bar.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Report a step."""
+        done = record.step + 1
+        text = f"epoch {record.epoch}  loss {record.loss:.4f}  {record.images_per_s:,.0f} images/s"
+        if self._on_terminal:
+            self._bar.update(self._task, completed=done, description=text)
+            return
+        now = time.monotonic()
+        if self._silent or (now < self._next_line and done < self._total):
+            return
+        self._next_line = now + self._interval
+        left = (now - self._started) / (done - self._first) * (self._total - done)
+        print(f"  step {done}/{self._total}  {text}  {_clock(left)} left", flush=True)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Report an evaluation."""
+        self.say(
+            f"epoch {record.epoch}: top-1 {record.top1:.2%} of {record.samples} held-out images, "
+            f"loss {record.loss:.4f}"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._on_terminal:
+            self._bar.console.print(text, highlight=False, markup=False)
+        elif not self._silent:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._on_terminal:
+            self._bar.stop()
+
+
+def on_terminal() -> bool:
+    """Somebody watches: standard output is a terminal, and not one that mpirun only made up.
+
+    Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output, wherever
+    that goes; its own says whether a person is there.
+    """
+    if not sys.stdout.isatty():
+        return False
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return True
+    try:
+        output = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())
+    except OSError:
+        return False
+    return output.startswith(("/dev/pts/", "/dev/tty"))
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

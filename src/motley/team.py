@@ -1,0 +1,112 @@
+"""The ranks that train: who takes part, on which device, in which precision."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from motley.errors import MotleyError
+from motley.launch import World
+from motley.measure import kernel_speed
+from motley.options import Config
+from motley.plan import LeftOut, Seat, choose_participants
+from motley.precision import best_precision, parse_precision
+
+_TIMEOUT = timedelta(minutes=10)  # of a collective; the lifeline names a dead rank long before
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank that trains, as run.json lists it.
+
+    Attributes:
+        rank: in the process group.
+        world_rank: in the launch.
+        device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
+        uuid: of its GPU; empty without one.
+        why: why this precision.
+    """
+
+    rank: int
+    world_rank: int
+    host: str
+    device: str
+    uuid: str
+    precision: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Team:
+    """All ranks that train, seen from one launched rank.
+
+    Attributes:
+        rank: this rank's number in the process group; None if it is left out.
+        members: by rank in the group.
+        left_out: launched ranks that compute nothing, and why.
+        backend: nccl or gloo.
+    """
+
+    rank: int | None
+    members: tuple[Member, ...]
+    left_out: tuple[LeftOut, ...]
+    device: torch.device
+    backend: str
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that train."""
+        return len(self.members)
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precision of each rank."""
+        return tuple(member.precision for member in self.members)
+
+
+def join_team(world: World, config: Config) -> Team:
+    """Decide who trains and join the process group; every launched rank calls it.
+
+    NCCL where every participant owns a GPU, gloo for all otherwise.
+    """
+    seats = world.allgather(
+        Seat(world.rank, world.host, world.local_rank, torch.cuda.device_count())
+    )
+    participants, left_out = choose_participants(seats)
+    rank = world.join_group(participants)
+    device = torch.device("cpu")
+    if rank is not None and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    wanted = parse_precision(config.precision, len(participants))
+    members = world.allgather(None if rank is None else _member(rank, world, device, wanted[rank]))
+    team = tuple(member for member in members if member is not None)
+    backend = "nccl" if all(member.uuid for member in team) else "gloo"
+    if rank is not None:
+        dist.init_process_group(
+            backend, timeout=_TIMEOUT, device_id=device if backend == "nccl" else None
+        )
+    return Team(rank, team, left_out, device, backend)
+
+
+def leave_team() -> None:
+    """Leave the process group."""
+    dist.destroy_process_group()
+
+
+def _member(rank: int, world: World, device: torch.device, wanted: str) -> Member:
+    name, uuid, capability = "cpu", "", None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, uuid = f"{device} {properties.name}", f"GPU-{properties.uuid}"
+        capability = (properties.major, properties.minor)
+    precision, why = best_precision(capability) if wanted == "auto" else (wanted, "asked for")
+    speed = kernel_speed(device, precision, seconds=0.02)
+    if speed.tflops is None:
+        raise MotleyError(
+            f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); choose another "
+            f"--precision for rank {rank}, or install a torch built for this device"
+        )
+    return Member(rank, world.rank, world.host, name, uuid, precision, why)

@@ -1,0 +1,273 @@
+"""The one training loop. Read :func:`train` from top to bottom; engines plug in.
+
+A run is: who takes part, the data, the model, the plan; then epochs of global batches,
+each computed in micro-batches by every rank and finished by one step; a record after
+every step, an evaluation and a checkpoint after every epoch.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from torch import Tensor
+
+from motley.checkpoint import Checkpoints
+from motley.data import Batch, Loader, load_images, prepare
+from motley.engine import Engine, EngineMaker, Seating, exchange
+from motley.errors import MotleyError
+from motley.gpu_log import GpuLogger
+from motley.launch import World
+from motley.model import Classifier, build_model, image_size, model_name, set_matmul_precision
+from motley.options import Config
+from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
+from motley.precision import parse_loss_scale
+from motley.recorder import Recorder
+from motley.records import EpochRecord
+from motley.runs import Run
+from motley.state import Position, drifted, resume, same_again, save
+from motley.team import Team, join_team, leave_team
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that training needs, made once by :func:`assemble`.
+
+    Attributes:
+        last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
+    """
+
+    config: Config
+    run: Run
+    team: Team
+    rank: int
+    plan: Plan
+    loader: Loader
+    model: Classifier
+    engine: Engine
+    schedule: CosineLRScheduler
+    checkpoints: Checkpoints
+    last_step: int
+    save_every: int
+
+    @property
+    def saved_config(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the options."""
+        return dataclasses.asdict(self.config)
+
+
+def train(world: World, config: Config, make_engine: EngineMaker) -> None:
+    """Train one model on all ranks of ``world``; every rank calls it with the same config."""
+    config = dataclasses.replace(config, model=model_name(config), img_size=image_size(config))
+    run = Run.open(world, config)
+    world.once_per_node(lambda: prepare(config))
+    team, plan = muster(world, run, config)
+    if team.rank is None:
+        run.finish({})  # this rank is left out, and waits for the others
+        return
+
+    job = assemble(run, team, plan, config, make_engine)
+    position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
+    recorder = Recorder(run, team.rank, team.device, config, position.step, job.last_step)
+    for note in notes:
+        recorder.note("resume", note)
+    with gpu_logger(world, run, team, recorder, config), recorder:
+        evaluated = fit(world, job, recorder, position)
+    leave_team()
+    run.finish(recorder.result(evaluated))
+
+
+def muster(world: World, run: Run, config: Config) -> tuple[Team, Plan]:
+    """Who takes part, on which device, in which precision, and who does how much."""
+    team = join_team(world, config)
+    shares = parse_shares(config.shares, team.size)
+    sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
+    plan = make_plan(config.batch_size, shares, sizes)
+    announce(world, run, team, plan, config)
+    return team, plan
+
+
+def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: EngineMaker) -> Job:
+    """Open the data, build the model, and set an engine on it."""
+    assert team.rank is not None and config.img_size is not None
+    precision = team.precisions[team.rank]
+    set_matmul_precision(precision)
+    images = load_images(config, config.img_size)
+    loader = Loader(images, config, config.img_size, team.rank, team.device)
+    net = build_model(config, images, config.img_size)
+    model = Classifier(net, images, config.img_size, precision, team.device)
+    scale = parse_loss_scale(config.loss_scale, team.precisions)
+    engine = make_engine(
+        model, Seating(config, team.rank, team.size, team.device, precision, scale, plan)
+    )
+    plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
+    engine.reconfigure(plan)
+
+    steps_an_epoch = math.ceil(loader.order.epoch_samples / plan.global_batch)
+    total_steps = steps_an_epoch * config.epochs
+    return Job(
+        config, run, team, team.rank, plan, loader, model, engine,
+        schedule=make_schedule(engine.optimizer, config, steps_an_epoch),
+        checkpoints=Checkpoints(run.folder.checkpoints, config.keep),
+        last_step=min(total_steps, config.max_steps or total_steps),
+        save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
+    )  # fmt: skip
+
+
+def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord | None:
+    """Train from ``position`` to the last step; the last evaluation, None if there was none."""
+    engine, plan, loader = job.engine, job.plan, job.loader
+    evaluated = None
+    while position.step < job.last_step:
+        epoch = position.epoch
+        engine.clock.restart()
+        for part, micro_batches in loader.steps(epoch, position.consumed, plan):
+            world.lifeline.step = position.step
+            job.schedule.step_update(position.step)
+            lr = float(engine.optimizer.param_groups[0]["lr"])
+
+            # One global batch: this rank's micro-batches, then one step of all ranks.
+            losses: list[Tensor] = []
+            indices: list[int] = []
+            for batch, last in micro_batches:
+                engine.clock.lap("data")
+                losses.append(engine.accumulate(batch, part.global_batch, last))
+                indices += readable(batch, job.config, job.run)
+            sample_loss = torch.cat(losses)
+            result = engine.step(sample_loss.sum())
+            check_finite(result.loss_sum, sample_loss, indices)
+
+            recorder.step(position.step, epoch, lr, part, result, engine.clock)
+            position = advance(position, part.global_batch, loader.order.epoch_samples)
+            ended = position.step == job.last_step
+            if ended or (job.save_every and position.step % job.save_every == 0):
+                keep_same(job.model, recorder, position)
+                if job.save_every:
+                    save(engine, job.checkpoints, position, job.saved_config)
+            if ended:
+                break
+            engine.clock.restart()
+        evaluated = evaluate(engine, loader, plan, position.step, epoch)
+        recorder.epoch(evaluated)
+    return evaluated
+
+
+def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> None:
+    """Write run.json, and say on rank 0 who trains what and how."""
+    run.start(
+        config=dataclasses.asdict(config),
+        ranks=[dataclasses.asdict(member) for member in team.members],
+        left_out=[dataclasses.asdict(entry) for entry in team.left_out],
+        plan={
+            **dataclasses.asdict(plan),
+            "counts": plan.counts,
+            "micro_batches": plan.micro_batches,
+        },
+        backend=team.backend,
+    )
+    if world.rank != 0:
+        return
+    for entry in team.left_out:
+        run.event("left_out", **dataclasses.asdict(entry))
+    print(f"{config.model} at {config.img_size} pixels on {config.dataset}")
+    print(f"  records in {run.folder.path}")
+    for member in team.members:
+        print(
+            f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "
+            f"({member.why}), {plan.counts[member.rank]} samples a step"
+        )
+    for entry in team.left_out:
+        print(f"  rank {entry.rank} on {entry.host} is left out: {entry.reason}")
+    print(f"  {plan.sentence()}, over {team.backend}", flush=True)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: Config, steps_an_epoch: int
+) -> CosineLRScheduler:
+    """Linear warm-up, then a cosine down to ``--min-lr`` at the end of the last epoch."""
+    total = steps_an_epoch * config.epochs
+    warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=total - warmup,
+        lr_min=config.min_lr,
+        warmup_t=warmup,
+        warmup_lr_init=config.lr / (warmup + 1),
+        warmup_prefix=True,
+        t_in_epochs=False,
+    )
+
+
+def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
+    """The batch's sample indices, once its unreadable images are dealt with."""
+    for name in batch.unreadable:
+        if config.bad_images == "fail":
+            raise MotleyError(
+                f"cannot read {name}; repair or remove it, or go on without such images by "
+                "--bad-images skip"
+            )
+        run.event("unreadable", image=name)
+    return batch.indices
+
+
+def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> None:
+    """Stop where a loss is not finite; ranks whose losses are fine leave the word to others."""
+    if math.isfinite(loss_sum):
+        return
+    bad = [index for index, loss in zip(indices, sample_loss.tolist(), strict=True)
+           if not math.isfinite(loss)]  # fmt: skip
+    if bad:
+        shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+        raise MotleyError(
+            f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
+            f"indices {shown}); lower --lr, or set --clip-grad 1.0, and --resume auto"
+        )
+
+
+def advance(position: Position, samples: int, epoch_samples: int) -> Position:
+    """The position after a global batch of ``samples``."""
+    consumed = position.consumed + samples
+    if consumed < epoch_samples:
+        return dataclasses.replace(position, step=position.step + 1, consumed=consumed)
+    return Position(position.step + 1, position.epoch + 1, 0)
+
+
+def keep_same(model: Classifier, recorder: Recorder, position: Position) -> None:
+    """Check that all ranks hold the same parameters; if not, say so and give them rank 0's."""
+    if ranks := drifted(model.net):
+        recorder.note(
+            "drift",
+            f"the parameters of rank {', '.join(map(str, ranks))} differ from rank 0's; all take "
+            "rank 0's now",
+            step=position.step,
+            ranks=ranks,
+        )
+        same_again(model.net)
+
+
+def evaluate(engine: Engine, loader: Loader, plan: Plan, step: int, epoch: int) -> EpochRecord:
+    """Accuracy on the held-out images: sums and counts over all ranks, never a mean of means."""
+    start = time.monotonic()
+    parts = [engine.evaluate(batch) for batch in loader.test_batches(plan)]
+    table = exchange(list(torch.stack(parts).sum(dim=0)))
+    loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
+    return EpochRecord(
+        step=step, epoch=epoch, top1=correct / samples, loss=loss / samples, samples=int(samples),
+        seconds=time.monotonic() - start, time=time.time(),
+    )  # fmt: skip
+
+
+def gpu_logger(
+    world: World, run: Run, team: Team, recorder: Recorder, config: Config
+) -> contextlib.AbstractContextManager[Any]:
+    """The sampler of this machine's GPUs, on its first rank; nothing on the others."""
+    if world.local_rank != 0:
+        return contextlib.nullcontext()
+    here = [member for member in team.members if world.machines[member.world_rank] == world.rank]
+    ranks = {"": here[0].rank} | {member.uuid: member.rank for member in here if member.uuid}
+    log = run.folder.gpu_log(world.host)
+    return GpuLogger(log, world.host, ranks, lambda: recorder.progress, config.gpu_log_interval)

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# From a fresh machine to all tests passed.
+#
+#   bash tests/run.sh                       # everything: lint, types, tests; about 15 minutes
+#   bash tests/run.sh -m "not mpi"          # the unit tests, under 2 minutes
+#   bash tests/run.sh -k resume             # options go to pytest
+#
+# Makes the environment if need be. As root it also installs the system packages that some
+# tests try Motley against (Debian's Open MPI, Slurm); without root those tests are
+# skipped with a line that says so. With CI=true nothing may be skipped.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+case ${1:-} in
+  -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d'; exit 0 ;;
+esac
+
+cd "$root"
+bash setup/make_env.sh --dev
+bin=${MOTLEY_VENV:-$root/.venv}/bin
+
+packages=()
+command -v mpirun.openmpi >/dev/null || packages+=(openmpi-bin libopenmpi-dev)
+command -v slurmctld >/dev/null || packages+=(slurm-wlm)
+command -v munged >/dev/null || packages+=(munge)
+if [ ${#packages[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "tests: installing ${packages[*]}"
+  log=$(mktemp)
+  if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+    apt-get install -qq -y --no-install-recommends "${packages[@]}"; } >"$log" 2>&1; then
+    tail -n 5 "$log"
+    echo "tests: could not install ${packages[*]}; tests that need them are skipped"
+  fi
+  rm -f "$log"
+fi
+
+echo "tests: shellcheck, ruff, mypy"
+mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
+"$bin/shellcheck" "${scripts[@]}"
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+"$bin/python" -m pytest "$@"

@@ -1,0 +1,131 @@
+"""The torch.distributed engine: DistributedDataParallel with unequal shares."""
+
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from motley.data import Batch
+from motley.engine import (
+    Clock,
+    Seating,
+    StepResult,
+    clip_factor,
+    exchange,
+    gradient_norm,
+    load_model_state,
+    load_optimizer_state,
+    load_random_state,
+    make_optimizer,
+    model_state,
+    optimizer_state,
+    random_state,
+    sample_losses,
+    scale_gradients,
+    score,
+)
+from motley.model import Classifier
+from motley.plan import Plan
+
+
+class DdpEngine:
+    """Implements motley.engine.Engine.
+
+    The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so the
+    communication hook sums and never divides: no rank's share enters anywhere else, and
+    DDP's own average over ranks, which is wrong for unequal shares, is not used.
+    """
+
+    equal_micro_steps = False
+
+    def __init__(self, model: Classifier, seating: Seating) -> None:
+        self._device, self._config = seating.device, seating.config
+        self.scale = seating.scale
+        self.clock = Clock(seating.device)
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(model.net, seating.config)
+        if seating.config.compile:
+            model.net.compile()
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[seating.device] if seating.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, self._sum_bucket)
+        self._fix_buckets()
+
+    def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            self.clock.lap("compute")  # this rank's own gradient is ready now
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _fix_buckets(self) -> None:
+        # DDP rebuilds its buckets after the first backward pass, in the order in which
+        # gradients came, and that changes the order of sums. Empty batches make it do so
+        # before step 1; else a resumed run would differ from an unbroken one by rounding.
+        for _ in range(2):
+            self._ddp(self._model.no_images()).sum().backward()
+        self.optimizer.zero_grad()
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        """See motley.engine.Engine. Communication overlaps the last backward pass."""
+        with contextlib.nullcontext() if last else self._ddp.no_sync():
+            losses = sample_losses(self._ddp(batch.images), batch, self._config.smoothing)
+            (losses.sum() * (self.scale.value / n_global)).backward()
+        self.clock.lap("sync" if last else "compute")
+        return losses.detach()
+
+    def step(self, loss_sum: Tensor) -> StepResult:
+        """See motley.engine.Engine."""
+        scale = self.scale.value
+        ready = self.clock.seconds("data") + self.clock.seconds("compute")
+        table = exchange([loss_sum, gradient_norm(self._parameters), ready])
+        # All use rank 0's norm: unlike devices round differently, and a clip factor that
+        # differs in one bit would drive the ranks apart.
+        overflow = not all(math.isfinite(norm) for _, norm, _ in table)
+        norm = table[0][1] / scale
+        if not overflow:
+            scale_gradients(self._parameters, clip_factor(norm, self._config.clip_grad) / scale)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scale.update(overflow)
+        self.clock.lap("opt")
+        return StepResult(
+            loss_sum=math.fsum(loss for loss, _, _ in table),
+            grad_norm=None if overflow else norm,
+            overflow=overflow,
+            loss_scale=scale,
+            ready_s=tuple(seconds for _, _, seconds in table),
+        )
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See motley.engine.Engine."""
+        return score(self._model, batch)
+
+    def state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""
+        if dist.get_rank() != 0:
+            return {}
+        net = self._model.net
+        return model_state(net) | optimizer_state(net, self.optimizer)
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """See motley.engine.Engine."""
+        load_model_state(self._model.net, state)
+        load_optimizer_state(self._model.net, self.optimizer, state)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine."""
+        return random_state(self._device)
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        """See motley.engine.Engine."""
+        load_random_state(state, self._device)
+
+    def reconfigure(self, plan: Plan) -> None:
+        """See motley.engine.Engine. Nothing here depends on the plan."""
