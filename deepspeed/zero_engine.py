@@ -4,27 +4,23 @@ DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is 
 the model, and the loss scale is Motley's, the same number on every rank.
 """
 
-import logging
+import quiet  # noqa: F401
+
+# isort: split
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every rank warns that it guessed so
-
-import deepspeed
 from deepspeed.utils import (
     lazy_init_hp_params_optimizer_state,
-    logger,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from torch import Tensor
 from zero_config import read_config
 
 from motley.data import Batch
@@ -49,8 +45,6 @@ from motley.engine import (
 )
 from motley.model import Classifier
 from motley.plan import Plan
-
-logger.setLevel(logging.ERROR)  # 40 lines a rank otherwise
 
 
 class ZeroEngine:

@@ -23,10 +23,9 @@ class Reporter:
     def __init__(self, total_steps: int, done_steps: int, interval: float, silent: bool) -> None:
         self._total, self._interval, self._silent = total_steps, interval, silent
         self._first, self._started, self._next_line = done_steps, time.monotonic(), 0.0
-        console = Console(quiet=silent)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeRemainingColumn(), console=console, transient=True,
+            TimeRemainingColumn(), console=console(), transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("training", total=total_steps, completed=done_steps)
         self._on_terminal = not silent and on_terminal()
@@ -65,6 +64,13 @@ class Reporter:
         """Take the bar away."""
         if self._on_terminal:
             self._bar.stop()
+
+
+def console() -> Console:
+    """Where tables go: styled and as wide as a person's terminal, plain and 140 wide in a log."""
+    if on_terminal():
+        return Console()
+    return Console(force_terminal=False, no_color=True, width=140)
 
 
 def on_terminal() -> bool:

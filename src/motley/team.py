@@ -1,6 +1,8 @@
 """The ranks that train: who takes part, on which device, in which precision."""
 
+import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from motley.errors import MotleyError
+from motley.gpu_log import GpuLogger, Progress
 from motley.launch import World
 from motley.measure import kernel_speed
-from motley.options import Config
 from motley.plan import LeftOut, Seat, choose_participants
 from motley.precision import best_precision, parse_precision
+from motley.records import RunFolder
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the lifeline names a dead rank long before
 
@@ -66,10 +69,13 @@ class Team:
         return tuple(member.precision for member in self.members)
 
 
-def join_team(world: World, config: Config) -> Team:
+def join_team(world: World, precision: str = "auto") -> Team:
     """Decide who trains and join the process group; every launched rank calls it.
 
     NCCL where every participant owns a GPU, gloo for all otherwise.
+
+    Args:
+        precision: as ``--precision`` says it.
     """
     seats = world.allgather(
         Seat(world.rank, world.host, world.local_rank, torch.cuda.device_count())
@@ -80,7 +86,7 @@ def join_team(world: World, config: Config) -> Team:
     if rank is not None and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    wanted = parse_precision(config.precision, len(participants))
+    wanted = parse_precision(precision, len(participants))
     members = world.allgather(None if rank is None else _member(rank, world, device, wanted[rank]))
     team = tuple(member for member in members if member is not None)
     backend = "nccl" if all(member.uuid for member in team) else "gloo"
@@ -94,6 +100,25 @@ def join_team(world: World, config: Config) -> Team:
 def leave_team() -> None:
     """Leave the process group."""
     dist.destroy_process_group()
+
+
+def gpu_logger(
+    world: World,
+    team: Team,
+    folder: RunFolder,
+    progress: Callable[[], Progress] = Progress,
+    interval: float = 2.0,
+) -> contextlib.AbstractContextManager[object]:
+    """Samples this machine's GPUs while open, on its first rank; does nothing on the others.
+
+    Args:
+        progress: where training is. interval: seconds between samples.
+    """
+    if world.local_rank != 0:
+        return contextlib.nullcontext()
+    here = [member for member in team.members if world.machines[member.world_rank] == world.rank]
+    ranks = {"": here[0].rank} | {member.uuid: member.rank for member in here if member.uuid}
+    return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)
 
 
 def _member(rank: int, world: World, device: torch.device, wanted: str) -> Member:

@@ -5,7 +5,6 @@ each computed in micro-batches by every rank and finished by one step; a record 
 every step, an evaluation and a checkpoint after every epoch.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -20,7 +19,6 @@ from motley.checkpoint import Checkpoints
 from motley.data import Batch, Loader, load_images, prepare
 from motley.engine import Engine, EngineMaker, Seating, exchange
 from motley.errors import MotleyError
-from motley.gpu_log import GpuLogger
 from motley.launch import World
 from motley.model import Classifier, build_model, image_size, model_name, set_matmul_precision
 from motley.options import Config
@@ -30,7 +28,7 @@ from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.runs import Run
 from motley.state import Position, drifted, resume, same_again, save
-from motley.team import Team, join_team, leave_team
+from motley.team import Team, gpu_logger, join_team, leave_team
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,10 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     recorder = Recorder(run, team.rank, team.device, config, position.step, job.last_step)
     for note in notes:
         recorder.note("resume", note)
-    with gpu_logger(world, run, team, recorder, config), recorder:
+    with (
+        gpu_logger(world, team, run.folder, lambda: recorder.progress, config.gpu_log_interval),
+        recorder,
+    ):
         evaluated = fit(world, job, recorder, position)
     leave_team()
     run.finish(recorder.result(evaluated))
@@ -83,7 +84,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
 def muster(world: World, run: Run, config: Config) -> tuple[Team, Plan]:
     """Who takes part, on which device, in which precision, and who does how much."""
-    team = join_team(world, config)
+    team = join_team(world, config.precision)
     shares = parse_shares(config.shares, team.size)
     sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
     plan = make_plan(config.batch_size, shares, sizes)
@@ -259,15 +260,3 @@ def evaluate(engine: Engine, loader: Loader, plan: Plan, step: int, epoch: int) 
         step=step, epoch=epoch, top1=correct / samples, loss=loss / samples, samples=int(samples),
         seconds=time.monotonic() - start, time=time.time(),
     )  # fmt: skip
-
-
-def gpu_logger(
-    world: World, run: Run, team: Team, recorder: Recorder, config: Config
-) -> contextlib.AbstractContextManager[Any]:
-    """The sampler of this machine's GPUs, on its first rank; nothing on the others."""
-    if world.local_rank != 0:
-        return contextlib.nullcontext()
-    here = [member for member in team.members if world.machines[member.world_rank] == world.rank]
-    ranks = {"": here[0].rank} | {member.uuid: member.rank for member in here if member.uuid}
-    log = run.folder.gpu_log(world.host)
-    return GpuLogger(log, world.host, ranks, lambda: recorder.progress, config.gpu_log_interval)

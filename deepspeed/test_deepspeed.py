@@ -1,0 +1,127 @@
+"""Does DeepSpeed work on all ranks? A distributed matrix product that checks its answer.
+
+    mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py
+    mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py --size 4096
+
+C = A B with the inner dimension cut over the ranks: each multiplies its slice, and
+deepspeed.comm sums the products. Every rank compares C with the product it computes
+alone. Timed after a warm-up, with all ranks and devices synchronised before each clock
+is read; the GPUs are recorded meanwhile in logs/.
+"""
+
+import quiet  # noqa: F401
+
+# isort: split
+import argparse
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed import comm
+from rich.table import Table
+
+from motley import launch
+from motley.errors import MotleyError
+from motley.launch import World
+from motley.model import set_matmul_precision
+from motley.options import OneVoice
+from motley.plan import apportion
+from motley.progress import console
+from motley.records import RunFolder
+from motley.team import Team, gpu_logger, join_team, leave_team
+
+
+def main(world: World, size: int, repeats: int, logs: Path) -> None:
+    """Multiply on all ranks, check, and print one table on rank 0."""
+    team = join_team(world, "fp32")
+    folder = RunFolder(logs / time.strftime("test_deepspeed_%Y-%m-%d_%H-%M-%S"))
+    folder = world.from_first(lambda: folder)
+    world.once_per_node(folder.create)
+    if team.rank is None:
+        return
+    with gpu_logger(world, team, folder, interval=1.0):
+        compute, reduce, error = multiply(team, size, repeats)
+    rows = comm_table(team, [compute, reduce, error])
+    leave_team()
+    if world.rank == 0:
+        show(team, size, rows, folder)
+    # A sum of `size` products of numbers in [-1, 1], rounded in another order.
+    worst = max(row[2] for row in rows)
+    if not worst < size * torch.finfo(torch.float32).eps:
+        raise MotleyError(
+            f"the distributed product is off by {worst:.3g}; the ranks' devices or their network "
+            "corrupt data"
+        )
+
+
+def multiply(team: Team, size: int, repeats: int) -> tuple[float, float, float]:
+    """Seconds of this rank's own product and of the sum over ranks, and the largest error."""
+    assert team.rank is not None
+    deepspeed.init_distributed(dist_backend=team.backend, verbose=False)
+    set_matmul_precision("fp32")
+    generator = torch.Generator().manual_seed(0)  # the same matrices on every rank
+    left, right = (2 * torch.rand(size, size, generator=generator) - 1 for _ in range(2))
+    left, right = left.to(team.device), right.to(team.device)
+    counts = apportion(size, [1.0] * team.size)
+    start = sum(counts[: team.rank])
+    mine = slice(start, start + counts[team.rank])
+
+    compute, reduce = [], []
+    for _ in range(repeats + 1):
+        comm.barrier()
+        began = now(team.device)
+        product = left[:, mine] @ right[mine]
+        multiplied = now(team.device)
+        comm.all_reduce(product)
+        reduced = now(team.device)
+        compute.append(multiplied - began)
+        reduce.append(reduced - multiplied)
+    error = float((product - left @ right).abs().max())
+    return min(compute[1:]), min(reduce[1:]), error  # the first one was the warm-up
+
+
+def now(device: torch.device) -> float:
+    """The time when ``device`` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def comm_table(team: Team, values: list[float]) -> list[list[float]]:
+    """Every rank's values, by rank, through DeepSpeed's communication."""
+    own = torch.tensor(values, dtype=torch.float64, device=team.device)
+    rows = [torch.empty_like(own) for _ in range(team.size)]
+    comm.all_gather(rows, own)
+    return [row.tolist() for row in rows]
+
+
+def show(team: Team, size: int, rows: list[list[float]], folder: RunFolder) -> None:
+    """Print the table."""
+    table = Table(
+        title=f"{size} x {size} matrix product over {team.size} ranks, {team.backend}, "
+        f"DeepSpeed {deepspeed.__version__}",
+        title_justify="left",
+    )
+    for heading in ("rank", "host", "device"):
+        table.add_column(heading)
+    for heading in ("own product, ms", "sum over ranks, ms", "largest error"):
+        table.add_column(heading, justify="right")
+    for member, (compute, reduce, error) in zip(team.members, rows, strict=True):
+        table.add_row(
+            str(member.rank), member.host, member.device,
+            f"{compute * 1e3:.2f}", f"{reduce * 1e3:.2f}", f"{error:.1e}",
+        )  # fmt: skip
+    console().print(table)
+    for entry in team.left_out:
+        print(f"rank {entry.rank} is left out: {entry.reason}")
+    print(f"the product is right; GPU log in {folder.path}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=1024, help="rows of the matrices, default 1024")
+    parser.add_argument("--repeats", type=int, default=5, help="timed products, default 5")
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="default: logs")
+    options = parser.parse_args()
+    launch.run(lambda world: main(world, options.size, options.repeats, options.logs))
