@@ -23,7 +23,6 @@ from deepspeed.utils import (
 from torch import Tensor
 from zero_config import read_config
 
-from motley.data import Batch
 from motley.engine import (
     Clock,
     Seating,
@@ -45,6 +44,7 @@ from motley.engine import (
 )
 from motley.model import Classifier
 from motley.plan import Plan
+from motley.sampler import Batch
 
 
 class ZeroEngine:

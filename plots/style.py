@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
-from motley.records import find_gpu_logs, find_runs, read_gpu_log
+from motley.gpu_records import read_gpu_log
+from motley.records import find_gpu_logs, find_runs
 
 Array = NDArray[np.float64]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from motley.records import LAB_GPU_COLUMNS, EpochRecord, RunFolder, StepRecord
+from motley.gpu_records import LAB_GPU_COLUMNS
+from motley.records import EpochRecord, RunFolder, StepRecord
 
 ROOT = Path(__file__).parent.parent
 START = 1763693554.0

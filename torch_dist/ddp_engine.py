@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.data import Batch
 from motley.engine import (
     Clock,
     Seating,
@@ -29,6 +28,7 @@ from motley.engine import (
 )
 from motley.model import Classifier
 from motley.plan import Plan
+from motley.sampler import Batch
 
 
 class DdpEngine:

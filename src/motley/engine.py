@@ -16,12 +16,12 @@ from timm.optim._optim_factory import create_optimizer_v2
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.data import Batch
 from motley.errors import MotleyError
 from motley.model import Classifier
 from motley.options import Config
 from motley.plan import Plan
 from motley.precision import LossScale
+from motley.sampler import Batch
 
 
 @dataclass(frozen=True)

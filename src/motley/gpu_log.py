@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from motley.facts import MIB, DeviceFacts, cpu_name, read_devices
-from motley.records import GpuLog
+from motley.gpu_records import GpuLog
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class GpuLogger:
         )
 
     def __enter__(self) -> "GpuLogger":
-        psutil.cpu_percent()  # the first call only starts the interval that the next one reports
         self._thread.start()
         return self
 
@@ -70,9 +69,12 @@ class GpuLogger:
         self._log.close()
 
     def _sample_until_closed(self) -> None:
-        running = True
+        # psutil reports the load since this thread's last call, so the first one says nothing.
+        psutil.cpu_percent()
+        wait, running = min(0.5, self._interval), True
         while running:
-            running = not self._stop.wait(self._interval)
+            running = not self._stop.wait(wait)
+            wait = self._interval
             for row in self._rows():
                 self._log.write(row)
 

@@ -92,16 +92,17 @@ class Classifier(nn.Module):
         self._image = (images.channels, img_size, img_size)
         self._autocast = AUTOCAST[precision]
         # Plain tensors and no buffers: DDP would send buffers around at every step.
+        dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
         shape = (1, images.channels, 1, 1)
-        self._mean = 255 * torch.tensor(images.mean, device=device).view(shape)
-        self._std = 255 * torch.tensor(images.std, device=device).view(shape)
+        self._mean = 255 * torch.tensor(images.mean, device=device, dtype=dtype).view(shape)
+        self._std = 255 * torch.tensor(images.std, device=device, dtype=dtype).view(shape)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, fp32 [n, classes], of ``images``, uint8 [n, C, H, W]."""
-        pixels = (images.float() - self._mean) / self._std
+        pixels = (images.to(self._mean.dtype) - self._mean) / self._std
         with torch.autocast(images.device.type, self._autocast, enabled=self._autocast is not None):
             logits: Tensor = self.net(pixels)
-        return logits.float()
+        return logits.to(self._mean.dtype)
 
     def no_images(self) -> Tensor:
         """An empty batch, uint8 [0, C, H, W], on the model's device."""

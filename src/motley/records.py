@@ -11,7 +11,6 @@ An unknown value is empty (null in JSON), never 0. A reader stops at a line that
 short by a crash and says so; everything before it stands.
 """
 
-import csv
 import fcntl
 import json
 import math
@@ -23,19 +22,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley.errors import MotleyError
+from motley.gpu_records import GpuLog
 
 JsonDict = dict[str, Any]
-
-# The lab's own eleven columns first, in its own order and spelling, so that its old
-# plots read our files and ours read its.
-LAB_GPU_COLUMNS = (
-    "Timestamp", "Rank", "Epoch", "Computation_Time", "GPU_ID", "GPU_Name", "GPU_Load",
-    "GPU_Free_Mem_MB", "GPU_Used_Mem_MB", "GPU_Total_Mem_MB", "GPU_Temp_C",
-)  # fmt: skip
-OUR_GPU_COLUMNS = (
-    "Host", "GPU_UUID", "Power_W", "Others_Mem_MB", "Others", "Step", "Monotonic_s",
-    "CPU_Name", "CPU_Load", "RAM_Used_MB", "RAM_Total_MB",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -300,127 +289,3 @@ def _keep_lines(path: Path, steps: int) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
         temporary.replace(path)
-
-
-class GpuLog:
-    """Appends rows to a GPU log; the header is the lab's eleven columns, then ours:
-
-    ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
-    GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072``
-    """
-
-    def __init__(self, path: Path) -> None:
-        new = not path.exists() or path.stat().st_size == 0
-        self._file = path.open("a", newline="", buffering=1, encoding="utf-8")
-        self._writer = csv.DictWriter(
-            self._file, LAB_GPU_COLUMNS + OUR_GPU_COLUMNS, extrasaction="raise", restval=""
-        )
-        if new:
-            self._writer.writeheader()
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; a missing or None value is left empty."""
-        self._writer.writerow({key: "" if value is None else value for key, value in row.items()})
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-@dataclass(frozen=True)
-class GpuSample:
-    """One row of a GPU log, ours or the lab's; None where the file has no value.
-
-    Attributes:
-        time: seconds since the epoch.
-        load: 0 to 1; of the GPU, or of the CPU on a host without one.
-        memory_used_mib, memory_total_mib: of the GPU, or the host's RAM.
-        others_memory_mib: GPU memory that other users hold.
-    """
-
-    time: float
-    host: str
-    gpu: str | None
-    name: str
-    load: float | None
-    memory_used_mib: float | None
-    memory_total_mib: float | None
-    temperature_c: float | None
-    power_w: float | None
-    others_memory_mib: float | None
-    epoch: int | None
-    step: int | None
-
-
-def read_gpu_log(path: Path) -> list[GpuSample]:
-    """Read a GPU log, ours or the lab's eleven-column one (load written like ``88.0%``).
-
-    Rows that a crash cut short or that are no samples are left out.
-    """
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in LAB_GPU_COLUMNS[:1] if name not in (reader.fieldnames or ())]
-        if missing:
-            raise MotleyError(f"{path} is not a GPU log: it has no column {missing[0]}")
-        # A row cut short misses columns (None among the values), one that later rows were
-        # appended to has too many (None among the keys).
-        whole = (row for row in reader if None not in row and None not in row.values())
-        return [sample for row in whole if (sample := _sample(row, path)) is not None]
-
-
-def _sample(row: Mapping[str, str | None], path: Path) -> GpuSample | None:
-    when = _timestamp(row.get("Timestamp"))
-    if when is None:
-        return None
-    gpu = row.get("GPU_ID") or None
-    host = row.get("Host") or ""
-    on_cpu = gpu is None
-    rank = row.get("Rank") or "?"
-    return GpuSample(
-        time=when,
-        host=host or f"rank {rank}",
-        gpu=gpu,
-        name=(row.get("CPU_Name") if on_cpu else row.get("GPU_Name")) or "",
-        load=_number(row.get("CPU_Load" if on_cpu else "GPU_Load")),
-        memory_used_mib=_number(row.get("RAM_Used_MB" if on_cpu else "GPU_Used_Mem_MB")),
-        memory_total_mib=_number(row.get("RAM_Total_MB" if on_cpu else "GPU_Total_Mem_MB")),
-        temperature_c=_number(row.get("GPU_Temp_C")),
-        power_w=_number(row.get("Power_W")),
-        others_memory_mib=_number(row.get("Others_Mem_MB")),
-        epoch=_integer(row.get("Epoch")),
-        step=_integer(row.get("Step")),
-    )
-
-
-def _number(text: str | None) -> float | None:
-    """A number; ``88.0%`` is 0.88; None when empty or not a number."""
-    try:
-        percent = (text or "").strip().endswith("%")
-        value = float((text or "").strip().rstrip("%"))
-    except ValueError:
-        return None
-    if not math.isfinite(value):  # GPUtil writes nan for what a GPU does not tell
-        return None
-    return value / 100 if percent else value
-
-
-def _integer(text: str | None) -> int | None:
-    value = _number(text)
-    return None if value is None else int(value)
-
-
-def _timestamp(text: str | None) -> float | None:
-    """Seconds since the epoch, of a number or of a local ``2024-11-21 03:12:44[.120]``."""
-    value = _number(text)
-    if value is not None:
-        return value
-    for form in ("%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f"):
-        try:
-            seconds = time.mktime(
-                time.strptime((text or "").partition(".")[0], form.removesuffix(".%f"))
-            )
-        except ValueError:
-            continue
-        fraction = (text or "").partition(".")[2]
-        return seconds + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
-    return None

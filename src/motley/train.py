@@ -16,7 +16,7 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
 from motley.checkpoint import Checkpoints
-from motley.data import Batch, Loader, load_images, prepare
+from motley.data import load_images, prepare
 from motley.engine import Engine, EngineMaker, Seating, exchange
 from motley.errors import MotleyError
 from motley.launch import World
@@ -27,6 +27,7 @@ from motley.precision import parse_loss_scale
 from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.runs import Run
+from motley.sampler import Batch, Loader
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Team, gpu_logger, join_team, leave_team
 

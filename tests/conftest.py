@@ -1,0 +1,151 @@
+"""What the tests share: a way to run real mpirun jobs, and to need what a system may lack."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DDP = "torch_dist/train_vit.py"
+ZERO = "deepspeed/train_vit.py"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job that ended."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def needs(program: str, why: str) -> None:
+    """Skip the test where ``program`` is missing; with CI=true that is a failure."""
+    if shutil.which(program) is None:
+        message = f"{program} is not installed, so {why} is not tried"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This environment with the project's on PATH."""
+    venv = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+    return {**os.environ, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}", **extra}
+
+
+class Jobs:
+    """Starts real jobs and ends what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.logs = folder / "logs"
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, ranks: int, *words: object, **extra: str) -> subprocess.Popen[str]:
+        """``mpirun -np RANKS --hostfile hosts.txt ./entry_cn.sh WORDS...``, not waited for."""
+        job = subprocess.Popen(
+            ["mpirun", "-np", str(ranks), "--hostfile", "hosts.txt", "./entry_cn.sh",
+             *map(str, words)],
+            cwd=ROOT, env=environment(**extra), text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._started.append(job)
+        return job
+
+    def wait(self, job: subprocess.Popen[str], limit: float = 240) -> Done:
+        """Wait for a job; the test fails if it takes longer than ``limit`` seconds."""
+        start = time.monotonic()
+        output, _ = job.communicate(timeout=limit)
+        return Done(job.returncode, output, time.monotonic() - start)
+
+    def run(self, ranks: int, *words: object, **extra: str) -> Done:
+        """Run any script on ``ranks`` ranks."""
+        return self.wait(self.start(ranks, *words, **extra))
+
+    def train(self, ranks: int, script: str, name: str, *options: object) -> "Trained":
+        """Train to the end, or fail the test with the job's output."""
+        done = self.run(ranks, script, "--logs", self.logs, "--run", name, *options)
+        assert done.code == 0, done.output
+        return Trained(self.logs / name, done)
+
+    def end(self) -> None:
+        """Kill what a failed test left."""
+        for job in self._started:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.communicate()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run and its records."""
+
+    folder: Path
+    done: Done
+
+    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
+        """Step records of one rank."""
+        return [json.loads(line) for line in (self.folder / f"steps.rank{rank}.jsonl").open()]
+
+    @property
+    def losses(self) -> list[float]:
+        """Global loss of each step."""
+        return [step["loss"] for step in self.steps()]
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """run.json"""
+        content: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        return content
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """events.jsonl"""
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.open()] if path.exists() else []
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    """Real jobs with their logs in this test's own folder."""
+    started = Jobs(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def module_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """Real jobs whose runs a whole module looks at."""
+    started = Jobs(tmp_path_factory.mktemp("jobs"))
+    yield started
+    started.end()
+
+
+def wait_until(condition: Callable[[], bool], limit: float) -> None:
+    """Poll; the test fails after ``limit`` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit} s"
+        time.sleep(0.02)
+
+
+def processes_of(mark: str) -> list[int]:
+    """Processes with ``mark`` in their command line (a run's unique logs folder, say)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            continue
+        if mark in command and not zombie and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found

@@ -1,0 +1,89 @@
+"""Splitting a batch: pure arithmetic, by property."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motley.errors import MotleyError
+from motley.plan import (
+    Plan,
+    Seat,
+    apportion,
+    choose_participants,
+    cut,
+    make_plan,
+    parse_micro_batches,
+    parse_shares,
+)
+
+shares = st.lists(
+    st.one_of(st.just(0.0), st.floats(0.01, 100), st.integers(1, 9).map(float)),
+    min_size=1,
+    max_size=40,
+).filter(lambda values: sum(values) > 0)
+
+
+@given(st.integers(0, 10_000), shares)
+def test_apportion_sums_and_stays_within_one_of_the_quota(total: int, values: list[float]) -> None:
+    counts = apportion(total, values)
+    assert sum(counts) == total
+    for count, share in zip(counts, values, strict=True):
+        assert abs(count - total * share / sum(values)) < 1 + 1e-6
+        assert share > 0 or count == 0
+
+
+def test_apportion_follows_whole_shares_exactly() -> None:
+    assert apportion(150, (5, 4, 3, 2, 1)) == (50, 40, 30, 20, 10)
+
+
+@given(st.integers(0, 1000), st.integers(1, 50))
+def test_cut_keeps_all_but_the_last_full(count: int, size: int) -> None:
+    cuts = cut(count, size)
+    assert sum(cuts) == count
+    assert all(part == size for part in cuts[:-1])
+    assert all(0 < part <= size for part in cuts)
+
+
+@given(st.integers(1, 500), shares, st.integers(1, 64), st.booleans())
+def test_a_plan_covers_the_batch_once(n: int, values: list[float], m: int, equal: bool) -> None:
+    plan = Plan(n, tuple(values), (m,) * len(values), equal_micro_steps=equal)
+    covered = []
+    for start, sizes in zip(plan.starts, plan.micro_batches, strict=True):
+        assert len(sizes) >= 1 and max(sizes) <= m
+        covered += range(start, start + sum(sizes))
+    assert covered == list(range(n))
+    assert not equal or len({len(sizes) for sizes in plan.micro_batches}) == 1
+
+
+@given(st.integers(5, 500), st.integers(1, 500))
+def test_a_ragged_batch_keeps_the_shares(n: int, rest: int) -> None:
+    plan = Plan(n, (3.0, 2.0, 0.0), (7, 7, 7)).of_batch(rest)
+    assert sum(plan.counts) == rest == plan.global_batch
+    assert plan.counts == apportion(rest, (3, 2, 0))
+
+
+def test_ranks_beyond_the_gpus_of_their_machine_are_left_out() -> None:
+    seats = [Seat(0, "a", 0, 2), Seat(1, "a", 1, 2), Seat(2, "a", 2, 2), Seat(3, "b", 0, 0),
+             Seat(4, "b", 1, 0)]  # fmt: skip
+    participants, left_out = choose_participants(seats)
+    assert participants == (0, 1, 3, 4)
+    assert [entry.rank for entry in left_out] == [2]
+    assert "2 GPUs" in left_out[0].reason
+
+
+@pytest.mark.parametrize("text", ["1,2", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", ""])
+def test_wrong_shares_are_refused(text: str) -> None:
+    with pytest.raises(MotleyError, match="--shares"):
+        parse_shares(text, 3)
+
+
+def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
+    with pytest.raises(MotleyError, match=r"--batch-size 2 .* 3 ranks"):
+        make_plan(2, (1, 1, 1), (1, 1, 1))
+    assert make_plan(2, (1, 0, 1), (1, 1, 1)).counts == (1, 0, 1)
+
+
+@pytest.mark.parametrize("text", ["0", "1,2", "x", "-3", "4,4,0"])
+def test_wrong_micro_batches_are_refused(text: str) -> None:
+    with pytest.raises(MotleyError, match="--micro-batch"):
+        parse_micro_batches(text, 30, (1, 1, 1))
