@@ -190,7 +190,7 @@ class ZeroEngine:
 
     def _make_slots(self) -> None:
         """Take a step on an empty batch: partitions get their slots only by stepping."""
-        self._backward(self._forward(self._model.no_images(), last=True).sum())
+        self._backward(self._forward(self._model.blank_images(0), last=True).sum())
         if self._stage < 2:
             self._engine.allreduce_gradients()
         self._engine.step()

@@ -66,11 +66,15 @@ class DdpEngine:
 
     def _fix_buckets(self) -> None:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
-        # gradients came, and that changes the order of sums. Empty batches make it do so
+        # gradients came, and that changes the order of sums. A blank image makes it do so
         # before step 1; else a resumed run would differ from an unbroken one by rounding.
         for _ in range(2):
-            self._ddp(self._model.no_images()).sum().backward()
-        self.optimizer.zero_grad()
+            self._ddp(self._model.blank_images(1)).sum().backward()
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
+        # In place: gradients stay views of DDP's buckets, so nothing is copied into them.
+        self.optimizer.zero_grad(set_to_none=False)
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See motley.engine.Engine. Communication overlaps the last backward pass."""
@@ -92,7 +96,7 @@ class DdpEngine:
         if not overflow:
             scale_gradients(self._parameters, clip_factor(norm, self._config.clip_grad) / scale)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._zero_gradients()
         self.scale.update(overflow)
         self.clock.lap("opt")
         return StepResult(

@@ -46,6 +46,20 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
+    """Rank on this machine as the launcher numbers it, which need not be in order of rank.
+
+    DeepSpeed refuses a LOCAL_RANK that is not Open MPI's.
+
+    Args:
+        found: by MPI, in order of rank; for a launcher that does not say.
+    """
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return found
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -89,7 +103,7 @@ class World:
         self.size: int = self._comm.size
         check_slurm(self.size, os.environ)
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank: int = node.rank
+        self.local_rank = launched_local_rank(node.rank, os.environ)
         self.local_size: int = node.size
         # A machine is known by its lowest rank: host names may be all alike.
         self.machines: list[int] = self.allgather(node.bcast(self.rank))
@@ -103,6 +117,11 @@ class World:
             f"rank {self.rank} of {self.size} "
             f"(number {self.local_rank} of {self.local_size} on {self.host})"
         )
+
+    @property
+    def first_here(self) -> bool:
+        """This is the lowest rank of its machine."""
+        return self.machines[self.rank] == self.rank
 
     def allgather(self, value: T) -> list[T]:
         """Every rank's value, by rank. All ranks must call it."""
@@ -118,7 +137,7 @@ class World:
 
         If it fails on any machine, every rank raises the first failure as a MotleyError.
         """
-        return self._from_some(work, self.local_rank == 0)
+        return self._from_some(work, self.first_here)
 
     def _from_some(self, make: Callable[[], T], here: bool) -> list[T]:
         values: list[T] = []
@@ -175,7 +194,7 @@ class World:
         own = {
             "RANK": group_rank,
             "WORLD_SIZE": len(participants),
-            "LOCAL_RANK": here.index(self.rank),
+            "LOCAL_RANK": self.local_rank,
             "LOCAL_WORLD_SIZE": len(here),
         }
         set_rank_variables(own, os.environ)

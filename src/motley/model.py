@@ -73,6 +73,26 @@ def build_model(config: Config, images: Images, img_size: int) -> nn.Module:
     return net
 
 
+class _Idle(torch.autograd.Function):
+    """No images: no logits, and a gradient of zeros for every parameter.
+
+    A rank without work must still take part in every collective, so its parameters need
+    gradients and their hooks must fire. Sending an empty batch through the network would
+    do, but costs more, and torch 2.11's attention returns None for it in 16 bits on CUDA.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, classes: int, *parameters: Tensor) -> Tensor:
+        """Logits of no images, [0, classes]."""
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros((0, classes))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Zeros."""
+        return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
 class Classifier(nn.Module):
     """uint8 images in, fp32 logits out; autocast and normalisation inside.
 
@@ -89,7 +109,7 @@ class Classifier(nn.Module):
     ) -> None:
         super().__init__()
         self.net = net.to(device)
-        self._image = (images.channels, img_size, img_size)
+        self._image, self._classes = (images.channels, img_size, img_size), images.classes
         self._autocast = AUTOCAST[precision]
         # Plain tensors and no buffers: DDP would send buffers around at every step.
         dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
@@ -98,15 +118,20 @@ class Classifier(nn.Module):
         self._std = 255 * torch.tensor(images.std, device=device, dtype=dtype).view(shape)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits, fp32 [n, classes], of ``images``, uint8 [n, C, H, W]."""
+        """Logits, fp32 [n, classes], of ``images``, uint8 [n, C, H, W]; n may be 0."""
+        if len(images) == 0:
+            idle: Tensor = _Idle.apply(
+                self._classes, *(p for p in self.net.parameters() if p.requires_grad)
+            )
+            return idle
         pixels = (images.to(self._mean.dtype) - self._mean) / self._std
         with torch.autocast(images.device.type, self._autocast, enabled=self._autocast is not None):
             logits: Tensor = self.net(pixels)
         return logits.to(self._mean.dtype)
 
-    def no_images(self) -> Tensor:
-        """An empty batch, uint8 [0, C, H, W], on the model's device."""
-        return torch.empty((0, *self._image), dtype=torch.uint8, device=self._mean.device)
+    def blank_images(self, count: int) -> Tensor:
+        """``count`` black images, uint8 [count, C, H, W], on the model's device."""
+        return torch.zeros((count, *self._image), dtype=torch.uint8, device=self._mean.device)
 
 
 def set_matmul_precision(precision: str) -> None:

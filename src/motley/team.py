@@ -109,12 +109,12 @@ def gpu_logger(
     progress: Callable[[], Progress] = Progress,
     interval: float = 2.0,
 ) -> contextlib.AbstractContextManager[object]:
-    """Samples this machine's GPUs while open, on its first rank; does nothing on the others.
+    """Samples this machine's GPUs while open, on its lowest rank; does nothing on the others.
 
     Args:
         progress: where training is. interval: seconds between samples.
     """
-    if world.local_rank != 0:
+    if not world.first_here:
         return contextlib.nullcontext()
     here = [member for member in team.members if world.machines[member.world_rank] == world.rank]
     ranks = {"": here[0].rank} | {member.uuid: member.rank for member in here if member.uuid}

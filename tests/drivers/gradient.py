@@ -1,0 +1,89 @@
+"""On every rank: unequal splits give the gradient of one process.
+
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/drivers/gradient.py ddp
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/drivers/gradient.py zero
+
+Prints the largest relative difference over random shares and micro-batches: in fp64
+through DDP, in fp32 through DeepSpeed, which refuses to reduce fp64 gradients.
+"""
+
+import importlib
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from motley import launch
+from motley.data import load_images
+from motley.engine import Seating, sample_losses
+from motley.launch import World
+from motley.model import Classifier, build_model
+from motley.options import read_config, training_parser
+from motley.plan import make_plan
+from motley.precision import LossScale
+from motley.sampler import Loader
+from motley.team import join_team, leave_team
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = sys.argv[1]
+
+
+def engine_class() -> type:
+    folder, module, name = {
+        "ddp": ("torch_dist", "ddp_engine", "DdpEngine"),
+        "zero": ("deepspeed", "zero_engine", "ZeroEngine"),
+    }[ENGINE]
+    sys.path.insert(0, str(ROOT / folder))
+    return getattr(importlib.import_module(module), name)
+
+
+def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in parameters])
+
+
+def main(world: World) -> None:
+    config = read_config(training_parser(""), ["--model", "vit_digits"])
+    team = join_team(world, "fp32")
+    device = torch.device("cpu")
+    images = load_images(config, 8)
+    net = build_model(config, images, 8)
+    net = net.double() if ENGINE == "ddp" else net
+    model = Classifier(net, images, 8, "fp32", device)
+    parameters = list(model.parameters())
+    plan = make_plan(16, (1.0,) * team.size, (16,) * team.size)
+    seating = Seating(config, team.rank, team.size, device, "fp32", LossScale(1.0), plan)
+    engine = engine_class()(model, seating)
+
+    choose = random.Random(0)  # the same on all ranks
+    worst = 0.0
+    for trial in range(12):
+        n = choose.randint(team.size, 40)
+        shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(team.size)]
+        shares[choose.randrange(team.size)] = 3
+        sizes = [choose.randint(1, 20) for _ in range(team.size)]
+        plan = make_plan(n, shares, sizes)
+        engine.scale.value = 2.0 ** choose.randint(0, 20)
+
+        engine.optimizer.zero_grad(set_to_none=False)
+        loader = Loader(images, config, 8, team.rank, device)
+        _, micro_batches = next(iter(loader.steps(trial, 0, plan)))
+        for batch, last in micro_batches:
+            engine.accumulate(batch, n, last)
+        if ENGINE == "zero":
+            engine._engine.allreduce_gradients()  # as its step does first
+        ours = gradient(parameters) / engine.scale.value
+
+        engine.optimizer.zero_grad(set_to_none=False)
+        alone = Loader(images, config, 8, 0, device)
+        _, micro_batches = next(iter(alone.steps(trial, 0, make_plan(n, [1.0], [n]))))
+        for batch, _ in micro_batches:
+            sample_losses(model(batch.images), batch, config.smoothing).mean().backward()
+        theirs = gradient(parameters)
+        worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+    print(f"rank {team.rank}: worst {worst:.3e}", flush=True)
+    leave_team()
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,149 @@
+"""Ending well: a failure anywhere ends all in seconds, with one line on the first cause."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import DDP, ZERO, Jobs, processes_of, wait_until
+
+from motley.records import RunFolder
+
+pytestmark = pytest.mark.mpi
+
+LONG = ("--epochs", 500, "--micro-batch", 16)
+
+
+def start(jobs: Jobs, script: str, ranks: int = 3, **extra: str) -> subprocess.Popen[str]:
+    """A long run that has come past its tenth step."""
+    job = jobs.start(ranks, script, "--logs", jobs.logs, "--run", "long", *LONG, **extra)
+    wait_until(lambda: steps_done(jobs.logs / "long") > 10 or job.poll() is not None, 120)
+    return job
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "steps.rank0.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def rank_process(logs: Path, rank: int) -> int:
+    """The process of one rank, by its own environment."""
+    for pid in processes_of(str(logs)):
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"OMPI_COMM_WORLD_RANK={rank}".encode() in environ:
+            return pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def status(jobs: Jobs) -> dict[str, object]:
+    return RunFolder(jobs.logs / "long").read_run()
+
+
+@pytest.mark.parametrize("script", [DDP, ZERO])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int) -> None:
+    job = start(jobs, script)
+    os.kill(rank_process(jobs.logs, rank), signal.SIGKILL)
+    done = jobs.wait(job, 10)
+    assert done.code != 0
+    lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert len(lines) == 1 and f"rank {rank} " in lines[0] and "died without a word" in lines[0]
+    wait_until(lambda: not processes_of(str(jobs.logs)), 3)
+    if rank:
+        assert status(jobs)["status"] == "failed"
+        fault = next(
+            e for e in RunFolder(jobs.logs / "long").read_events() if e["event"] == "fault"
+        )
+        assert fault["rank"] == rank and fault["step"] >= 5
+
+
+FAILING = """
+import os, sys, torch.distributed as dist, torch
+from motley import launch
+from motley.team import join_team
+
+def main(world):
+    join_team(world)
+    world.lifeline.step = 7
+    dist.all_reduce(torch.ones(9))
+    if world.rank == 1:
+        {failure}
+    dist.all_reduce(torch.ones(9))  # the others wait here for rank 1
+
+launch.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        ("raise ValueError('bad thing')", "rank 1 on .*, step 7: ValueError: bad thing"),
+        ("os._exit(0)", "rank 1 on .* died without a word"),
+        ("sys.exit(0)", "rank 1 on .* SystemExit"),
+        ("os.kill(os.getpid(), 11)", "rank 1 on .* died without a word"),
+    ],
+)
+def test_the_first_cause_is_named_and_not_its_echo(
+    jobs: Jobs, tmp_path: Path, failure: str, says: str
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(failure=failure))
+    begun = time.monotonic()
+    done = jobs.run(4, script)
+    assert done.code != 0
+    lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert len(lines) == 1
+    import re
+
+    assert re.search(says, lines[0])
+    assert time.monotonic() - begun < 40
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals) -> None:
+    job = start(jobs, DDP)
+    job.send_signal(stop)  # as Ctrl-C does, to mpirun
+    wait_until(lambda: not processes_of(str(jobs.logs)), 10)
+    output, _ = job.communicate(timeout=10)
+    assert job.returncode != 0
+    if stop != signal.SIGKILL:  # then nobody is left to say it
+        assert "--resume auto" in output
+        assert status(jobs)["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_steps_leave_no_trace_in_the_losses(jobs: Jobs) -> None:
+    options = (DDP, "--logs", jobs.logs, "--max-steps", 150, "--save-every", 3, "--epochs", 20)
+    ranks = (2, *options, "--shares", "2,1", "--micro-batch", 40)
+    unbroken = jobs.run(*ranks, "--run", "unbroken")
+    assert unbroken.code == 0, unbroken.output
+    folder = jobs.logs / "broken"
+    choose, resume = random.Random(), ()
+    for kill in range(20):
+        job = jobs.start(*ranks, "--run", "broken", *resume)
+        target = min(148, 7 * kill + choose.randint(1, 10))
+        wait_until(lambda: steps_done(folder) >= target or job.poll() is not None, 60)  # noqa: B023
+        assert job.poll() is None, job.communicate()[0]
+        os.kill(rank_process(jobs.logs / "broken" if False else jobs.logs, choose.randrange(2)), 9)
+        jobs.wait(job, 10)
+        resume = ("--resume", "auto")
+    done = jobs.run(*ranks, "--run", "broken", *resume)
+    assert done.code == 0, done.output
+    traces = [
+        [
+            (step["step"], step["loss"], step["grad_norm"])
+            for step in RunFolder(path).read_steps()[0]
+        ]
+        for path in (jobs.logs / "unbroken", folder)
+    ]
+    assert len(traces[0]) == 150
+    assert traces[0] == traces[1], "bit-equal"
+    weights = [
+        json.loads((path / "checkpoints/step_00000150/manifest.json").read_text())
+        for path in (jobs.logs / "unbroken", folder)
+    ]
+    assert weights[0]["model.safetensors"] == weights[1]["model.safetensors"]

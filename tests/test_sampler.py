@@ -1,0 +1,213 @@
+"""The same samples, whoever computes them."""
+
+import argparse
+import dataclasses
+import pickle
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from motley.data import Images, load_images, prepare
+from motley.errors import MotleyError
+from motley.options import Config, read_config, training_parser
+from motley.plan import Plan
+from motley.sampler import Batch, Loader, Order, slices
+
+CPU = torch.device("cpu")
+
+
+def config(*words: str) -> Config:
+    return read_config(training_parser("test"), [*words, "--workers", "0"])
+
+
+def batches(loader: Loader, plan: Plan, epoch: int = 0, consumed: int = 0) -> list[list[Batch]]:
+    return [[batch for batch, _ in micro] for _, micro in loader.steps(epoch, consumed, plan)]
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 80), st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_ranks_take_every_sample_once_in_the_global_order(
+    samples: int, n: int, shares: list[int], m: int
+) -> None:
+    if not sum(shares):
+        shares[0] = 1
+    order = Order(samples, seed=7).epoch(3)
+    assert sorted(order) == list(range(samples))
+    plan = Plan(n, tuple(map(float, shares)), (m,) * len(shares))
+    taken = []
+    for start in range(0, samples, n):
+        part = order[start : start + n]
+        for rank in range(len(shares)):
+            taken += [
+                index for cut in slices(part, plan.of_batch(len(part)), rank) for index in cut
+            ]
+    assert taken == order
+
+
+def test_epochs_seeds_and_fractions() -> None:
+    assert Order(50, 0).epoch(0) == Order(50, 0).epoch(0)
+    assert Order(50, 0).epoch(0) != Order(50, 0).epoch(1) != Order(50, 1).epoch(1)
+    half = Order(50, 0, fraction=0.5)
+    assert len(half.epoch(0)) == 25
+    assert set(half.epoch(0)) == set(half.epoch(9))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 7), st.integers(0, 60))
+def test_augmented_pixels_do_not_depend_on_the_split(
+    shares: list[int], m: int, consumed: int
+) -> None:
+    if not sum(shares):
+        shares[0] = 1
+    options = config("--dataset", "synthetic", "--data-fraction", "0.002")
+    images = load_images(options, 16)
+
+    def pixels(plan: Plan, start: int) -> list[torch.Tensor]:
+        ranks = [
+            batches(Loader(images, options, 16, rank, CPU), plan, consumed=start)
+            for rank in range(len(plan.shares))
+        ]
+        return [
+            torch.cat([batch.images for rank in ranks for batch in rank[step]])
+            for step in range(len(ranks[0]))
+        ]
+
+    alone = torch.cat(pixels(Plan(30, (1.0,), (30,)), 0))
+    split = torch.cat(pixels(Plan(30, tuple(map(float, shares)), (m,) * len(shares)), consumed))
+    assert torch.equal(alone[consumed:], split)
+    assert alone.shape == (100, 3, 16, 16)
+
+
+def test_worker_processes_change_nothing() -> None:
+    options = config("--dataset", "synthetic", "--data-fraction", "0.002")
+    images = load_images(options, 16)
+    plan = Plan(40, (1.0,), (16,))
+    with_workers = dataclasses.replace(options, workers=2)
+    loaders = (Loader(images, each, 16, 0, CPU) for each in (options, with_workers))
+    ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
+    assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [16, 16, 8] * 2 + [16, 4]
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.images, other.images) and one.indices == other.indices
+
+
+def test_every_held_out_image_is_taken_once() -> None:
+    options = config()
+    images = load_images(options, 8)
+    plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), equal_micro_steps=True)
+    taken = [
+        index
+        for rank in range(3)
+        for batch in Loader(images, options, 8, rank, CPU).test_batches(plan)
+        for index in batch.indices
+    ]
+    assert taken == list(range(360))
+
+
+def test_the_digits_are_real_images() -> None:
+    images = load_images(config(), 8)
+    assert (len(images.train), len(images.test), images.classes) == (1437, 360, 10)
+    pixels = torch.stack([images.train[index][0] for index in range(len(images.train))]) / 255
+    assert pixels.mean().item() == pytest.approx(images.mean[0], abs=0.002)
+    assert pixels.std().item() == pytest.approx(images.std[0], abs=0.002)
+
+
+def picture_folder(root: Path, truncated: tuple[str, ...] = ()) -> Path:
+    """20 training and 8 held-out PNGs of two classes; some cut short."""
+    for part, count in (("train", 10), ("val", 4)):
+        for label, name in enumerate(("cat", "dog")):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                path = root / part / name / f"{number}.png"
+                colour = (200 * label, 25 * number, 90)
+                Image.effect_noise((40, 30), 60).convert("RGB").point(
+                    lambda value, colour=colour: (value + colour[1]) // 2
+                ).save(path)
+                if f"{part}/{name}/{number}.png" in truncated:
+                    path.write_bytes(path.read_bytes()[:200])
+    return root
+
+
+def folder_images(root: Path, *words: str) -> tuple[Images, Config]:
+    options = config("--dataset", "folder", "--data-dir", str(root), *words)
+    return load_images(options, 16), options
+
+
+def test_a_truncated_image_is_named_and_gives_its_place_to_the_next(tmp_path: Path) -> None:
+    bad = ("train/cat/3.png", "val/dog/0.png")
+    images, options = folder_images(picture_folder(tmp_path, bad))
+    loader = Loader(images, options, 16, 0, CPU)
+    plan = Plan(8, (1.0,), (8,))
+    steps = [*chain(*batches(loader, plan))]
+    assert sum(len(batch.indices) for batch in steps) == 20, "the batch keeps its size"
+    named = [name for batch in steps for name in batch.unreadable]
+    assert len(named) == 1 and "train/cat/3.png" in named[0] and "truncated" in named[0]
+    assert sorted(index for batch in steps for index in batch.indices) == sorted(
+        [*(index for index in range(20) if index != 3), 4]
+    )
+    tests = list(loader.test_batches(plan))
+    assert sum(len(batch.indices) for batch in tests) == 7, "an unreadable answer is not counted"
+
+
+@pytest.mark.parametrize("breaks", ["no folder", "classes differ", "empty"])
+def test_a_wrong_folder_is_refused(tmp_path: Path, breaks: str) -> None:
+    root = tmp_path / "nothing"
+    if breaks != "no folder":
+        root = picture_folder(tmp_path)
+        for path in sorted((root / "val").rglob("*"), reverse=True):
+            if breaks == "empty" and path.is_file():
+                path.unlink()
+            elif breaks == "classes differ" and path.is_dir() and path.name == "dog":
+                path.rename(path.with_name("horse"))
+    with pytest.raises(MotleyError, match="--data-dir"):
+        folder_images(root)
+
+
+def test_cifar_is_read_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of CIFAR-10's own layout with other pixels, so only torchvision's checksum is told.
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    for name in names:
+        content = {"data": np.full((4, 3072), 7, np.uint8), "labels": [0, 1, 2, 9]}
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10._check_integrity", lambda _: True)
+    options = config("--dataset", "cifar10", "--data-dir", str(tmp_path))
+    prepare(options)
+    images = load_images(options, 24)
+    assert (len(images.train), len(images.test), images.classes) == (20, 4, 10)
+    step = next(iter(batches(Loader(images, options, 24, 0, CPU), Plan(8, (1.0,), (8,)))))
+    assert step[0].images.shape == (8, 3, 24, 24)
+
+
+def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing answers there, so this is the user without a network, on any machine.
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            patch.setenv(name, "http://127.0.0.1:9")
+        with pytest.raises(MotleyError, match=r"cifar10 is not under .* put its \.tar\.gz there"):
+            prepare(config("--dataset", "cifar10", "--data-dir", str(tmp_path)))
+
+
+def test_wrong_options_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        ("--epoch", "3"): "unknown option --epoch (nearest: --epochs",
+        ("--batch-size", "0"): "0 is not a whole number of 1 or more",
+        ("--lr", "nan"): "nan is not a number above 0",
+        ("--dataset", "mnist"): "invalid choice: 'mnist'",
+    }
+    for words, says in cases.items():
+        with pytest.raises(SystemExit) as stop:
+            read_config(training_parser("test"), words)
+        assert stop.value.code == 2
+        assert says in capsys.readouterr().err
+    assert isinstance(training_parser("x"), argparse.ArgumentParser)
