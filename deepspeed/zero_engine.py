@@ -42,6 +42,7 @@ from motley.engine import (
     score,
     slots_of,
 )
+from motley.errors import MotleyError
 from motley.model import Classifier
 from motley.plan import Plan
 from motley.sampler import Batch
@@ -62,6 +63,12 @@ class ZeroEngine:
         config = read_config(config_path(seating), seating)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.equal_micro_steps = self._stage >= 2
+        if self._stage >= 2 and len(set(seating.precisions)) > 1:
+            raise MotleyError(
+                f"ZeRO stage 2 reduces gradients in the order in which they come, and precisions "
+                f"{', '.join(seating.precisions)} differ in it, silently wrong; give one "
+                "--precision for all ranks, or --stage 1"
+            )
         self._seating, self._model = seating, model
         self.scale = seating.scale
         self.clock = Clock(seating.device)
@@ -80,10 +87,17 @@ class ZeroEngine:
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See motley.engine.Engine."""
-        losses = sample_losses(
-            self._forward(batch.images, last), batch, self._seating.config.smoothing
-        )
-        self._backward(losses.sum() * (self._seating.size / n_global))
+        if self._stage >= 2 and not len(batch.labels):
+            # Stage 2 reduces gradients in the order in which they come, on every rank. Only
+            # a real pass keeps that order, so an idle rank computes a blank image, times 0.
+            logits = self._forward(self._model.blank_images(1), last)
+            losses = logits.new_empty(0)
+            loss = logits.sum() * 0.0
+        else:
+            logits = self._forward(batch.images, last)
+            losses = sample_losses(logits, batch, self._seating.config.smoothing)
+            loss = losses.sum() * (self._seating.size / n_global)
+        self._backward(loss)
         self.clock.lap("compute")
         return losses.detach()
 
@@ -190,7 +204,7 @@ class ZeroEngine:
 
     def _make_slots(self) -> None:
         """Take a step on an empty batch: partitions get their slots only by stepping."""
-        self._backward(self._forward(self._model.blank_images(0), last=True).sum())
+        self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
         if self._stage < 2:
             self._engine.allreduce_gradients()
         self._engine.step()

@@ -3,6 +3,7 @@
 #
 #   bash setup/quickstart.sh                # five ranks on this machine, with or without GPUs
 #   bash setup/quickstart.sh --epochs 5     # options go to both training scripts
+#   bash setup/quickstart.sh --hostfile my_hosts.txt      # other than hosts.txt; first
 #
 # Makes the environment, trains on 1,437 real images of digits (they ship inside
 # scikit-learn) through torch.distributed and through DeepSpeed, and draws what happened.
@@ -13,19 +14,25 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in
   -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d'; exit 0 ;;
 esac
+hostfile=hosts.txt
+if [ "${1:-}" = --hostfile ]; then
+  hostfile=$(realpath -m -- "${2:?--hostfile needs a file}")
+  shift 2
+fi
 
 cd "$root"
 echo "== 1/4 environment"
 bash setup/make_env.sh
 export PATH=${MOTLEY_VENV:-$root/.venv}/bin:$PATH
-python -m motley.hosts hosts.txt >/dev/null
+python -m motley.hosts "$hostfile" >/dev/null
 
 run=quickstart-$(date +%Y-%m-%d_%H-%M-%S)
 step=2
 for script in torch_dist/train_vit.py deepspeed/train_vit.py; do
   engine=${script%%/*}
-  printf '\n== %s/4 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh %s\n' "$step" "$script"
-  mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh "$script" --run "$run-$engine" "$@"
+  printf '\n== %s/4 mpirun -np 5 --hostfile %s ./entry_cn.sh %s\n' "$step" \
+    "$hostfile" "$script"
+  mpirun -np 5 --hostfile "$hostfile" ./entry_cn.sh "$script" --run "$run-$engine" "$@"
   step=$((step + 1))
 done
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -97,8 +98,6 @@ def test_the_first_cause_is_named_and_not_its_echo(
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1
-    import re
-
     assert re.search(says, lines[0])
     assert time.monotonic() - begun < 40
 
@@ -111,8 +110,10 @@ def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals
     output, _ = job.communicate(timeout=10)
     assert job.returncode != 0
     if stop != signal.SIGKILL:  # then nobody is left to say it
-        assert "--resume auto" in output
+        assert "if it is stopped: --run long --resume auto" in output
         assert status(jobs)["status"] == "failed"
+        fault = RunFolder(jobs.logs / "long").read_events()[-1]
+        assert fault["event"] == "fault" and "stopped by SIG" in fault["error"]
 
 
 @pytest.mark.slow
@@ -128,7 +129,7 @@ def test_twenty_kills_at_random_steps_leave_no_trace_in_the_losses(jobs: Jobs) -
         target = min(148, 7 * kill + choose.randint(1, 10))
         wait_until(lambda: steps_done(folder) >= target or job.poll() is not None, 60)  # noqa: B023
         assert job.poll() is None, job.communicate()[0]
-        os.kill(rank_process(jobs.logs / "broken" if False else jobs.logs, choose.randrange(2)), 9)
+        os.kill(rank_process(jobs.logs, choose.randrange(2)), 9)
         jobs.wait(job, 10)
         resume = ("--resume", "auto")
     done = jobs.run(*ranks, "--run", "broken", *resume)

@@ -11,7 +11,7 @@ STEPS = ("--max-steps", 20, "--precision", "fp32", "--clip-grad", 1.0)
 RUNS = {
     "2 ranks": (2, DDP),
     "5 ranks, 5:4:3:2:1": (5, DDP, "--shares", "5,4,3,2,1"),
-    "micro-batches": (3, DDP, "--shares", "5,4,3", "--micro-batch", "7,128,16"),
+    "micro-batches": (3, DDP, "--shares", "5,4,3", "--micro-batch", "7,128,16", "--workers", 1),
     "an idle rank": (3, DDP, "--shares", "2,0,1"),
     "a loss scale": (2, DDP, "--shares", "3,1", "--loss-scale", "2^12"),
     "DeepSpeed 0": (5, ZERO, "--shares", "5,4,3,2,1", "--micro-batch", "10,7,128,3,4"),

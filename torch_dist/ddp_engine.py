@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -68,8 +69,11 @@ class DdpEngine:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
         # gradients came, and that changes the order of sums. A blank image makes it do so
         # before step 1; else a resumed run would differ from an unbroken one by rounding.
-        for _ in range(2):
-            self._ddp(self._model.blank_images(1)).sum().backward()
+        with warnings.catch_warnings():
+            # The first gradients are not views of the buckets yet, and DDP says so.
+            warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+            for _ in range(2):
+                self._ddp(self._model.blank_images(1)).sum().backward()
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:

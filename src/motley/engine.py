@@ -102,7 +102,7 @@ class Seating:
 
     Attributes:
         rank, size: in the process group.
-        precision: this rank's.
+        precisions: of each rank.
         scale: the shared loss scale; this rank's copy.
         plan: of the full batch.
     """
@@ -111,7 +111,7 @@ class Seating:
     rank: int
     size: int
     device: torch.device
-    precision: str
+    precisions: tuple[str, ...]
     scale: LossScale
     plan: Plan
 

@@ -33,7 +33,8 @@ from motley.errors import MotleyError
 
 _TICK = 0.5  # seconds between beats, and between looks at deadlines
 _PATIENCE = 2.0  # seconds that a failure which looks like an echo waits for the first cause
-_SIGNAL_PATIENCE = 0.3  # the same for a signal: mpirun kills a second after it
+_NOW = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
@@ -147,7 +148,7 @@ class Lifeline:
     def join(self, address: str, door: tuple[int, str]) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``."""
         port, word = door
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPS:
             signal.signal(number, _leave_to_watcher)
         # The C-level handler writes the signal's number here at once, even while the main
         # thread sits inside a collective and cannot run Python.
@@ -189,9 +190,10 @@ class Lifeline:
             os.write(self._wake_write, b"\0")
 
     def _signals(self) -> list[int]:
-        """Numbers of the signals that came since the last call."""
+        """Numbers of the stop signals that came since the last call."""
         with contextlib.suppress(BlockingIOError):
-            return [number for number in os.read(self._wake_read, 4096) if number]
+            # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
+            return [number for number in os.read(self._wake_read, 4096) if number in _STOPS]
         return []
 
     # -- every rank but 0
@@ -253,7 +255,7 @@ class Lifeline:
                 self._hear(me, {"signal": number})
             while self._own:
                 self._hear(me, self._own.pop(0))
-            if self._pending and time.monotonic() > self._pending[0]:
+            if self._pending and time.monotonic() >= self._pending[0]:
                 self._condemn(self._pending[1])
             ranks = [me, *self._peers.values()]
             if sum(peer.done for peer in ranks) == self.size:
@@ -301,7 +303,7 @@ class Lifeline:
                 peer.rank, peer.host, peer.step, f"stopped by {name}",
                 "continue with --resume auto", code=128 + message["signal"], echo=True,
             )  # fmt: skip
-            self._suspect(fault, _SIGNAL_PATIENCE)
+            self._suspect(fault, _NOW)
 
     def _suspect(self, fault: Fault, patience: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""

@@ -63,7 +63,7 @@ class Recorder:
         self._samples += record.n_global
         self._reporter.step(record)
         self.progress = Progress(epoch, step, compute)
-        if result.overflow:
+        if result.overflow and self._rank == 0:  # all know of it
             self._run.event("overflow", step=step, loss_scale=result.loss_scale)
         if self._board is not None:
             for name in ("loss", "lr", "images_per_s", "loss_scale"):
@@ -79,9 +79,10 @@ class Recorder:
             self._board.add_scalar("top1", record.top1, record.step)
 
     def note(self, kind: str, text: str, **content: Any) -> None:
-        """Record an event and say it."""
-        self._run.event(kind, text=text, **content)
-        self._reporter.say(text)
+        """Record what all ranks know, and say it."""
+        if self._rank == 0:
+            self._run.event(kind, text=text, **content)
+            self._reporter.say(text)
 
     def result(self, evaluated: EpochRecord | None) -> dict[str, Any]:
         """What run.json says of a finished run; empty where nothing was left to do."""

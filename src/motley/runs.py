@@ -33,6 +33,7 @@ class Run:
         self.folder, self.resume_from = folder, resume_from
         self._world, self._first = world, world.rank == 0
         self._lock: TextIO | None = None
+        self._unreadable: set[str] = set()
 
     @classmethod
     def open(cls, world: World, config: Config) -> "Run":
@@ -63,11 +64,18 @@ class Run:
             }
         )
         self._world.lifeline.on_fault = self.fail
-        self._world.lifeline.on_event = lambda event: self.folder.event(**event)
+        self._world.lifeline.on_event = self._record
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
         self._world.lifeline.tell({"kind": kind, **content})
+
+    def _record(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "unreadable":
+            if event["image"] in self._unreadable:  # in an earlier epoch
+                return
+            self._unreadable.add(event["image"])
+        self.folder.event(**event)
 
     def fail(self, fault: Fault) -> None:
         """Record the first cause of the end."""
@@ -79,8 +87,15 @@ class Run:
         """Wait for every rank's completion record, then call the run finished."""
         self.folder.write_done(self._world.rank, self._world.host)
         self._world.lifeline.finish()
-        if self._first:
-            self.folder.update_run(status="finished", result=dict(result), ended=time.time())
+        if not self._first:
+            return
+        if self._unreadable:
+            print(
+                f"{len(self._unreadable)} images could not be read, and were replaced in training "
+                f"and left out in evaluation; {self.folder.path / 'events.jsonl'} names them"
+            )
+        result = {**result, "unreadable_images": len(self._unreadable)}
+        self.folder.update_run(status="finished", result=result, ended=time.time())
 
 
 def find_run(config: Config) -> tuple[Path, list[Path]]:

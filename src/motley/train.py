@@ -104,7 +104,7 @@ def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: Engi
     model = Classifier(net, images, config.img_size, precision, team.device)
     scale = parse_loss_scale(config.loss_scale, team.precisions)
     engine = make_engine(
-        model, Seating(config, team.rank, team.size, team.device, precision, scale, plan)
+        model, Seating(config, team.rank, team.size, team.device, team.precisions, scale, plan)
     )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
@@ -176,7 +176,8 @@ def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> 
     for entry in team.left_out:
         run.event("left_out", **dataclasses.asdict(entry))
     print(f"{config.model} at {config.img_size} pixels on {config.dataset}")
-    print(f"  records in {run.folder.path}")
+    name = run.folder.path.name
+    print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
     for member in team.members:
         print(
             f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "

@@ -52,7 +52,7 @@ def main(world: World) -> None:
     model = Classifier(net, images, 8, "fp32", device)
     parameters = list(model.parameters())
     plan = make_plan(16, (1.0,) * team.size, (16,) * team.size)
-    seating = Seating(config, team.rank, team.size, device, "fp32", LossScale(1.0), plan)
+    seating = Seating(config, team.rank, team.size, device, team.precisions, LossScale(1.0), plan)
     engine = engine_class()(model, seating)
 
     choose = random.Random(0)  # the same on all ranks

@@ -1,0 +1,33 @@
+"""Ranks of different precision in one job: one loss scale, one set of parameters."""
+
+import pytest
+from conftest import DDP, ZERO, Jobs
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize(
+    ("script", "options"), [(DDP, ()), (ZERO, ("--stage", 0)), (ZERO, ("--stage", 1))]
+)
+def test_an_overflow_on_the_fp16_rank_is_skipped_by_all_together(
+    jobs: Jobs, script: str, options: tuple[object, ...]
+) -> None:
+    run = jobs.train(
+        3, script, "mixed", "--precision", "fp16,bf16,fp32", "--shares", "1,2,2", "--loss-scale",
+        "2^24", "--max-steps", 24, "--save-every", 1, "--clip-grad", 1.0, *options,
+    )  # fmt: skip
+    ranks = [run.steps(rank) for rank in range(3)]
+    overflows = [[step["overflow"] for step in steps] for steps in ranks]
+    assert overflows[0] == overflows[1] == overflows[2]
+    assert 3 <= sum(overflows[0]) <= 15, "2^24 is far too high for fp16, and the scale sinks"
+    scales = [[step["loss_scale"] for step in steps] for steps in ranks]
+    assert scales[0] == scales[1] == scales[2]
+    assert scales[0][0] == 2.0**24 and scales[0][-1] < 2.0**22
+    # A checkpoint at every step compares the hash of the parameters of all ranks.
+    assert not [event for event in run.events if event["event"] == "drift"]
+    assert len([e for e in run.events if e["event"] == "overflow"]) == sum(overflows[0])
+    # It trains: the loss falls, and steps that overflowed changed nothing.
+    assert run.losses[-1] < 0.9 * run.losses[0]
+    assert [step["grad_norm"] for step in ranks[0] if step["overflow"]] == [None] * sum(
+        overflows[0]
+    )
