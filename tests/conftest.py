@@ -36,10 +36,14 @@ def needs(program: str, why: str) -> None:
         pytest.skip(message)
 
 
+def venv() -> Path:
+    """The project's environment."""
+    return Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+
+
 def environment(**extra: str) -> dict[str, str]:
     """This environment with the project's on PATH."""
-    venv = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
-    return {**os.environ, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}", **extra}
+    return {**os.environ, "PATH": f"{venv() / 'bin'}:{os.environ['PATH']}", **extra}
 
 
 class Jobs:

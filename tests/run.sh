@@ -21,7 +21,7 @@ bin=${MOTLEY_VENV:-$root/.venv}/bin
 
 packages=()
 command -v mpirun.openmpi >/dev/null || packages+=(openmpi-bin libopenmpi-dev)
-command -v slurmctld >/dev/null || packages+=(slurm-wlm)
+command -v slurmctld >/dev/null || packages+=(slurm-wlm libpmix-dev)
 command -v munged >/dev/null || packages+=(munge)
 if [ ${#packages[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "tests: installing ${packages[*]}"

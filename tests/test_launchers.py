@@ -1,10 +1,16 @@
 """Motley under the launchers that people have: Debian's Open MPI 4.1, Slurm, and not as root."""
 
+import os
+import secrets
+import shutil
+import socket
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment, needs
+from conftest import DDP, ROOT, environment, needs, venv, wait_until
 
 pytestmark = pytest.mark.mpi
 
@@ -77,3 +83,99 @@ AccountingStorageType=accounting_storage/none
 NodeName={host} CPUs=2 State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES OverSubscribe=FORCE:8 State=UP
 """
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A real Slurm of one node on free ports; gives the variables that its commands need."""
+    for program in ("slurmctld", "slurmd", "munged", "srun"):
+        needs(program, "Slurm")
+    if os.getuid() != 0:
+        pytest.skip("slurmd needs root")
+    # munge refuses a socket in a folder that others could replace.
+    folder = Path(tempfile.mkdtemp(prefix="motley-slurm-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    ports = [free_port() for _ in range(2)]
+    host = socket.gethostname().partition(".")[0]
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        SLURM.format(host=host, folder=folder, port=ports[0], slurmd_port=ports[1])
+    )
+    (folder / "munge.key").write_bytes(secrets.token_bytes(64))
+    (folder / "munge.key").chmod(0o600)
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    environ = environment(SLURM_CONF=str(configuration))
+    munge = [
+        "munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
+        f"--key-file={folder}/munge.key", f"--pid-file={folder}/munge.pid",
+        f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed",
+    ]  # fmt: skip
+    started = []
+    try:
+        started.append(subprocess.Popen(munge, env=environ))
+        wait_until((folder / "munge.socket").exists, 10)
+        started.append(subprocess.Popen(["slurmctld", "-D"], env=environ))
+        started.append(subprocess.Popen(["slurmd", "-D", "-N", host], env=environ))
+        wait_until(lambda: "idle" in sinfo(environ), 30)
+        yield environ
+    finally:
+        for daemon in reversed(started):
+            daemon.terminate()
+            daemon.wait(20)
+        shutil.rmtree(folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def sinfo(environ: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["sinfo", "-h", "-o", "%t"], env=environ, capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+def test_slurm(who: Path, slurm: dict[str, str]) -> None:
+    def srun(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["srun", *options, "-n", "3", "--overcommit", "./entry_cn.sh", who], cwd=ROOT,
+            env=slurm, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    done = srun("--mpi=pmix")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said(done.stdout) == expected(3)
+    without = srun("--mpi=none")
+    assert without.returncode != 0
+    assert "start them with srun --mpi=pmix" in without.stderr
+
+
+def test_not_as_root(who: Path) -> None:
+    """The plain line of the README, as an ordinary user, from a copy of the repository."""
+    if os.getuid() != 0:
+        pytest.skip("this whole test run is not as root")
+    home = Path(tempfile.mkdtemp(prefix="motley-user-", dir="/var/tmp"))
+    try:
+        shutil.copytree(ROOT, home / "motley", dirs_exist_ok=True, ignore=copied_only)
+        for path in [home, *home.rglob("*")]:
+            shutil.chown(path, "nobody")
+        done = subprocess.run(
+            ["mpirun", "-np", "2", "--hostfile", "hosts.txt", "./entry_cn.sh", DDP,
+             "--max-steps", "2"],
+            cwd=home / "motley", user="nobody", group="nogroup", extra_groups=[], check=False,
+            capture_output=True, text=True, timeout=120,
+            env={**environment(HOME=str(home)), "MOTLEY_VENV": str(venv()), "TMPDIR": str(home)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step 2/2" in done.stdout
+    finally:
+        shutil.rmtree(home)
+
+
+def copied_only(folder: str, names: list[str]) -> set[str]:
+    """What a copy of the work tree leaves out."""
+    return {name for name in names if name[0] == "." or name in ("logs", "data")}
