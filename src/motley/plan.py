@@ -166,16 +166,10 @@ class Plan:
         """The same plan for a global batch of ``n`` samples: the ragged last of an epoch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
 
-    def sentence(self) -> str:
-        """The batch arithmetic in one sentence, for the log."""
-        ranks = ", ".join(
-            f"rank {rank}: {n} in {len(sizes)}"
-            for rank, (n, sizes) in enumerate(zip(self.counts, self.micro_batches, strict=True))
-        )
-        return (
-            f"{_count(self.global_batch, 'sample')} a step = {' + '.join(map(str, self.counts))} "
-            f"(samples in micro-batches: {ranks})"
-        )
+    def sentence(self, rank: int) -> str:
+        """What one rank does in a step, for the log."""
+        steps = _count(len(self.micro_batches[rank]), "micro-step")
+        return f"{_count(self.counts[rank], 'sample')} in {steps}"
 
 
 def make_plan(global_batch: int, shares: Sequence[float], max_micro_batch: Sequence[int]) -> Plan:

@@ -84,10 +84,8 @@ class Recorder:
             self._run.event(kind, text=text, **content)
             self._reporter.say(text)
 
-    def result(self, evaluated: EpochRecord | None) -> dict[str, Any]:
-        """What run.json says of a finished run; empty where nothing was left to do."""
-        if evaluated is None:
-            return {}
+    def result(self, evaluated: EpochRecord) -> dict[str, Any]:
+        """What run.json says of a finished run."""
         seconds = time.monotonic() - self._started
         return {
             "top1": evaluated.top1, "loss": evaluated.loss, "steps": evaluated.step,

@@ -120,8 +120,8 @@ def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: Engi
     )  # fmt: skip
 
 
-def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord | None:
-    """Train from ``position`` to the last step; the last evaluation, None if there was none."""
+def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
+    """Train from ``position`` to the last step; returns the last evaluation."""
     engine, plan, loader = job.engine, job.plan, job.loader
     evaluated = None
     while position.step < job.last_step:
@@ -155,7 +155,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             engine.clock.restart()
         evaluated = evaluate(engine, loader, plan, position.step, epoch)
         recorder.epoch(evaluated)
-    return evaluated
+    # A run that was finished before it was resumed has nothing left but its result.
+    return evaluated or evaluate(engine, loader, plan, position.step, position.epoch)
 
 
 def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> None:
@@ -181,11 +182,12 @@ def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> 
     for member in team.members:
         print(
             f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "
-            f"({member.why}), {plan.counts[member.rank]} samples a step"
+            f"({member.why}), {plan.sentence(member.rank)}"
         )
     for entry in team.left_out:
         print(f"  rank {entry.rank} on {entry.host} is left out: {entry.reason}")
-    print(f"  {plan.sentence()}, over {team.backend}", flush=True)
+    counts = " + ".join(map(str, plan.counts))
+    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}", flush=True)
 
 
 def make_schedule(
