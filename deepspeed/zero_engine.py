@@ -27,8 +27,8 @@ from motley.engine import (
     Clock,
     Seating,
     StepResult,
-    clip_factor,
     exchange,
+    gather,
     gradient_norm,
     load_model_state,
     load_optimizer_state,
@@ -38,9 +38,9 @@ from motley.engine import (
     optimizer_state,
     random_state,
     sample_losses,
-    scale_gradients,
     score,
     slots_of,
+    unscale_and_clip,
 )
 from motley.errors import MotleyError
 from motley.model import Classifier
@@ -113,10 +113,9 @@ class ZeroEngine:
             self._engine.optimizer.override_loss_scale(self.scale.value)
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, loss_sum: Tensor) -> StepResult:
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
-        ready = self.clock.seconds("data") + self.clock.seconds("compute")
         if self._stage < 2:
             self._engine.allreduce_gradients()
             self.clock.lap("sync")
@@ -127,29 +126,27 @@ class ZeroEngine:
             overflow = bool(self._engine.optimizer.overflow)
             norm = None if overflow else float(self._engine.get_global_grad_norm())
         self.scale.update(overflow)
-        table = exchange([loss_sum, ready])
+        rows = exchange([loss_sum, ready_s])
         self.clock.lap("opt")
         return StepResult(
-            loss_sum=math.fsum(loss for loss, _ in table),
+            loss_sum=math.fsum(loss for loss, _ in rows),
             grad_norm=norm,
             overflow=overflow,
             loss_scale=scale,
-            # At stage 2 every backward pass communicates, so compute cannot be told from it.
-            ready_s=tuple(seconds for _, seconds in table) if self._stage < 2 else None,
+            ready_s=tuple(ready for _, ready in rows),
         )
 
     def _agree(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before the optimizer steps at stage 0: overflow, unscale, clip, alike on all ranks."""
-        norms = [norm for (norm,) in exchange([gradient_norm(self._parameters)])]
-        overflow = not all(map(math.isfinite, norms))
-        norm = norms[0] / self.scale.value
+        norms = gather([gradient_norm(self._parameters)])[:, 0]
+        overflow = not bool(norms.isfinite().all())
         if overflow:
             for parameter in self._parameters:
                 parameter.grad = None  # an optimizer leaves such parameters alone
         else:
-            clip = clip_factor(norm, self._seating.config.clip_grad)
-            scale_gradients(self._parameters, clip / self.scale.value)
-        self._agreed = (overflow, None if overflow else norm)
+            clip = self._seating.config.clip_grad
+            unscale_and_clip(self._parameters, norms[0], self.scale.value, clip)
+        self._agreed = (overflow, None if overflow else float(norms[0]) / self.scale.value)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See motley.engine.Engine."""

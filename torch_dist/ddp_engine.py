@@ -13,8 +13,7 @@ from motley.engine import (
     Clock,
     Seating,
     StepResult,
-    clip_factor,
-    exchange,
+    gather,
     gradient_norm,
     load_model_state,
     load_optimizer_state,
@@ -24,8 +23,8 @@ from motley.engine import (
     optimizer_state,
     random_state,
     sample_losses,
-    scale_gradients,
     score,
+    unscale_and_clip,
 )
 from motley.model import Classifier
 from motley.plan import Plan
@@ -48,12 +47,15 @@ class DdpEngine:
         self.clock = Clock(seating.device)
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(model.net, seating.config)
+        on_gpu = seating.device.type == "cuda"
+        self.optimizer = make_optimizer(model.net, seating.config, fused=on_gpu)
+        # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
+        self._skips_by_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         if seating.config.compile:
             model.net.compile()
         self._ddp = DistributedDataParallel(
             model,
-            device_ids=[seating.device] if seating.device.type == "cuda" else None,
+            device_ids=[seating.device] if on_gpu else None,
             gradient_as_bucket_view=True,
         )
         self._ddp.register_comm_hook(None, self._sum_bucket)
@@ -88,27 +90,32 @@ class DdpEngine:
         self.clock.lap("sync" if last else "compute")
         return losses.detach()
 
-    def step(self, loss_sum: Tensor) -> StepResult:
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
-        ready = self.clock.seconds("data") + self.clock.seconds("compute")
-        table = exchange([loss_sum, gradient_norm(self._parameters), ready])
+        table = gather([loss_sum, gradient_norm(self._parameters), ready_s])
+        norms = table[:, 1]
         # All use rank 0's norm: unlike devices round differently, and a clip factor that
         # differs in one bit would drive the ranks apart.
-        overflow = not all(math.isfinite(norm) for _, norm, _ in table)
-        norm = table[0][1] / scale
-        if not overflow:
-            scale_gradients(self._parameters, clip_factor(norm, self._config.clip_grad) / scale)
+        unscale_and_clip(self._parameters, norms[0], scale, self._config.clip_grad)
+        if self._skips_by_itself:
+            # Queued before the host knows: it waits for the table only once the GPU has
+            # its next work.
+            self.optimizer.found_inf = (~norms.isfinite().all()).float().to(self._device)
+            self.optimizer.step()
+        rows = table.tolist()
+        overflow = not all(math.isfinite(norm) for _, norm, _ in rows)
+        if not self._skips_by_itself and not overflow:
             self.optimizer.step()
         self._zero_gradients()
         self.scale.update(overflow)
         self.clock.lap("opt")
         return StepResult(
-            loss_sum=math.fsum(loss for loss, _, _ in table),
-            grad_norm=None if overflow else norm,
+            loss_sum=math.fsum(loss for loss, _, _ in rows),
+            grad_norm=None if overflow else rows[0][1] / scale,
             overflow=overflow,
             loss_scale=scale,
-            ready_s=tuple(seconds for _, _, seconds in table),
+            ready_s=tuple(ready for _, _, ready in rows),
         )
 
     def evaluate(self, batch: Batch) -> Tensor:

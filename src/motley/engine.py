@@ -5,6 +5,7 @@ backward, the wire, averaging, the loss scale, clipping, and the agreement of al
 on overflow. The loop owns data, plan, schedule, records and checkpoints.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,22 +34,22 @@ class StepResult:
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
         overflow: the gradient was not finite, nobody stepped.
         loss_scale: that this step's losses were multiplied by.
-        ready_s: seconds of data and compute of each rank until its own gradient was
-            ready; None where the engine cannot tell compute from communication.
+        ready_s: what each rank gave to :meth:`Engine.step`.
     """
 
     loss_sum: float
     grad_norm: float | None
     overflow: bool
     loss_scale: float
-    ready_s: tuple[float, ...] | None
+    ready_s: tuple[float, ...]
 
 
 class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
     Attributes:
-        equal_micro_steps: every micro-batch communicates, so all ranks take equally many.
+        equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
+            and compute cannot be told from communication.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
     """
@@ -65,11 +66,12 @@ class Engine(Protocol):
             The loss of each of its samples, fp32 [n], detached.
         """
 
-    def step(self, loss_sum: Tensor) -> StepResult:
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """Finish the global batch: communicate, agree on overflow, clip, step.
 
         Args:
             loss_sum: this rank's losses of the step summed, a scalar.
+            ready_s: a time that travels along to all ranks; see motley.recorder.
         """
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -128,24 +130,20 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
         self.restart()
 
     def restart(self) -> None:
         """Forget all laps; the next one starts now."""
-        self._marks = [("", self._now())]
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
 
     def lap(self, name: str) -> None:
         """End a lap: the time since the last mark was spent on ``name``."""
         self._marks.append((name, self._now()))
 
-    def seconds(self, name: str) -> float:
-        """Time spent on ``name`` so far; waits for the device to get there."""
-        total = 0.0
-        for (_, start), (lap, end) in zip(self._marks, self._marks[1:], strict=False):
-            if lap == name:
-                total += self._between(start, end)
-        return total
+    def cut(self) -> "Laps":
+        """The laps so far; the next one starts where the last one ended."""
+        laps, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
+        return laps
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -154,22 +152,40 @@ class Clock:
         event.record()
         return event
 
-    def _between(self, start: Any, end: Any) -> float:
-        if not self._cuda:
+
+class Laps:
+    """The laps of one step; reading one on a GPU waits until the device has been there."""
+
+    def __init__(self, marks: list[tuple[str, Any]]) -> None:
+        self._marks = marks
+
+    def seconds(self, *names: str) -> float:
+        """Time spent on ``names`` together."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return sum(self._between(start, end) for (_, start), (lap, end) in pairs if lap in names)
+
+    @staticmethod
+    def _between(start: Any, end: Any) -> float:
+        if isinstance(start, float):
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
 
-def make_optimizer(net: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """timm's optimizer ``--opt``, without weight decay on norms and biases."""
+def make_optimizer(net: nn.Module, config: Config, fused: bool = False) -> torch.optim.Optimizer:
+    """timm's optimizer ``--opt``, without weight decay on norms and biases.
+
+    Args:
+        fused: as one kernel, where this optimizer has that.
+    """
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     try:
-        optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            net, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay
-        )
+        with contextlib.suppress(TypeError, RuntimeError):
+            if fused:
+                return create_optimizer_v2(net, opt=config.opt, **options, fused=True)
+        return create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
         raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
-    return optimizer
 
 
 def sample_losses(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
@@ -192,13 +208,28 @@ def score(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
-    """Every rank's numbers, by rank, in fp64. All ranks must call it."""
+def gather(values: Sequence[Tensor | float]) -> Tensor:
+    """Every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
+
+    Over NCCL the result is on the GPU, and nothing waits for it here.
+    """
     wire = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    own = torch.stack([torch.as_tensor(value).to(wire, torch.float64) for value in values])
+    own = torch.stack(
+        [
+            value.to(wire, torch.float64)
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=torch.float64, device=wire)  # a copy would wait
+            for value in values
+        ]
+    )
     table = own.new_empty(dist.get_world_size() * len(own))
     dist.all_gather_into_tensor(table, own)
-    rows: list[list[float]] = table.view(-1, len(own)).tolist()
+    return table.view(-1, len(own))
+
+
+def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
+    """Every rank's numbers, by rank. All ranks must call it."""
+    rows: list[list[float]] = gather(values).tolist()
     return rows
 
 
@@ -209,16 +240,24 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Sequence[Tensor], factor: float) -> None:
-    """Multiply all gradients in place: unscaling and clipping in one pass."""
+def unscale_and_clip(
+    parameters: Sequence[Tensor], norm: Tensor, scale: float, most: float | None
+) -> None:
+    """Multiply all gradients in place, in one pass; waits for nothing.
+
+    Clips as torch.nn.utils.clip_grad_norm_ does.
+
+    Args:
+        norm: of the gradients as they are, scaled; a scalar, the same on all ranks.
+        scale: the loss scale in them. most: the norm to clip to, if any.
+    """
+    if scale == 1.0 and most is None:
+        return
+    factor = torch.full_like(norm, 1 / scale)
+    if most is not None:
+        factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0:
-        torch._foreach_mul_(grads, factor)
-
-
-def clip_factor(norm: float, most: float | None) -> float:
-    """What to multiply a gradient of this norm with, as torch.nn.utils.clip_grad_norm_ does."""
-    return 1.0 if most is None else min(1.0, most / (norm + 1e-6))
+    torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
 
 
 def model_state(net: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
 """Turns what a step returned into records, for this rank's files and for the eye."""
 
+import dataclasses
 import resource
 import time
 from typing import Any
 
 import torch
 
-from motley.engine import Clock, StepResult
+from motley.engine import Laps, StepResult, exchange
 from motley.errors import MotleyError
 from motley.gpu_log import Progress
 from motley.options import Config
@@ -24,15 +25,22 @@ class Recorder:
     """
 
     def __init__(
-        self, run: Run, rank: int, device: torch.device, config: Config, done: int, total: int
-    ) -> None:
-        """Args: done, total: steps before this start, and of the whole run."""
+        self, run: Run, rank: int, device: torch.device, config: Config, tells_sync: bool,
+        done: int, total: int,
+    ) -> None:  # fmt: skip
+        """Start where ``done`` of ``total`` steps are taken.
+
+        Args:
+            tells_sync: the engine can tell compute from communication.
+        """
         self._run, self._rank, self._device = run, rank, device
         run.folder.forget_after(done, rank)
         self._steps = run.folder.steps(rank)
         self._epochs = run.folder.epochs() if rank == 0 else None
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
+        self._tells_sync = tells_sync
+        self._pending: tuple[StepRecord, Laps] | None = None
         self._started = time.monotonic()
         self._samples = 0
         self.progress = Progress()
@@ -40,35 +48,57 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
+    @property
+    def ready_s(self) -> float:
+        """Data and compute of the last step until this rank's own gradient was ready, seconds."""
+        return self._pending[1].seconds("data", "compute") if self._pending else 0.0
+
     def step(
-        self, step: int, epoch: int, lr: float, plan: Plan, result: StepResult, clock: Clock
-    ) -> StepRecord:
-        """Record a step that just ended; call before the clock restarts."""
-        data, compute, opt = (clock.seconds(name) for name in ("data", "compute", "opt"))
-        sync = clock.seconds("sync")
-        wait = comm = None
-        if result.ready_s is not None:
-            wait = min(sync, max(result.ready_s) - result.ready_s[self._rank])
-            comm = sync - wait
-        seconds = data + compute + sync + opt
+        self, step: int, epoch: int, lr: float, plan: Plan, result: StepResult, laps: Laps
+    ) -> None:
+        """Take a step that was just given to the device; it is written when the next one is.
+
+        By then the device has done it, so reading its times waits for nothing, and the
+        other ranks' times have come along with the next step's exchange.
+        """
+        self._write(result.ready_s)
         record = StepRecord(
             step=step, epoch=epoch, loss=result.loss_sum / plan.global_batch, lr=lr,
             loss_scale=result.loss_scale, overflow=result.overflow, grad_norm=result.grad_norm,
             n_local=plan.counts[self._rank], n_global=plan.global_batch,
-            t_data=data, t_compute=compute, t_wait=wait, t_comm=comm, t_opt=opt,
-            mem_peak_mib=_memory_peak(self._device), images_per_s=plan.global_batch / seconds,
-            time=time.time(),
+            t_data=0.0, t_compute=0.0, t_wait=None, t_comm=None, t_opt=0.0,
+            mem_peak_mib=_memory_peak(self._device), images_per_s=0.0, time=time.time(),
+        )  # fmt: skip
+        self._pending = (record, laps)
+
+    def settle(self) -> None:
+        """Write the last step; all ranks call it."""
+        self._write(tuple(ready for (ready,) in exchange([self.ready_s])))
+
+    def _write(self, ready_s: tuple[float, ...]) -> None:
+        """Write the step that waits, now that each rank's ``ready_s`` is known."""
+        if self._pending is None:
+            return
+        (record, laps), self._pending = self._pending, None
+        sync = laps.seconds("sync")
+        wait = comm = None
+        if self._tells_sync:
+            wait = min(sync, max(ready_s) - ready_s[self._rank])
+            comm = sync - wait
+        record = dataclasses.replace(
+            record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
+            t_comm=comm, t_opt=laps.seconds("opt"),
+            images_per_s=record.n_global / laps.seconds("data", "compute", "sync", "opt"),
         )  # fmt: skip
         self._steps.write(record)
         self._samples += record.n_global
         self._reporter.step(record)
-        self.progress = Progress(epoch, step, compute)
-        if result.overflow and self._rank == 0:  # all know of it
-            self._run.event("overflow", step=step, loss_scale=result.loss_scale)
+        self.progress = Progress(record.epoch, record.step, record.t_compute)
+        if record.overflow and self._rank == 0:  # all know of it
+            self._run.event("overflow", step=record.step, loss_scale=record.loss_scale)
         if self._board is not None:
             for name in ("loss", "lr", "images_per_s", "loss_scale"):
-                self._board.add_scalar(name, getattr(record, name), step)
-        return record
+                self._board.add_scalar(name, getattr(record, name), record.step)
 
     def epoch(self, record: EpochRecord) -> None:
         """Record an evaluation."""

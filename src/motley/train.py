@@ -71,7 +71,10 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
     job = assemble(run, team, plan, config, make_engine)
     position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
-    recorder = Recorder(run, team.rank, team.device, config, position.step, job.last_step)
+    recorder = Recorder(
+        run, team.rank, team.device, config, not job.engine.equal_micro_steps, position.step,
+        job.last_step,
+    )  # fmt: skip
     for note in notes:
         recorder.note("resume", note)
     with (
@@ -140,19 +143,21 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 losses.append(engine.accumulate(batch, part.global_batch, last))
                 indices += readable(batch, job.config, job.run)
             sample_loss = torch.cat(losses)
-            result = engine.step(sample_loss.sum())
+            result = engine.step(sample_loss.sum(), recorder.ready_s)
             check_finite(result.loss_sum, sample_loss, indices)
 
-            recorder.step(position.step, epoch, lr, part, result, engine.clock)
+            recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
             position = advance(position, part.global_batch, loader.order.epoch_samples)
             ended = position.step == job.last_step
             if ended or (job.save_every and position.step % job.save_every == 0):
+                recorder.settle()
                 keep_same(job.model, recorder, position)
                 if job.save_every:
                     save(engine, job.checkpoints, position, job.saved_config)
+                engine.clock.restart()
             if ended:
                 break
-            engine.clock.restart()
+        recorder.settle()
         evaluated = evaluate(engine, loader, plan, position.step, epoch)
         recorder.epoch(evaluated)
     # A run that was finished before it was resumed has nothing left but its result.
