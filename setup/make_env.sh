@@ -18,7 +18,7 @@ dry_run=false
 
 for argument in "$@"; do
   case $argument in
-    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d'; exit 0 ;;
+    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --dev) wanted+=("$root/requirements-dev.txt") ;;
     --dry-run) dry_run=true ;;
     *) echo "motley: unknown option $argument; see make_env.sh -h" >&2; exit 2 ;;

@@ -74,11 +74,10 @@ def resume(
     tensors: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         try:
-            found, tensors, progress, notes = newest_whole(folders)
-            notes += _differences(progress["config"], config)
-            content = [progress, [f"damaged, not used: {note}" for note in notes], str(found)]
-            content[1] = notes
-        except MotleyError as error:
+            found, tensors, progress, damaged = newest_whole(folders)
+            notes = [f"not used: {problem}" for problem in damaged]
+            content = [progress, notes + _differences(progress["config"], config), str(found)]
+        except MotleyError as error:  # the others must hear of it
             content = [None, str(error), None]
     dist.broadcast_object_list(content, src=0, device=device)
     progress, notes, source = content

@@ -42,8 +42,6 @@ class Job:
 
     config: Config
     run: Run
-    team: Team
-    rank: int
     plan: Plan
     loader: Loader
     model: Classifier
@@ -115,7 +113,7 @@ def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: Engi
     steps_an_epoch = math.ceil(loader.order.epoch_samples / plan.global_batch)
     total_steps = steps_an_epoch * config.epochs
     return Job(
-        config, run, team, team.rank, plan, loader, model, engine,
+        config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, steps_an_epoch),
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep),
         last_step=min(total_steps, config.max_steps or total_steps),
@@ -125,12 +123,12 @@ def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: Engi
 
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
     """Train from ``position`` to the last step; returns the last evaluation."""
-    engine, plan, loader = job.engine, job.plan, job.loader
+    engine, loader = job.engine, job.loader
     evaluated = None
     while position.step < job.last_step:
         epoch = position.epoch
         engine.clock.restart()
-        for part, micro_batches in loader.steps(epoch, position.consumed, plan):
+        for part, micro_batches in loader.steps(epoch, position.consumed, job.plan):
             world.lifeline.step = position.step
             job.schedule.step_update(position.step)
             lr = float(engine.optimizer.param_groups[0]["lr"])
@@ -158,10 +156,10 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             if ended:
                 break
         recorder.settle()
-        evaluated = evaluate(engine, loader, plan, position.step, epoch)
+        evaluated = evaluate(job, position.step, epoch)
         recorder.epoch(evaluated)
     # A run that was finished before it was resumed has nothing left but its result.
-    return evaluated or evaluate(engine, loader, plan, position.step, position.epoch)
+    return evaluated or evaluate(job, position.step, position.epoch)
 
 
 def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> None:
@@ -259,10 +257,13 @@ def keep_same(model: Classifier, recorder: Recorder, position: Position) -> None
         same_again(model.net)
 
 
-def evaluate(engine: Engine, loader: Loader, plan: Plan, step: int, epoch: int) -> EpochRecord:
+def evaluate(job: Job, step: int, epoch: int) -> EpochRecord:
     """Accuracy on the held-out images: sums and counts over all ranks, never a mean of means."""
     start = time.monotonic()
-    parts = [engine.evaluate(batch) for batch in loader.test_batches(plan)]
+    parts = []
+    for batch in job.loader.test_batches(job.plan):
+        parts.append(job.engine.evaluate(batch))
+        readable(batch, job.config, job.run)
     table = exchange(list(torch.stack(parts).sum(dim=0)))
     loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
     return EpochRecord(
