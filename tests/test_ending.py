@@ -59,7 +59,7 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
         fault = next(
             e for e in RunFolder(jobs.logs / "long").read_events() if e["event"] == "fault"
         )
-        assert fault["rank"] == rank and fault["step"] >= 5
+        assert fault["rank"] == rank and fault["step"] >= 9
 
 
 FAILING = """

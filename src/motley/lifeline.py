@@ -105,12 +105,12 @@ class _Peer:
     buffer: bytes = field(default=b"", repr=False)
 
 
-def _died(peer: _Peer) -> Fault:
+def _died(peer: _Peer, step: int | None) -> Fault:
     return Fault(
         peer.rank,
         peer.host,
-        peer.step,
-        "died without a word (killed, or it left early) in or soon after this step",
+        step,
+        "died without a word (killed, or it left early)",
         f"see the kernel's log (dmesg) on {peer.host} for its out-of-memory killer",
     )
 
@@ -132,6 +132,7 @@ class Lifeline:
         self._watching = False
         self._finished = threading.Event()
         self._own: list[dict[str, Any]] = []  # messages of this rank, not yet sent
+        self._heard = b""  # of rank 0, the message that is not complete yet
         self._pending: tuple[float, Fault] | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -202,28 +203,32 @@ class Lifeline:
         selector = selectors.DefaultSelector()
         selector.register(self._line, selectors.EVENT_READ)
         selector.register(self._wake_read, selectors.EVENT_READ)
-        buffer = b""
-        while True:
-            ready = selector.select(_TICK)
+        while not self._finished.is_set():
+            selector.select(_TICK)
             try:
+                self._hear_first()  # before speaking: rank 0 may have said stop, and left
                 for number in self._signals():
                     self._line.sendall(_encode({"signal": number}))
                     _leave(128 + number)
                 while self._own:
                     self._line.sendall(_encode(self._own.pop(0)))
                 self._line.sendall(_encode({"step": self.step}))
-                if any(key.fileobj is self._line for key, _ in ready):
-                    data = self._line.recv(65536)
-                    if not data:
-                        raise ConnectionError
-                    messages, buffer = _decode(buffer + data)
-                    for message in messages:
-                        if "stop" in message:
-                            _leave(message["stop"])
-                        self._finished.set()
-                        return
             except OSError:
+                with contextlib.suppress(OSError):
+                    self._hear_first()
                 self._first_died()
+
+    def _hear_first(self) -> None:
+        """Act on what rank 0 has said; ConnectionError where it is gone."""
+        with contextlib.suppress(BlockingIOError):
+            data = self._line.recv(65536, socket.MSG_DONTWAIT)
+            messages, self._heard = _decode(self._heard + data)
+            for message in messages:
+                if "stop" in message:
+                    _leave(message["stop"])
+                self._finished.set()
+            if not data and not self._finished.is_set():
+                raise ConnectionError
 
     def _first_died(self) -> NoReturn:
         if self.rank == 1:  # one line is enough
@@ -283,7 +288,8 @@ class Lifeline:
             if peer.rank < 0:
                 del self._peers[line]
             elif not peer.done and not self._pending_from(peer):
-                self._condemn(_died(peer))
+                # Ranks are within a step of each other, and rank 0's own is not half a second old.
+                self._condemn(_died(peer, peer.step if peer.step is None else self.step))
 
     def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "step" in message:
