@@ -15,6 +15,7 @@ from motley.plan import Plan
 from motley.progress import Reporter
 from motley.records import EpochRecord, StepRecord
 from motley.runs import Run
+from motley.team import Team
 
 
 class Recorder:
@@ -25,16 +26,17 @@ class Recorder:
     """
 
     def __init__(
-        self, run: Run, rank: int, device: torch.device, config: Config, tells_sync: bool,
-        done: int, total: int,
-    ) -> None:  # fmt: skip
+        self, run: Run, team: Team, config: Config, tells_sync: bool, done: int, total: int
+    ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
         Args:
             tells_sync: the engine can tell compute from communication.
         """
-        self._run, self._rank, self._device = run, rank, device
-        run.folder.forget_after(done, rank)
+        assert team.rank is not None
+        rank = team.rank
+        self._run, self._rank, self._device = run, rank, team.device
+        run.folder.forget_after(done, rank, team.size)
         self._steps = run.folder.steps(rank)
         self._epochs = run.folder.epochs() if rank == 0 else None
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)

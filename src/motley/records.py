@@ -187,19 +187,30 @@ class RunFolder:
         with JsonLines(self.path / "events.jsonl") as lines:
             lines.write({"time": time.time(), "event": kind, **content})
 
-    def forget_after(self, step: int, rank: int) -> None:
-        """On resume: drop this rank's lines of steps that will be taken again."""
-        _keep_lines(self.path / f"steps.rank{rank}.jsonl", step)
+    def forget_after(self, step: int, rank: int, size: int) -> None:
+        """On resume: drop this rank's lines of steps that will be taken again.
+
+        Rank 0 also does it for ranks that were there before and are not among ``size`` now.
+        """
+        gone = [other for other in self._ranks() if other >= size] if rank == 0 else []
+        for mine in (rank, *gone):
+            _keep_lines(self.path / f"steps.rank{mine}.jsonl", step)
+            (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
         if rank == 0:
             _keep_lines(self.path / "epochs.jsonl", step + 1)
 
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""
-        files = {
-            int(path.name.removeprefix("steps.rank").removesuffix(".jsonl")): path
-            for path in self.path.glob("steps.rank*.jsonl")
+        return {
+            rank: list(read_json_lines(self.path / f"steps.rank{rank}.jsonl"))
+            for rank in self._ranks()
         }
-        return {rank: list(read_json_lines(path)) for rank, path in sorted(files.items())}
+
+    def _ranks(self) -> list[int]:
+        """Ranks that have step records here."""
+        names = (path.name for path in self.path.glob("steps.rank*.jsonl"))
+        numbers = (name.removeprefix("steps.rank").removesuffix(".jsonl") for name in names)
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def read_epochs(self) -> list[JsonDict]:
         """All evaluations, in order."""

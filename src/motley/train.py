@@ -69,10 +69,8 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
     job = assemble(run, team, plan, config, make_engine)
     position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
-    recorder = Recorder(
-        run, team.rank, team.device, config, not job.engine.equal_micro_steps, position.step,
-        job.last_step,
-    )  # fmt: skip
+    tells_sync = not job.engine.equal_micro_steps
+    recorder = Recorder(run, team, config, tells_sync, position.step, job.last_step)
     for note in notes:
         recorder.note("resume", note)
     with (
