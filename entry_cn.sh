@@ -35,7 +35,8 @@ if ! [ -x "$python" ]; then
   exit 2
 fi
 
-ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}
+ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-1}}
+ranks_here=${ranks_here%%[!0-9]*} # Slurm writes 3(x2) for three on each of two nodes
 threads=$(($(nproc) / ranks_here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export PATH=$venv/bin:$PATH

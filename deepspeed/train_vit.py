@@ -18,7 +18,7 @@ from motley.train import train
 if __name__ == "__main__":
     parser = training_parser(str(__doc__))
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--stage", type=int, choices=STAGES, default=0, help="ZeRO stage, default 0")
+    group.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage, default 0")
     group.add_argument(
         "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
     )

@@ -63,6 +63,12 @@ def read_config(path: Path, seating: Seating) -> dict[str, Any]:
     _check_keys(path, content, (*_FILLED, *_ALLOWED), "")
     zero = content.setdefault("zero_optimization", {})
     _check_keys(path, zero, DeepSpeedZeroConfig.model_fields, "zero_optimization.")
+    asked = seating.config.stage
+    if asked is not None and asked != zero.get("stage", 0):
+        raise MotleyError(
+            f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
+            "leave out one of them"
+        )
     if zero.get("stage", 0) not in STAGES:
         raise MotleyError(f"{path}: zero_optimization.stage {zero['stage']} is not one of 0, 1, 2")
     if zero.get("stage", 0) == 1 and zero.get("overlap_comm"):
@@ -94,4 +100,7 @@ def _check_keys(path: Path, found: Iterable[str], known: Iterable[str], where: s
         if not where and key in _OWNED:
             raise MotleyError(f"{path}: {key} is set by {_OWNED[key]}; remove it from the file")
         if key not in known:
-            raise MotleyError(f"{path}: DeepSpeed has no key {where}{key}{nearest(key, known)}")
+            raise MotleyError(
+                f"{path}: the key {where}{key} is unknown, or not supported here"
+                f"{nearest(key, known)}"
+            )

@@ -8,7 +8,9 @@ import quiet  # noqa: F401
 
 # isort: split
 import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -76,8 +78,15 @@ class ZeroEngine:
         self.optimizer = make_optimizer(model.net, seating.config)
         if seating.config.compile:
             model.net.compile()
+        # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
+        local = int(os.environ["LOCAL_RANK"])
+        index = local if seating.device.index is None else seating.device.index
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=config, dist_init_required=False
+            args=SimpleNamespace(local_rank=local, device_rank=index),
+            model=model,
+            optimizer=self.optimizer,
+            config=config,
+            dist_init_required=False,
         )
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
@@ -221,4 +230,6 @@ class ZeroEngine:
 def config_path(seating: Seating) -> Path:
     """``--deepspeed-config``, or ours for ``--stage``."""
     config = seating.config
-    return Path(config.deepspeed_config or Path(__file__).with_name(f"zero{config.stage}.json"))
+    return Path(
+        config.deepspeed_config or Path(__file__).with_name(f"zero{config.stage or 0}.json")
+    )

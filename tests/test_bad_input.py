@@ -43,6 +43,7 @@ def test_a_model_with_batch_statistics(jobs: Jobs) -> None:
 def test_a_missing_dataset_folder(jobs: Jobs, tmp_path: Path) -> None:
     line = refused(jobs, DDP, "--dataset", "folder", "--data-dir", tmp_path / "none", ranks=2)
     assert "needs the folders train/ and val/" in line
+    assert not jobs.logs.exists(), "nothing half-written"
 
 
 def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Path) -> None:
@@ -82,6 +83,8 @@ def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path)
     jobs.train(1, DDP, "mine", "--max-steps", 2)
     line = refused(jobs, DDP, "--run", "mine", "--resume", "auto", "--img-size", 16)
     assert "--img-size 16 (the checkpoint: 8)" in line
+    run = json.loads((jobs.logs / "mine" / "run.json").read_text())
+    assert run["status"] == "finished" and run["result"]["top1"] > 0, "a refusal changes nothing"
 
 
 def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> None:

@@ -61,6 +61,21 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints_at(tmp_path)] == ["step_00000004", "step_00000003"]
 
 
+def test_a_resume_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    save(tmp_path, 60, 100, 120)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.set_aside_after(60)
+    saved = checkpoints.save(TENSORS, {"step": 70})
+    assert checkpoints_at(tmp_path) == [saved]
+    load_checkpoint(tmp_path / "aside_step_00000120")
+
+
+def test_a_later_one_never_costs_the_one_just_saved(tmp_path: Path) -> None:
+    save(tmp_path, 120)
+    (saved,) = save(tmp_path, 70, keep=1)
+    assert saved in checkpoints_at(tmp_path)
+
+
 def test_what_a_crash_left_half_written_is_swept_and_never_loaded(tmp_path: Path) -> None:
     (tmp_path / ".step_00000009.77").mkdir()
     save(tmp_path, 1)

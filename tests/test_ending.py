@@ -119,7 +119,7 @@ def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals
 @pytest.mark.slow
 def test_twenty_kills_at_random_steps_leave_no_trace_in_the_losses(jobs: Jobs) -> None:
     options = (DDP, "--logs", jobs.logs, "--max-steps", 150, "--save-every", 3, "--epochs", 20)
-    ranks = (2, *options, "--shares", "2,1", "--micro-batch", 40)
+    ranks = (2, *options, "--shares", "2,1", "--micro-batch", 40, "--drop", 0.1)
     unbroken = jobs.run(*ranks, "--run", "unbroken")
     assert unbroken.code == 0, unbroken.output
     folder = jobs.logs / "broken"

@@ -23,7 +23,7 @@ def test_the_shipped_file_is_this_machine_alone() -> None:
 @pytest.mark.parametrize(
     "name",
     ["-oProxyCommand=touch${IFS}x", "$(touch x)", "`id`", "a;b", "a b", "a'b", 'a"b', "a/b", "a@b",
-     "", ".", "a..b", "a-", "x" * 64, "a\u2028b", "a\x00b", "höst"],
+     "", ".", "a..b", "a-", "x" * 64, "fe80::1%$(id)", "a\u2028b", "a\x00b", "höst"],
 )  # fmt: skip
 def test_hostile_names_are_refused(name: str) -> None:
     with pytest.raises(MotleyError):
@@ -39,7 +39,7 @@ def test_what_passes_is_harmless(name: str) -> None:
     except MotleyError:
         return
     assert not checked.startswith("-")
-    assert all(letter.isascii() and (letter.isalnum() or letter in "._-:%") for letter in checked)
+    assert all(letter.isascii() and (letter.isalnum() or letter in "._-:") for letter in checked)
 
 
 @pytest.mark.parametrize(

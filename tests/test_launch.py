@@ -113,6 +113,17 @@ def test_caches_go_to_a_folder_that_nobody_else_can_write(
     assert environ["TRITON_CACHE_DIR"] == "/mine"
 
 
+@pytest.mark.parametrize("says", ["NVIDIA-SMI has failed because ...", "No devices were found"])
+def test_a_broken_driver_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{says}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert read_node().devices == ()
+
+
 def test_this_machine_has_facts() -> None:
     node = read_node()
     assert node.host == socket.gethostname()

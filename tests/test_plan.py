@@ -63,12 +63,20 @@ def test_a_ragged_batch_keeps_the_shares(n: int, rest: int) -> None:
 
 
 def test_ranks_beyond_the_gpus_of_their_machine_are_left_out() -> None:
-    seats = [Seat(0, "a", 0, 2), Seat(1, "a", 1, 2), Seat(2, "a", 2, 2), Seat(3, "b", 0, 0),
-             Seat(4, "b", 1, 0)]  # fmt: skip
+    two = ("GPU-x", "GPU-y")
+    seats = [Seat(0, "a", 0, 0, two), Seat(1, "a", 0, 2, two), Seat(2, "a", 0, 1, two),
+             Seat(3, "b", 3, 0, ()), Seat(4, "b", 3, 1, ())]  # fmt: skip
     participants, left_out = choose_participants(seats)
-    assert participants == (0, 1, 3, 4)
-    assert [entry.rank for entry in left_out] == [2]
+    assert participants == {0: 0, 2: 1, 3: None, 4: None}
+    assert [entry.rank for entry in left_out] == [1]
     assert "2 GPUs" in left_out[0].reason
+
+
+def test_ranks_that_see_one_gpu_each_all_take_part() -> None:
+    seats = [Seat(rank, "a", 0, rank, (f"GPU-{rank}",)) for rank in range(3)]
+    assert choose_participants(seats) == ({0: 0, 1: 0, 2: 0}, ())
+    same = [Seat(rank, "a", 0, rank, ("GPU-0",)) for rank in range(2)]
+    assert choose_participants(same)[0] == {0: 0}
 
 
 @pytest.mark.parametrize("text", ["1,2", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", ""])

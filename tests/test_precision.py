@@ -34,6 +34,12 @@ def test_a_scale_continues_from_its_state() -> None:
     assert first.value == second.value == 16.0
 
 
+def test_the_scale_of_an_fp32_run_is_not_taken_by_an_fp16_one() -> None:
+    scale = LossScale(2.0**16)
+    scale.load_state_dict(LossScale(1.0, dynamic=False).state_dict())
+    assert scale.value == 2.0**16
+
+
 @pytest.mark.parametrize(
     ("text", "precisions", "value", "dynamic"),
     [

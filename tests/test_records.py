@@ -61,7 +61,7 @@ def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None
     with folder.steps(0) as lines:
         for number in range(5):
             lines.write(step(number))
-    folder.forget_after(3, 0, 1)
+    folder.forget_after(3, 0, [0])
     assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
 
 

@@ -7,7 +7,8 @@
         ranks.safetensors       <rank>.<what that rank alone holds>
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
-      latest                    the name of the newest folder, written last
+      latest                    the name of the newest folder, written last, for people
+      aside_step_00000140/      damaged, or of a branch that a resume has left
 
 A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed.
 torch.load and safetensors read a flipped bit without a word, so loading compares hashes
@@ -73,9 +74,19 @@ class Checkpoints:
                 f"{shutil.disk_usage(_existing(self.path)).free / 2**20:.0f} MiB are free; free "
                 "some disk, or choose another with --logs DIR, then continue with --resume"
             ) from None
-        for old in self.found()[self._keep :]:
+        older = [folder for folder in self.found() if folder.name <= final.name]
+        for old in older[self._keep :]:
             shutil.rmtree(old)
         return final
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints of later steps to ``aside_...``: those of a branch that a
+        resume from ``step`` leaves, or damaged ones. Else the next resume would take them."""
+        for folder in self.found():
+            if folder.name > f"step_{step:08d}":
+                aside = folder.with_name(f"aside_{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
 
     def found(self) -> list[Path]:
         """Folders of checkpoints, newest first, whole or not."""

@@ -121,10 +121,13 @@ def read_devices() -> tuple[DeviceFacts, ...]:
 
     Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi.
     """
-    gpus = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
+    gpus: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # it takes nvidia-smi's "has failed" for numbers
+        gpus = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
     with _nvml() as nvml_works:
         if nvml_works:
-            return tuple(_nvml_device(index, gpus) for index in range(pynvml.nvmlDeviceGetCount()))
+            found = [_nvml_device(index, gpus) for index in range(pynvml.nvmlDeviceGetCount())]
+            return tuple(device for device in found if device is not None)
     return tuple(_gputil_device(gpu) for gpu in gpus.values())
 
 
@@ -150,9 +153,12 @@ def _ask(question: Any, *arguments: Any) -> Any:
         return None
 
 
-def _nvml_device(index: int, gpus: dict[str, Any]) -> DeviceFacts:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    uuid = str(pynvml.nvmlDeviceGetUUID(handle))
+def _nvml_device(index: int, gpus: dict[str, Any]) -> DeviceFacts | None:
+    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+    uuid = None if handle is None else _ask(pynvml.nvmlDeviceGetUUID, handle)
+    if uuid is None:
+        return None  # a lost card does not hide the others
+    uuid = str(uuid)
     gpu = gpus.get(uuid)
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
@@ -161,7 +167,7 @@ def _nvml_device(index: int, gpus: dict[str, Any]) -> DeviceFacts:
     return DeviceFacts(
         index=index,
         uuid=uuid,
-        name=str(gpu.name if gpu else pynvml.nvmlDeviceGetName(handle)),
+        name=str(gpu.name if gpu else _ask(pynvml.nvmlDeviceGetName, handle)),
         capability=_ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         memory_total_mib=memory.total / MIB if memory else None,
         memory_used_mib=memory.used / MIB if memory else None,

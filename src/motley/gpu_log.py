@@ -4,6 +4,7 @@ GPUtil starts nvidia-smi for every sample (40 to 225 ms), so one rank a machine 
 all its GPUs, every 2 s, in a thread that only waits for that child process.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -75,8 +76,10 @@ class GpuLogger:
         while running:
             running = not self._stop.wait(wait)
             wait = self._interval
-            for row in self._rows():
-                self._log.write(row)
+            # One bad answer of a driver, or a full disk for a while, ends no log.
+            with contextlib.suppress(Exception):
+                for row in self._rows():
+                    self._log.write(row)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         progress, memory = self._progress(), psutil.virtual_memory()

@@ -38,7 +38,9 @@ def check_name(name: str) -> str:
     if len(name) <= 253 and _NAME.fullmatch(name):
         return name
     try:
-        return str(ipaddress.ip_address(name))
+        if "%" not in name:  # what follows it in an IPv6 address may be anything
+            return str(ipaddress.ip_address(name))
+        raise ValueError
     except ValueError:
         raise MotleyError(
             f"{name!r} is not a host name: use letters, digits, '-', '.' and '_' "

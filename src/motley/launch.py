@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from motley.errors import MotleyError
 from motley.facts import Interface, NodeFacts, read_node
@@ -73,9 +73,12 @@ def run(main: Callable[["World"], None]) -> None:
     """
     die_with_parent()
     keep_caches_local(os.environ)
-    world = World()
     try:
+        world = World()
         world.connect()
+    except MotleyError as error:  # the same on all ranks, and nobody listens yet
+        stop_usage(str(error))
+    try:
         main(world)
     except BaseException as error:  # SystemExit too: leaving early is a failure
         world.lifeline.fail(error)
@@ -299,10 +302,13 @@ def choose_networks(
         f"{names[machine]}: {', '.join(f'{at.name} {at.address}/{at.prefix}' for at in interfaces)}"
         for machine, interfaces in machines.items()
     )
-    raise MotleyError(f"the hosts share no subnet on which each has its own address ({seen})")
+    raise MotleyError(
+        f"the hosts share no subnet on which each has its own address ({seen}); connect them to "
+        "one network, or leave out of hosts.txt who is not on it"
+    )
 
 
-def stop_usage(message: str) -> None:
+def stop_usage(message: str) -> NoReturn:
     """Print a usage error once, whatever the number of ranks, and exit with status 2."""
     if launched_rank() == 0:
         print(f"motley: {message}", file=sys.stderr)

@@ -120,7 +120,8 @@ class Lifeline:
 
     Attributes:
         step: set by the training loop; sent to rank 0 with every beat.
-        on_fault: called once on rank 0, from another thread, with the first cause.
+        on_fault: called once, from another thread, with the first cause: on rank 0, or on
+            rank 1 when it is rank 0 that died.
         on_event: called on rank 0, from another thread, with what a rank tells.
     """
 
@@ -140,15 +141,15 @@ class Lifeline:
 
     # -- connecting
 
-    def listen(self, address: str) -> tuple[int, str]:
-        """Rank 0: open the door; returns its port and the word that opens it."""
+    def listen(self, address: str) -> tuple[int, str, str]:
+        """Rank 0: open the door; returns its port, the word that opens it, and the host."""
         self._door = socket.create_server((address, 0), backlog=1024)
         self._word = secrets.token_hex(16)
-        return self._door.getsockname()[1], self._word
+        return self._door.getsockname()[1], self._word, self.host
 
-    def join(self, address: str, door: tuple[int, str]) -> None:
+    def join(self, address: str, door: tuple[int, str, str]) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``."""
-        port, word = door
+        port, word, self._first_host = door
         for number in _STOPS:
             signal.signal(number, _leave_to_watcher)
         # The C-level handler writes the signal's number here at once, even while the main
@@ -162,7 +163,19 @@ class Lifeline:
             self._line.settimeout(None)
             watch = self._watch_first
         self._watching = True
-        threading.Thread(target=watch, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._guard, args=(watch,), name="lifeline", daemon=True).start()
+
+    def _guard(self, watch: Callable[[], None]) -> None:
+        """A watcher that fails (a full disk under the events, say) must not die in silence:
+        nobody else notices failures or acts on signals."""
+        try:
+            watch()
+        except Exception as error:
+            fault = fault_of(error, self.rank, self.host, self.step)
+            if self.rank == 0:
+                self._condemn(fault)
+            _print(f"motley: {fault.line()}")
+            _leave(fault.code)
 
     # -- what a rank says
 
@@ -232,10 +245,10 @@ class Lifeline:
 
     def _first_died(self) -> NoReturn:
         if self.rank == 1:  # one line is enough
-            _print(
-                f"motley: rank 0 died without a word, rank 1 was at step {self.step}; see the "
-                "lines above and the kernel's log (dmesg) of its machine"
-            )
+            fault = _died(_Peer(0, self._first_host, self.step), self.step)
+            _print(f"motley: {fault.line()}")
+            with contextlib.suppress(Exception):
+                self.on_fault(fault)
         _leave(1)
 
     # -- rank 0
@@ -359,11 +372,14 @@ def _decode(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
+        print(text, file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:
     """End now: the main thread may be stuck in a collective that never returns."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

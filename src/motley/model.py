@@ -1,6 +1,5 @@
 """timm's models, wrapped so that both engines see one module with one rule for dtypes."""
 
-import inspect
 from typing import Any
 
 import timm
@@ -49,15 +48,14 @@ def image_size(config: Config) -> int:
     return int(pretrained.input_size[-1]) if pretrained else 224
 
 
-def build_model(config: Config, images: Images, img_size: int) -> nn.Module:
+def build_model(config: Config, images: Images) -> nn.Module:
     """The timm model for these images, with weights drawn from ``--seed``."""
     name = model_name(config)
     options: dict[str, Any] = {"num_classes": images.classes, "in_chans": images.channels}
     optional = {"drop_rate": config.drop, "drop_path_rate": config.drop_path}
     options |= {key: value for key, value in optional.items() if value}
-    entry = timm.model_entrypoint(name)
-    if config.img_size or "img_size" in inspect.signature(entry).parameters:
-        options["img_size"] = img_size
+    if config.img_size:
+        options["img_size"] = config.img_size
     torch.manual_seed(config.seed)
     try:
         net = timm.create_model(name, **options)

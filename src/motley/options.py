@@ -52,7 +52,7 @@ class Config:
     log_interval: float
     gpu_log_interval: float
     tensorboard: bool
-    stage: int = 0
+    stage: int | None = None
     deepspeed_config: str | None = None
 
 
@@ -70,7 +70,6 @@ class OneVoice(argparse.ArgumentParser):
             word = message.split()[2].partition("=")[0]
             message = f"unknown option {word}{nearest(word, self._option_string_actions)}"
         stop_usage(f"{message}; see {self.prog} -h")
-        raise AssertionError
 
 
 def training_parser(description: str) -> OneVoice:
@@ -218,7 +217,7 @@ def training_parser(description: str) -> OneVoice:
         "--resume",
         metavar="PATH|auto",
         help="continue from a checkpoint or a run folder; auto: from --run NAME, "
-        "else the newest run, if it has a checkpoint",
+        "else the newest unfinished run that has a checkpoint",
     )
     group.add_argument(
         "--save-every",

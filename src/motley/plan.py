@@ -21,14 +21,16 @@ class Seat:
     Attributes:
         rank: rank in the whole launch, 0-based.
         host: name of its machine.
+        machine: which machine that is; names may be alike.
         local_rank: rank among the launched ranks of that machine, 0-based.
-        gpus: GPUs that this rank can see on its machine.
+        gpus: UUIDs of the GPUs that this rank can see, in its own order.
     """
 
     rank: int
     host: str
+    machine: int
     local_rank: int
-    gpus: int
+    gpus: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,36 @@ class LeftOut:
     reason: str
 
 
-def choose_participants(seats: Sequence[Seat]) -> tuple[tuple[int, ...], tuple[LeftOut, ...]]:
-    """Decide which launched ranks train.
+def choose_participants(
+    seats: Sequence[Seat],
+) -> tuple[dict[int, int | None], tuple[LeftOut, ...]]:
+    """Decide which launched ranks train, and on which of the GPUs that they see.
 
     A machine with GPUs seats one rank a GPU (NCCL refuses two ranks on one GPU, and two
     models on one GPU only slow each other down); a machine without seats all its ranks.
+    A launcher may show all GPUs to every rank, or each rank its own.
 
     Returns:
-        Ranks that take part, in order, and those left out with the reason.
+        For each rank that takes part, in order, the index of its GPU among those it sees,
+        None for the CPU; and those left out with the reason.
     """
-    left_out = tuple(
-        LeftOut(seat.rank, seat.host, f"{seat.host} has {_count(seat.gpus, 'GPU')} and rank "
-                f"{seat.rank} is number {seat.local_rank + 1} there")
-        for seat in seats
-        if 0 < seat.gpus <= seat.local_rank
-    )  # fmt: skip
-    absent = {entry.rank for entry in left_out}
-    return tuple(seat.rank for seat in seats if seat.rank not in absent), left_out
+    chosen: dict[int, int | None] = {}
+    left_out = []
+    taken: set[tuple[int, str]] = set()
+    for seat in sorted(seats, key=lambda seat: (seat.machine, seat.local_rank)):
+        free = [gpu for gpu in seat.gpus if (seat.machine, gpu) not in taken]
+        if free:
+            taken.add((seat.machine, free[0]))
+            chosen[seat.rank] = seat.gpus.index(free[0])
+        elif not seat.gpus:
+            chosen[seat.rank] = None
+        else:
+            reason = (
+                f"{seat.host} has {_count(len(seat.gpus), 'GPU')} and rank {seat.rank} is number "
+                f"{seat.local_rank + 1} there"
+            )
+            left_out.append(LeftOut(seat.rank, seat.host, reason))
+    return dict(sorted(chosen.items())), tuple(sorted(left_out, key=lambda entry: entry.rank))
 
 
 def parse_shares(text: str | None, ranks: int) -> tuple[float, ...]:

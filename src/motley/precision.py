@@ -100,8 +100,10 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"value": self.value, "good_steps": self.good_steps}
+        return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+        """Continue from a checkpoint, unless its scale was or this one is fixed: the ranks'
+        precisions may be others now."""
+        if self.dynamic and state["dynamic"]:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -34,10 +34,10 @@ class Recorder:
             tells_sync: the engine can tell compute from communication.
         """
         assert team.rank is not None
-        rank = team.rank
+        rank, launched = team.rank, team.members[team.rank].rank
         self._run, self._rank, self._device = run, rank, team.device
-        run.folder.forget_after(done, rank, team.size)
-        self._steps = run.folder.steps(rank)
+        run.folder.forget_after(done, launched, [member.rank for member in team.members])
+        self._steps = run.folder.steps(launched)
         self._epochs = run.folder.epochs() if rank == 0 else None
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -187,12 +187,12 @@ class RunFolder:
         with JsonLines(self.path / "events.jsonl") as lines:
             lines.write({"time": time.time(), "event": kind, **content})
 
-    def forget_after(self, step: int, rank: int, size: int) -> None:
+    def forget_after(self, step: int, rank: int, ranks: Sequence[int]) -> None:
         """On resume: drop this rank's lines of steps that will be taken again.
 
-        Rank 0 also does it for ranks that were there before and are not among ``size`` now.
+        Rank 0 also does it for ranks that were there before and are not among ``ranks`` now.
         """
-        gone = [other for other in self._ranks() if other >= size] if rank == 0 else []
+        gone = [other for other in self._ranks() if other not in ranks] if rank == 0 else []
         for mine in (rank, *gone):
             _keep_lines(self.path / f"steps.rank{mine}.jsonl", step)
             (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)

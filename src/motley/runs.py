@@ -36,35 +36,39 @@ class Run:
         self._unreadable: set[str] = set()
 
     @classmethod
-    def open(cls, world: World, config: Config) -> "Run":
-        """Make or reopen the run's folder on all machines; rank 0 holds its lock."""
+    def find(cls, world: World, config: Config) -> "Run":
+        """Find the run's folder, and take it on rank 0 if it exists; makes nothing yet."""
         path, resume_from = world.from_first(lambda: find_run(config))
         run = cls(RunFolder(path), resume_from, world)
-        world.once_per_node(run.folder.create)
-        world.from_first(run._take)
+        world.from_first(lambda: run._take() if path.exists() else None)
         return run
 
     def _take(self) -> None:
-        self._lock = self.folder.lock()
+        if self._lock is None:
+            self._lock = self.folder.lock()
 
-    def start(self, **content: Any) -> None:
-        """Write run.json; from here on rank 0 records the events and faults of all."""
-        if not self._first:
-            return
-        self.folder.write_run(
-            {
-                "status": "running",
-                "started": time.time(),
-                "command": sys.argv,
-                "versions": versions(),
-                "commit": commit(),
-                "facts": [dataclasses.asdict(node) for node in _one_a_machine(self._world)],
-                "result": None,
-                **content,
-            }
-        )
-        self._world.lifeline.on_fault = self.fail
-        self._world.lifeline.on_event = self._record
+    def start(self, content: Mapping[str, Any]) -> None:
+        """Make the folder on all machines and write run.json; from here on rank 0 records
+        the events and faults of all."""
+        world = self._world
+        world.once_per_node(self.folder.create)
+        world.from_first(self._take)
+        world.lifeline.on_fault = self.fail
+        world.lifeline.on_event = self._record
+        if self._first:
+            self.folder.write_run(
+                {
+                    "status": "running",
+                    "started": time.time(),
+                    "command": sys.argv,
+                    "versions": versions(),
+                    "commit": commit(),
+                    "facts": [dataclasses.asdict(node) for node in _one_a_machine(world)],
+                    "result": None,
+                    **content,
+                }
+            )
+        world.allgather(None)  # nobody writes records before the run has begun
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
@@ -78,7 +82,9 @@ class Run:
         self.folder.event(**event)
 
     def fail(self, fault: Fault) -> None:
-        """Record the first cause of the end."""
+        """Record the first cause of the end, where this rank sees the run's records."""
+        if not (self.folder.path / "run.json").exists():
+            return
         fields = {"rank": fault.rank, "host": fault.host, "step": fault.step, "error": fault.error}
         self.folder.event("fault", **fields, details=fault.details)
         self.folder.update_run(status="failed", failure=fields, ended=time.time())
@@ -120,9 +126,12 @@ def find_run(config: Config) -> tuple[Path, list[Path]]:
         return named or found[0].parent.parent, found
     if named:
         return named, checkpoints_at(named)
-    for run in reversed(find_runs([logs]) if logs.exists() else []):
-        if found := checkpoints_at(run.path):
-            return run.path, found
+    runs = find_runs([logs]) if logs.exists() else []
+    contents = [(run.read_run(), run.path) for run in runs]
+    stopped = [entry for entry in contents if entry[0].get("status") != "finished"]
+    for _, path in sorted(stopped, key=lambda entry: -float(entry[0].get("started", 0))):
+        if found := checkpoints_at(path):
+            return path, found
     return logs / time.strftime("%Y-%m-%d_%H-%M-%S"), []
 
 

@@ -226,6 +226,10 @@ class Loader:
             collate_fn=_collate(self._shape),
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_start_worker if self._workers else None,
+            # Fork: what a worker gets need not be pickled. A generator of its own: else each
+            # pass over the data would move the one that drop-out draws from.
+            multiprocessing_context="fork" if self._workers else None,
+            generator=torch.Generator(),
             prefetch_factor=2 if self._workers else None,
         )
         return _ahead(iter(loader), self._device)

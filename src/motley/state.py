@@ -16,6 +16,7 @@ from motley.errors import MotleyError
 # What a checkpoint and the run that continues it must agree on, and what they should.
 _MUST = ("model", "img_size", "dataset", "opt")
 _SHOULD = (
+    "data_fraction",
     "batch_size",
     "lr",
     "epochs",
@@ -85,7 +86,8 @@ def resume(
         raise MotleyError(notes)
     tensors = _spread(tensors, device)
     engine.load_state({n: t for n, t in tensors.items() if not n.startswith("ranks.")})
-    engine.scale.load_state_dict(progress["scale"])
+    if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
+        engine.scale.load_state_dict(progress["scale"])
     if progress["ranks"] == dist.get_world_size():
         prefix = f"ranks.{dist.get_rank()}."
         engine.load_own_state(

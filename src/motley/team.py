@@ -1,7 +1,6 @@
 """The ranks that train: who takes part, on which device, in which precision."""
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,15 +24,15 @@ class Member:
     """One rank that trains, as run.json lists it.
 
     Attributes:
-        rank: in the process group.
-        world_rank: in the launch.
+        rank: in the launch, as errors and file names call it.
+        group_rank: in the process group; among all ranks, those that train are counted.
         device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
         uuid: of its GPU; empty without one.
         why: why this precision.
     """
 
     rank: int
-    world_rank: int
+    group_rank: int
     host: str
     device: str
     uuid: str
@@ -77,14 +76,15 @@ def join_team(world: World, precision: str = "auto") -> Team:
     Args:
         precision: as ``--precision`` says it.
     """
-    seats = world.allgather(
-        Seat(world.rank, world.host, world.local_rank, torch.cuda.device_count())
-    )
-    participants, left_out = choose_participants(seats)
+    gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
+    machine = world.machines[world.rank]
+    seats = world.allgather(Seat(world.rank, world.host, machine, world.local_rank, gpus))
+    chosen, left_out = choose_participants(seats)
+    participants = list(chosen)
     rank = world.join_group(participants)
     device = torch.device("cpu")
-    if rank is not None and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if (index := chosen.get(world.rank)) is not None:
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     wanted = parse_precision(precision, len(participants))
     members = world.allgather(None if rank is None else _member(rank, world, device, wanted[rank]))
@@ -95,6 +95,11 @@ def join_team(world: World, precision: str = "auto") -> Team:
             backend, timeout=_TIMEOUT, device_id=device if backend == "nccl" else None
         )
     return Team(rank, team, left_out, device, backend)
+
+
+def _uuid(index: int) -> str:
+    """A GPU's UUID as the driver spells it."""
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def leave_team() -> None:
@@ -116,7 +121,7 @@ def gpu_logger(
     """
     if not world.first_here:
         return contextlib.nullcontext()
-    here = [member for member in team.members if world.machines[member.world_rank] == world.rank]
+    here = [member for member in team.members if world.machines[member.rank] == world.rank]
     ranks = {"": here[0].rank} | {member.uuid: member.rank for member in here if member.uuid}
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)
 
@@ -125,7 +130,7 @@ def _member(rank: int, world: World, device: torch.device, wanted: str) -> Membe
     name, uuid, capability = "cpu", "", None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, uuid = f"{device} {properties.name}", f"GPU-{properties.uuid}"
+        name, uuid = f"{device} {properties.name}", _uuid(device.index)
         capability = (properties.major, properties.minor)
     precision, why = best_precision(capability) if wanted == "auto" else (wanted, "asked for")
     speed = kernel_speed(device, precision, seconds=0.02)
@@ -134,4 +139,4 @@ def _member(rank: int, world: World, device: torch.device, wanted: str) -> Membe
             f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); choose another "
             f"--precision for rank {rank}, or install a torch built for this device"
         )
-    return Member(rank, world.rank, world.host, name, uuid, precision, why)
+    return Member(world.rank, rank, world.host, name, uuid, precision, why)

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from motley.checkpoint import Checkpoints
 from motley.data import load_images, prepare
-from motley.engine import Engine, EngineMaker, Seating, exchange
+from motley.engine import Engine, EngineMaker, Seating, StepResult, exchange
 from motley.errors import MotleyError
 from motley.launch import World
 from motley.model import Classifier, build_model, image_size, model_name, set_matmul_precision
 from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
-from motley.precision import parse_loss_scale
+from motley.precision import LossScale, parse_loss_scale
 from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.runs import Run
-from motley.sampler import Batch, Loader
+from motley.sampler import Batch, Loader, seed_of
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Team, gpu_logger, join_team, leave_team
 
@@ -38,6 +38,7 @@ class Job:
 
     Attributes:
         last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
+        saved_config: what a checkpoint keeps of the options.
     """
 
     config: Config
@@ -50,25 +51,31 @@ class Job:
     checkpoints: Checkpoints
     last_step: int
     save_every: int
-
-    @property
-    def saved_config(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the options."""
-        return dataclasses.asdict(self.config)
+    saved_config: dict[str, Any]
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config."""
-    config = dataclasses.replace(config, model=model_name(config), img_size=image_size(config))
-    run = Run.open(world, config)
+    config = dataclasses.replace(config, model=model_name(config))
+    run = Run.find(world, config)
     world.once_per_node(lambda: prepare(config))
-    team, plan = muster(world, run, config)
-    if team.rank is None:
+    team = join_team(world, config.precision)
+    plan = plan_batch(config, team)
+
+    # All that can be wrong with the options is said before the run's records are touched.
+    job, position, notes = None, Position(), list[str]()
+    if team.rank is not None:
+        job = assemble(run, team, plan, config, make_engine)
+        plan = job.plan
+        position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
+    run.start(records_of(config, team, plan))
+    announce(world, run, team, plan, config)
+    if job is None:
         run.finish({})  # this rank is left out, and waits for the others
         return
 
-    job = assemble(run, team, plan, config, make_engine)
-    position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
+    if team.rank == 0:
+        job.checkpoints.set_aside_after(position.step)
     tells_sync = not job.engine.equal_micro_steps
     recorder = Recorder(run, team, config, tells_sync, position.step, job.last_step)
     for note in notes:
@@ -82,25 +89,22 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     run.finish(recorder.result(evaluated))
 
 
-def muster(world: World, run: Run, config: Config) -> tuple[Team, Plan]:
-    """Who takes part, on which device, in which precision, and who does how much."""
-    team = join_team(world, config.precision)
+def plan_batch(config: Config, team: Team) -> Plan:
+    """Who does how much of every global batch."""
     shares = parse_shares(config.shares, team.size)
     sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
-    plan = make_plan(config.batch_size, shares, sizes)
-    announce(world, run, team, plan, config)
-    return team, plan
+    return make_plan(config.batch_size, shares, sizes)
 
 
 def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: EngineMaker) -> Job:
     """Open the data, build the model, and set an engine on it."""
-    assert team.rank is not None and config.img_size is not None
-    precision = team.precisions[team.rank]
+    assert team.rank is not None
+    img_size, precision = image_size(config), team.precisions[team.rank]
     set_matmul_precision(precision)
-    images = load_images(config, config.img_size)
-    loader = Loader(images, config, config.img_size, team.rank, team.device)
-    net = build_model(config, images, config.img_size)
-    model = Classifier(net, images, config.img_size, precision, team.device)
+    images = load_images(config, img_size)
+    loader = Loader(images, config, img_size, team.rank, team.device)
+    model = Classifier(build_model(config, images), images, img_size, precision, team.device)
+    torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
     scale = parse_loss_scale(config.loss_scale, team.precisions)
     engine = make_engine(
         model, Seating(config, team.rank, team.size, team.device, team.precisions, scale, plan)
@@ -116,6 +120,7 @@ def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: Engi
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep),
         last_step=min(total_steps, config.max_steps or total_steps),
         save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
+        saved_config={**dataclasses.asdict(config), "img_size": img_size},
     )  # fmt: skip
 
 
@@ -123,6 +128,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     """Train from ``position`` to the last step; returns the last evaluation."""
     engine, loader = job.engine, job.loader
     evaluated = None
+    if position.consumed >= loader.order.epoch_samples:  # the data set has become smaller
+        position = Position(position.step, position.epoch + 1, 0)
     while position.step < job.last_step:
         epoch = position.epoch
         engine.clock.restart()
@@ -141,6 +148,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             sample_loss = torch.cat(losses)
             result = engine.step(sample_loss.sum(), recorder.ready_s)
             check_finite(result.loss_sum, sample_loss, indices)
+            check_scale(result, engine.scale)
 
             recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
             position = advance(position, part.global_batch, loader.order.epoch_samples)
@@ -160,30 +168,34 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     return evaluated or evaluate(job, position.step, position.epoch)
 
 
-def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> None:
-    """Write run.json, and say on rank 0 who trains what and how."""
-    run.start(
-        config=dataclasses.asdict(config),
-        ranks=[dataclasses.asdict(member) for member in team.members],
-        left_out=[dataclasses.asdict(entry) for entry in team.left_out],
-        plan={
+def records_of(config: Config, team: Team, plan: Plan) -> dict[str, Any]:
+    """What run.json says of who trains what and how."""
+    return {
+        "config": {**dataclasses.asdict(config), "img_size": image_size(config)},
+        "ranks": [dataclasses.asdict(member) for member in team.members],
+        "left_out": [dataclasses.asdict(entry) for entry in team.left_out],
+        "plan": {
             **dataclasses.asdict(plan),
             "counts": plan.counts,
             "micro_batches": plan.micro_batches,
         },
-        backend=team.backend,
-    )
+        "backend": team.backend,
+    }
+
+
+def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> None:
+    """Say on rank 0 who trains what and how."""
     if world.rank != 0:
         return
     for entry in team.left_out:
         run.event("left_out", **dataclasses.asdict(entry))
-    print(f"{config.model} at {config.img_size} pixels on {config.dataset}")
+    print(f"{config.model} at {image_size(config)} pixels on {config.dataset}")
     name = run.folder.path.name
     print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
     for member in team.members:
         print(
             f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "
-            f"({member.why}), {plan.sentence(member.rank)}"
+            f"({member.why}), {plan.sentence(member.group_rank)}"
         )
     for entry in team.left_out:
         print(f"  rank {entry.rank} on {entry.host} is left out: {entry.reason}")
@@ -231,6 +243,15 @@ def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> No
         raise MotleyError(
             f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
             f"indices {shown}); lower --lr, or set --clip-grad 1.0, and --resume auto"
+        )
+
+
+def check_scale(result: StepResult, scale: LossScale) -> None:
+    """Stop where skipping steps can help no more."""
+    if result.overflow and (not scale.dynamic or scale.value < 1):
+        raise MotleyError(
+            f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the "
+            "losses are; lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
         )
 
 

@@ -47,7 +47,7 @@ def main(world: World) -> None:
     team = join_team(world, "fp32")
     device = torch.device("cpu")
     images = load_images(config, 8)
-    net = build_model(config, images, 8)
+    net = build_model(config, images)
     net = net.double() if ENGINE == "ddp" else net
     model = Classifier(net, images, 8, "fp32", device)
     parameters = list(model.parameters())
