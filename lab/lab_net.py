@@ -1,0 +1,86 @@
+"""A lab's network: a bridge in a namespace of its own, one cable to each host.
+
+Nothing connects that bridge to the machine's network, so traffic stays inside.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterable
+
+from lab_change import Changes
+from lab_profile import LabHost
+
+# What a cable may queue, in ms of its rate: about what a cheap switch holds.
+QUEUE_MS = 20
+
+
+class Switch:
+    """The lab's switch.
+
+    Args:
+        pid: a process in the switch's network namespace.
+    """
+
+    def __init__(self, change: Changes, pid: object) -> None:
+        self._change = change
+        self._pid = pid
+
+    def _ip(self, pid: object, lines: Iterable[str]) -> None:
+        self._change.run(
+            "nsenter", "-t", pid, "-n", "ip", "-batch", "-", stdin="\n".join(lines) + "\n"
+        )
+
+    def _shape(self, pid: object, interface: str, mbit: float) -> None:
+        # TBF needs a burst of 32 kB or so, and of 1 ms of its rate where timers are coarse.
+        burst = max(32_768, round(mbit * 125))
+        self._change.run(
+            "nsenter", "-t", pid, "-n", "tc", "qdisc", "replace", "dev", interface, "root",
+            "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", burst, "latency", f"{QUEUE_MS}ms",
+        )  # fmt: skip
+
+    def power_on(self) -> None:
+        """Make the bridge."""
+        self._ip(self._pid, ["link add name sw0 type bridge", "link set dev sw0 up"])
+
+    def plug(self, port: int, host: LabHost, pid: object) -> None:
+        """Give the host of process ``pid`` its interfaces, and its cable to port ``port``."""
+        bridges = [decoy for decoy in host.decoys if decoy.interface != "link"]
+        # First made, first listed: decoys come before the interface that is to be found.
+        self._ip(pid, [
+            "link set dev lo up",
+            *(f"link add name {name} type bridge" for name in {d.interface: 0 for d in bridges}),
+            *(f"address add {decoy.address} dev {decoy.interface}" for decoy in bridges),
+            *(f"link set dev {decoy.interface} up" for decoy in bridges),
+        ])  # fmt: skip
+        self._ip(self._pid, [
+            f"link add name p{port} type veth peer name {host.interface} netns {pid}",
+            f"link set dev p{port} master sw0 up",
+        ])  # fmt: skip
+        real = host.interface
+        others = [decoy.address for decoy in host.decoys if decoy.interface == "link"]
+        self._ip(pid, [
+            *(f"address add {address} dev {real}" for address in [*others, host.address]),
+            f"link set dev {real} up",
+        ])  # fmt: skip
+        self._shape(pid, real, host.up_mbit)
+        self._shape(self._pid, f"p{port}", host.down_mbit)
+
+    def unplug(self, port: int) -> None:
+        """Take the cable away, with the host's interface at its end."""
+        self._ip(self._pid, [f"link delete dev p{port}"])
+
+    def set_cable(self, port: int, up: bool) -> None:
+        """Put in or pull the cable at a port: nothing passes, either way."""
+        self._ip(self._pid, [f"link set dev p{port} {'up' if up else 'down'}"])
+
+    def plugged(self) -> dict[int, bool]:
+        """The ports that there are, and whether each one's cable is in."""
+        listed = subprocess.run(
+            ["nsenter", "-t", str(self._pid), "-n", "ip", "-json", "link"],
+            capture_output=True, text=True, check=False,
+        ).stdout  # fmt: skip
+        return {
+            int(link["ifname"][1:]): "UP" in link["flags"]
+            for link in json.loads(listed or "[]")
+            if link["ifname"][1:].isdigit() and link["ifname"].startswith("p")
+        }
