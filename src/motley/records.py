@@ -117,7 +117,8 @@ class RunFolder:
         """Make the folder; raise MotleyError if that is not possible."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}"
+            # Two hosts that share the disk may well have a process of the same number.
+            probe = self.path / f".probe.{os.uname().nodename}.{os.getpid()}"
             probe.write_text("")
             probe.unlink()
         except OSError as error:
