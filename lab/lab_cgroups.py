@@ -26,7 +26,7 @@ class Cgroups:
         self._prefix = f"motley-lab.{lab}."
         self.unified = (root / "cgroup.controllers").exists()
         self._parents = (
-            {name: root for name in ("cpu", "memory", "freezer")}
+            dict.fromkeys(("cpu", "memory", "freezer"), root)
             if self.unified
             else {n: root / n for n in ("cpu", "memory", "freezer") if (root / n).is_dir()}
         )

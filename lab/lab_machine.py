@@ -1,11 +1,9 @@
 """A whole lab: what there is of it, and what may be done to it."""
 
 import json
-import os
 import secrets
 import select
 import subprocess
-import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

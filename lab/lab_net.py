@@ -48,7 +48,7 @@ class Switch:
         # First made, first listed: decoys come before the interface that is to be found.
         self._ip(pid, [
             "link set dev lo up",
-            *(f"link add name {name} type bridge" for name in {d.interface: 0 for d in bridges}),
+            *(f"link add name {name} type bridge" for name in dict.fromkeys(at.interface for at in bridges)),
             *(f"address add {decoy.address} dev {decoy.interface}" for decoy in bridges),
             *(f"link set dev {decoy.interface} up" for decoy in bridges),
         ])  # fmt: skip
