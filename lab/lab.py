@@ -110,7 +110,7 @@ def status(lab: Lab) -> None:
         print(f"lab {lab.name} is not up" + (f"; up: {', '.join(others)}" if others else ""))
         return
     user = lab.account
-    print(f"head {lab.hosts[0].name}, user {user.name}, password {user.password}, home {user.home}")
+    print(f"head {lab.head.name}, user {user.name}, password {user.password}, home {user.home}")
     states = lab.states()
     rows = [COLUMNS] + [
         (host.name, host.address, host.interface, f"{host.up_mbit:g}/{host.down_mbit:g}",
@@ -134,7 +134,7 @@ def execute(lab: Lab, host: LabHost, command: list[str], as_root: bool) -> None:
              "setpriv", "--pdeathsig", "KILL"]  # fmt: skip
     if not as_root:
         words += [f"--reuid={user.uid}", f"--regid={user.uid}", "--init-groups", "--reset-env"]
-    words += ["env", "-C", str(home), f"MOTLEY_VENV={os.environ['MOTLEY_VENV']}"]
+    words += ["env", "-C", str(home), f"MOTLEY_VENV={lab.venv}"]
     lab.cgroups.join(host.name)
     sys.stdout.flush()
     os.execvp(words[0], words + (command or [shutil.which(host.shell) or host.shell, "-l"]))
@@ -172,7 +172,7 @@ def main(words: list[str]) -> int:
         os.umask(0o022)
         change = Changes(dry_run)
         if options.command in ("status", "exec"):
-            lab = Lab(options.name, change)
+            lab = Lab(options.name, change).load()
             if options.command == "status":
                 status(lab)
                 return 0 if lab.is_up else 1
@@ -180,16 +180,19 @@ def main(words: list[str]) -> int:
         with change.alone(options.name):
             lab = Lab(options.name, change)
             if options.command == "up":
-                up(lab, options.profile, change)
+                up(lab.load(), options.profile, change)
             elif options.command == "down":
                 existed = lab.exists
                 lab.down()
                 print(f"lab {lab.name} is down" if existed else f"lab {lab.name} is not up")
             else:
-                on_host(lab, options.command, lab.host(options.host))
+                on_host(lab.load(), options.command, lab.host(options.host))
     except MotleyError as error:
         print(f"motley: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # piped into head, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     return 0
 
 

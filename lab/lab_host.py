@@ -168,9 +168,9 @@ class HostFiles:
         )
         return [
             f"if ! [ -e {key} ]; then",
-            f"  ssh-keygen -q -t ed25519 -N '' -C {shlex.quote(self._host.name)} -f {key} >&2",
             f"  {make_user} >&2",
             f"  chpasswd <<<{shlex.quote(f'{user.name}:{user.password}')} >&2",
+            f"  ssh-keygen -q -t ed25519 -N '' -C {shlex.quote(self._host.name)} -f {key} >&2",
             "fi",
         ]
 
@@ -192,12 +192,17 @@ def hidden_paths(python: str) -> list[Path]:
     return sorted({path for pattern in patterns for path in Path("/usr").glob(pattern)})
 
 
+def environment_path() -> Path:
+    """Where Motley's Python environment is, or would be."""
+    return Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv")).absolute()
+
+
 def kept_paths() -> list[Path]:
     """What must be at its own path on every host though the path would be hidden there.
 
     The repository, the environment, and the Python that the environment was made from.
     """
-    venv = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv")).absolute()
+    venv = environment_path()
     wanted = [ROOT, venv]
     settings = venv / "pyvenv.cfg"
     if settings.exists():

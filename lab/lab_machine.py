@@ -1,5 +1,6 @@
 """A whole lab: what there is of it, and what may be done to it."""
 
+import contextlib
 import json
 import secrets
 import select
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from lab_cgroups import Cgroups
 from lab_change import Changes
-from lab_host import LABS, Account, HostFiles
+from lab_host import LABS, Account, HostFiles, environment_path
 from lab_net import Switch
 from lab_profile import LabHost, read_profile
 
@@ -30,7 +31,7 @@ class Lab:
 
     Attributes:
         folder: all its files.
-        hosts: from the profile that it was made from; empty if it is not up.
+        hosts: from the profile that it was made from; empty until :meth:`load`, or if not up.
     """
 
     def __init__(self, name: str, change: Changes) -> None:
@@ -42,9 +43,20 @@ class Lab:
         self._settings = self.folder / "lab.json"
         self._complete = self.folder / "complete"
         self.hosts: tuple[LabHost, ...] = ()
+
+    def load(self) -> "Lab":
+        """Read what an earlier lab.sh made; a lab that is not up has nothing to read."""
         if self.is_up:
-            self.hosts = read_profile(self._profile)
-            self.account = Account(**json.loads(self._settings.read_text()))
+            try:
+                self.hosts = read_profile(self._profile)
+                settings = json.loads(self._settings.read_text())
+                self.account, self.venv = Account(**settings["account"]), settings["venv"]
+            except (MotleyError, OSError, ValueError, KeyError, TypeError) as error:
+                raise MotleyError(
+                    f"the files of lab {self.name} are of another version, or damaged ({error!r}); "
+                    f"bash lab/lab.sh down --name {self.name}"
+                ) from None
+        return self
 
     @property
     def is_up(self) -> bool:
@@ -55,6 +67,11 @@ class Lab:
     def exists(self) -> bool:
         """There is something of it, perhaps left by a lab.sh that was killed."""
         return self.folder.exists() or bool(processes(self.name)) or bool(self.cgroups.left())
+
+    @property
+    def head(self) -> LabHost:
+        """The host from which mpirun is typed."""
+        return self.hosts[0]
 
     def came_from(self, profile: Path) -> bool:
         """Whether it is up from this very profile."""
@@ -84,7 +101,8 @@ class Lab:
                 f"motley-{self.name}", _free_uid(self.name), secrets.token_hex(6)
             )
             self._change.write(self._profile, profile.read_text())
-            self._change.write(self._settings, json.dumps(vars(self.account)) + "\n", 0o600)
+            settings = {"account": vars(self.account), "venv": str(environment_path())}
+            self._change.write(self._settings, json.dumps(settings) + "\n", 0o600)
             self._start_switch()
             # A dry run prints in order.
             with ThreadPoolExecutor(1 if self._change.dry_run else len(hosts)) as pool:
@@ -101,9 +119,12 @@ class Lab:
         self.cgroups.thaw_all()
         self._change.await_end(pids)
         self.cgroups.remove_all()
-        if self.folder.exists() and not self._change.dry_run:
+        if self.folder.exists():
             # Mounts below it were private to the hosts, and are gone with them.
             self._change.remove(self.folder)
+        if not self._change.dry_run:
+            with contextlib.suppress(OSError):  # there are other labs, or never was one
+                LABS.rmdir()
 
     def boot(self, host: LabHost) -> None:
         """Switch a host on: its processes, its interfaces, its cable."""
@@ -226,7 +247,8 @@ def _free_uid(lab: str) -> int:
     """A user id that nobody has: neither the machine's accounts nor another lab."""
     taken = {int(line.split(":")[2]) for line in Path("/etc/passwd").read_text().splitlines()}
     for settings in LABS.glob("*/lab.json"):
-        taken.add(json.loads(settings.read_text())["uid"])
+        with contextlib.suppress(OSError, ValueError):  # it is being made, or taken down
+            taken.add(json.loads(settings.read_text())["account"]["uid"])
     start = zlib.crc32(lab.encode()) % 5000
     return next(
         uid for uid in (50_000 + (start + k) % 5000 for k in range(5000)) if uid not in taken

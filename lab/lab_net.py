@@ -45,10 +45,11 @@ class Switch:
     def plug(self, port: int, host: LabHost, pid: object) -> None:
         """Give the host of process ``pid`` its interfaces, and its cable to port ``port``."""
         bridges = [decoy for decoy in host.decoys if decoy.interface != "link"]
+        names = dict.fromkeys(decoy.interface for decoy in bridges)
         # First made, first listed: decoys come before the interface that is to be found.
         self._ip(pid, [
             "link set dev lo up",
-            *(f"link add name {name} type bridge" for name in dict.fromkeys(at.interface for at in bridges)),
+            *(f"link add name {name} type bridge" for name in names),
             *(f"address add {decoy.address} dev {decoy.interface}" for decoy in bridges),
             *(f"link set dev {decoy.interface} up" for decoy in bridges),
         ])  # fmt: skip
