@@ -45,18 +45,24 @@ class Cgroups:
 
     def make(self, host: str, cpus: float | None, memory_mib: float | None) -> None:
         """Make the host's cgroups with its limits; None is no limit."""
-        if self.unified:
+        if self.unified and (cpus is not None or memory_mib is not None):
             self._change.put(self._root / "cgroup.subtree_control", "+cpu +memory")
         for folder in self.all_of(host):
-            self._change.folder(folder)
+            try:
+                self._change.folder(folder)
+            except OSError as error:
+                raise MotleyError(
+                    f"no cgroup can be made here ({error}); in a container, run it privileged, "
+                    f"with {self._root} writable"
+                ) from None
         if cpus is not None:
-            quota = round(cpus * PERIOD_US)
+            quota = max(round(cpus * PERIOD_US), 1000)  # the kernel takes no less
             folder = self._of("cpu", host)
             if self.unified:
                 self._change.put(folder / "cpu.max", f"{quota} {PERIOD_US}")
             else:
                 self._change.put(folder / "cpu.cfs_period_us", str(PERIOD_US))
-                self._change.put(folder / "cpu.cfs_quota_us", str(max(quota, 1000)))
+                self._change.put(folder / "cpu.cfs_quota_us", str(quota))
         if memory_mib is not None:
             name = "memory.max" if self.unified else "memory.limit_in_bytes"
             self._change.put(self._of("memory", host) / name, str(round(memory_mib * 2**20)))

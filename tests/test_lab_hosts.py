@@ -1,0 +1,224 @@
+"""The hosts of a lab are hosts: names, links, limits, faults, and a training run over all five."""
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import DDP, ROOT, venv, wait_until
+from lab_door import NAMES, SMALL, TESLA, Door, new_door
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    """A lab of this test's own."""
+    with new_door() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tesla() -> Iterator[Door]:
+    """The lab that the project is for."""
+    with new_door() as made:
+        made.do("up", "--profile", TESLA)
+        yield made
+
+
+def test_hosts_are_what_the_profile_says(tesla: Door) -> None:
+    cards = {}
+    for number, name in enumerate(NAMES, 1):
+        tail = {3: 187, 4: 171}.get(number - 1, 167 + number)
+        real = f"10.97.92.{tail}"
+        told = tesla.on(
+            name, "bash", "-c", "uname -n; hostname -I; ip -o -4 addr; ls /sys/class/net"
+        )
+        host, listed, *rest = told.splitlines()
+        assert host == name
+        # Decoys first, to whoever takes the first that is listed.
+        assert listed.split() == ["172.17.0.1", f"192.168.{number}.1", real]
+        assert [line.split()[1] for line in rest if " inet " in line][:2] == ["lo", "docker0"]
+        cards[name] = next(line.split()[1] for line in rest if real in line)
+        assert cards[name] in rest
+    assert set(cards.values()) == {"eno1", "enp4s0f1", "enp0s31f6"}
+    assert tesla.on("ecetesla1", "getent", "passwd", f"motley-{tesla.name}").endswith("tcsh")
+    # The user cannot be somebody on the machine.
+    assert f"motley-{tesla.name}" not in Path("/etc/passwd").read_text()
+    lacking = tesla.run("exec", "ecetesla1", "--", "/usr/bin/python3", "-c", "import ensurepip")
+    assert "No module named 'ensurepip'" in lacking.output
+    tesla.on("ecetesla0", "touch", "seen-everywhere")
+    assert tesla.on("ecetesla4", "ls", "seen-everywhere")
+
+
+RATE = """
+import socket, sys, time
+seconds = 2
+if sys.argv[1] == "receive":
+    with socket.create_server(("", 5001)) as server:
+        print("ready", flush=True)
+        connection, _ = server.accept()
+        got = 0
+        start = None
+        while data := connection.recv(1 << 18):
+            start = start or time.monotonic()
+            got += len(data)
+        print(got * 8e-6 / (time.monotonic() - start))
+else:
+    connection = socket.create_connection((sys.argv[1], 5001))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        connection.sendall(bytes(1 << 15))
+"""
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "mbit"),
+    [
+        ("ecetesla1", "ecetesla2", 200),
+        ("ecetesla3", "ecetesla1", 20),
+        ("ecetesla1", "ecetesla3", 20),
+    ],
+)
+def test_links_have_the_rate_of_the_profile(
+    tesla: Door, sender: str, receiver: str, mbit: float
+) -> None:
+    python = venv() / "bin" / "python"
+    job = tesla.start("exec", receiver, "--", python, "-c", RATE, "receive")
+    assert job.stdout and job.stdout.readline() == "ready\n"
+    tesla.on(sender, python, "-c", RATE, receiver)
+    measured = float(job.communicate(timeout=10)[0])
+    assert 0.9 * mbit < measured < 1.1 * mbit
+
+
+PROBE = """
+import socket
+try:
+    with socket.create_connection(("ecetesla2", 22), 1) as connection:
+        print("answers" if connection.recv(99).startswith(b"SSH-2.0") else "closes")
+except TimeoutError:
+    print("silent")
+except OSError as error:
+    print("unreachable", error)
+"""
+
+
+def test_hosts_are_cut_frozen_and_switched_off_and_come_back(tesla: Door) -> None:
+    def probe() -> str:
+        return tesla.on("ecetesla1", venv() / "bin" / "python", "-c", PROBE)
+
+    def keys() -> str:
+        return tesla.on("ecetesla1", "ssh-keyscan", "-t", "ed25519", "ecetesla2").splitlines()[-1]
+
+    assert probe() == "answers"
+    key = keys()
+    for harm, state, undo in (("cut", "cut", "heal"), ("freeze", "frozen", "thaw")):
+        tesla.do(harm, "ecetesla2")
+        assert tesla.states() == {**dict.fromkeys(NAMES, "on"), "ecetesla2": state}
+        assert probe() == "silent"
+        assert "already" in tesla.do(harm, "ecetesla2")
+        tesla.do(undo, "ecetesla2")
+        wait_until(lambda: probe() == "answers", 10)
+
+    # A cable is cut both ways: the host reaches nobody either.
+    tesla.do("cut", "ecetesla1")
+    assert probe() != "answers"
+    tesla.do("heal", "ecetesla1")
+
+    job = tesla.start("exec", "ecetesla2", "--", "sleep", "1000")
+    wait_until(lambda: "sleep" in tesla.on("ecetesla2", "ps", "-u", f"motley-{tesla.name}"), 10)
+    tesla.do("freeze", "ecetesla2")  # off must work on a frozen host too
+    tesla.do("kill", "ecetesla2")
+    assert job.wait(5) != 0
+    assert tesla.states()["ecetesla2"] == "off" and probe() != "answers"
+    refused = tesla.run("exec", "ecetesla2", "--", "true")
+    assert refused.code == 2 and "lab.sh boot ecetesla2" in refused.output
+    tesla.do("boot", "ecetesla2")
+    assert tesla.states()["ecetesla2"] == "on" and keys() == key
+    assert probe() == "answers"
+
+
+BY_PASSWORD = """
+umask 077
+printf '#!/bin/sh\necho %s\n' "$1" >askpass
+chmod +x askpass
+SSH_ASKPASS=./askpass SSH_ASKPASS_REQUIRE=force ssh -o StrictHostKeyChecking=no \\
+  -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR ecetesla4 uname -n
+rm askpass
+"""
+
+
+def test_the_password_of_the_status_table_opens_every_host(tesla: Door) -> None:
+    match = re.search(r"password (\w+)", tesla.do("status"))
+    assert match
+    assert tesla.on("ecetesla1", "bash", "-c", BY_PASSWORD, "login", match[1]) == "ecetesla4"
+    wrong = tesla.run("exec", "ecetesla1", "--", "bash", "-c", BY_PASSWORD)
+    assert "Permission denied" in wrong.output
+
+
+KEYS = """
+set -e
+mkdir -m 700 .ssh
+ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
+cp .ssh/id_ed25519.pub .ssh/authorized_keys
+ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
+for host in $(cut -d ' ' -f 1 hosts.txt); do
+  ssh -o BatchMode=yes "$host" 'echo $shell `uname -n`; ssh -o BatchMode=yes ecetesla0 uname -n'
+done
+"""
+
+TRAIN = f"""
+cd {ROOT} && export PATH={venv()}/bin:$PATH
+exec mpirun -np 5 --hostfile ~/hosts.txt -x MOTLEY_VENV --prtemca plm_ssh_no_tree_spawn 1 \\
+  --mca btl_tcp_if_include 10.97.92.0/24 --prtemca prte_if_include 10.97.92.0/24 \\
+  ./entry_cn.sh {DDP} --max-steps 3 --logs ~/logs --run five
+"""
+
+
+def test_five_hosts_train_over_ssh_under_tcsh(tesla: Door) -> None:
+    told = tesla.on("ecetesla0", "bash", stdin=KEYS).splitlines()
+    shell = shutil.which("tcsh")
+    assert told == [line for name in NAMES for line in (f"{shell} {name}", "ecetesla0")]
+    tesla.do("exec", "ecetesla0", "--", "bash", stdin=TRAIN, limit=180)
+    run = json.loads(tesla.on("ecetesla0", "cat", "logs/five/run.json"))
+    assert run["status"] == "finished"
+    steps = [tesla.on("ecetesla4", "cat", f"logs/five/steps.rank{rank}.jsonl") for rank in range(5)]
+    assert [len(lines.splitlines()) for lines in steps] == [3] * 5
+    found = tesla.on("ecetesla0", "bash", "-c", "ls logs/five/gpu.*.csv").splitlines()
+    assert [Path(name).name for name in found] == [f"gpu.{name}.csv" for name in NAMES]
+
+
+SPIN = """
+import time
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    pass
+print(time.process_time() / 2)
+"""
+
+
+def test_limits_hold_beside_another_lab(tesla: Door, door: Door, tmp_path: Path) -> None:
+    profile = tmp_path / "small.toml"
+    profile.write_text(SMALL)
+    door.do("up", "--profile", profile)
+    assert tesla.states()["ecetesla0"] == "on"
+    python = venv() / "bin" / "python"
+    assert float(door.on("small1", python, "-c", SPIN)) < 0.36
+    greedy = door.run("exec", "small1", "--", python, "-c", "len(bytearray(200 << 20))")
+    assert greedy.code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    full = door.run(
+        "exec", "small1", "--", "dd", "if=/dev/zero", "of=/dev/shm/x", "bs=1M", "count=9"
+    )
+    assert "No space left" in full.output
+    assert door.on("small2", "printenv", "SHELL").endswith("tcsh")
+
+
+def test_homes_can_be_private_and_python_absent(door: Door) -> None:
+    door.do("up", "--profile", ROOT / "lab" / "private.toml")
+    door.on("alone1", "touch", "mine")
+    assert door.run("exec", "alone2", "--", "ls", "mine").code != 0
+    assert door.run("exec", "alone3", "--", "bash", "-c", "command -v python3").code != 0
+    assert door.on("alone1", "bash", "-c", "command -v python3")
