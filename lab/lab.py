@@ -41,7 +41,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--" in words:
         rest = words[words.index("--") + 1 :]
         words = words[: words.index("--")]
-    command = next((word for word in words if not word.startswith("-")), "")
+    command = next((word for word in words if word in COMMANDS), words[0] if words else "")
     if command not in COMMANDS:
         raise MotleyError(
             f"no command {command!r}{nearest(command, COMMANDS)}; there are {', '.join(COMMANDS)}"

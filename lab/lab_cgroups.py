@@ -45,16 +45,16 @@ class Cgroups:
 
     def make(self, host: str, cpus: float | None, memory_mib: float | None) -> None:
         """Make the host's cgroups with its limits; None is no limit."""
-        if self.unified and (cpus is not None or memory_mib is not None):
-            self._change.put(self._root / "cgroup.subtree_control", "+cpu +memory")
-        for folder in self.all_of(host):
-            try:
+        try:
+            for folder in self.all_of(host):
                 self._change.folder(folder)
-            except OSError as error:
-                raise MotleyError(
-                    f"no cgroup can be made here ({error}); in a container, run it privileged, "
-                    f"with {self._root} writable"
-                ) from None
+            if self.unified and (cpus is not None or memory_mib is not None):
+                self._change.put(self._root / "cgroup.subtree_control", "+cpu +memory")
+        except (OSError, MotleyError) as error:
+            raise MotleyError(
+                f"no cgroup can be made here ({error}); in a container, run it privileged with "
+                f"{self._root} writable, or leave cpus and memory_mib out of the profile"
+            ) from None
         if cpus is not None:
             quota = max(round(cpus * PERIOD_US), 1000)  # the kernel takes no less
             folder = self._of("cpu", host)
