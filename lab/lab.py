@@ -22,7 +22,8 @@ COMMANDS = ("up", "status", "exec", *ONE_HOST, "down")
 PACKAGES = {
     "ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client",
     "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
-    "useradd": "passwd", "chpasswd": "passwd", "bash": "bash", "tcsh": "tcsh", "zsh": "zsh",
+    "sysctl": "procps", "useradd": "passwd", "chpasswd": "passwd",
+    "bash": "bash", "tcsh": "tcsh", "zsh": "zsh",
 }  # fmt: skip
 COLUMNS = ("host", "address", "interface", "Mbit/s up/down", "shell", "state")
 

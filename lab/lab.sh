@@ -2,7 +2,7 @@
 # Several hosts on this one machine, to try Motley on and to test it with: each has its own
 # name, network card, link speed, sshd, disk folders, processor share and memory limit.
 #
-#   bash lab/lab.sh up                                      # five unequal hosts, 2 s
+#   bash lab/lab.sh up                                      # five unequal hosts, 3 s
 #   bash lab/lab.sh status                                  # hosts, links, state; account, password
 #   bash lab/lab.sh exec ecetesla0 -- ssh -V                # as the lab's user, in their home
 #   bash lab/lab.sh exec ecetesla0                          # a login shell there
@@ -20,8 +20,8 @@
 # none. Profiles: lab/tesla.toml, lab/equal.toml, lab/private.toml; the first says what each
 # key means. The first host of a profile is the head: type mpirun there.
 #
-# Needs root, Python >= 3.11, iproute2, openssh-server, util-linux and the profile's login
-# shells. Nothing of the machine's own network, accounts or mounts is changed: all of a lab
+# Needs root, Python >= 3.11, iproute2, openssh-server, util-linux, procps, passwd and
+# the profile's login shells. Nothing of the machine's own network, accounts or mounts is changed: all of a lab
 # is its processes, its cgroups and one folder, /var/lib/motley-lab/NAME.
 #
 # Variables: MOTLEY_VENV (default: .venv in the repository), which the hosts can reach too.

@@ -5,7 +5,9 @@ Nothing connects that bridge to the machine's network, so traffic stays inside.
 
 import json
 import subprocess
+import time
 from collections.abc import Iterable
+from typing import Any
 
 from lab_change import Changes
 from lab_profile import LabHost
@@ -53,8 +55,12 @@ class Switch:
             *(f"address add {decoy.address} dev {decoy.interface}" for decoy in bridges),
             *(f"link set dev {decoy.interface} up" for decoy in bridges),
         ])  # fmt: skip
+        # A card keeps its address over a reboot; with a new one, what the others remember
+        # would lead nowhere for a while.
+        card = f"02:4d:6f:74:{port // 256:02x}:{port % 256:02x}"
         self._ip(self._pid, [
-            f"link add name p{port} type veth peer name {host.interface} netns {pid}",
+            f"link add name p{port} type veth peer name {host.interface} "
+            f"address {card} netns {pid}",
             f"link set dev p{port} master sw0 up",
         ])  # fmt: skip
         real = host.interface
@@ -65,6 +71,25 @@ class Switch:
         ])  # fmt: skip
         self._shape(pid, real, host.up_mbit)
         self._shape(self._pid, f"p{port}", host.down_mbit)
+        self._announce(port, host, pid, card)
+
+    def _announce(self, port: int, host: LabHost, pid: object, card: str) -> None:
+        """Tell the others that the host is there, as a machine does when it boots.
+
+        Without, those that looked for it while it was off go on for a second or two in the
+        belief that it is unreachable.
+        """
+        deadline = time.monotonic() + 3
+        while not self._change.dry_run and time.monotonic() < deadline:
+            ports = {link["ifname"]: link["operstate"] for link in self._links()}
+            if ports.get(f"p{port}") == "UP":
+                break
+            time.sleep(0.02)
+        self._change.run(
+            "nsenter", "-t", pid, "-n", "sysctl", "-q", "-w", "net.ipv4.conf.all.arp_notify=1"
+        )
+        # To set an address, the same too, is what makes the kernel announce it.
+        self._ip(pid, [f"link set dev {host.interface} address {card}"])
 
     def unplug(self, port: int) -> None:
         """Take the cable away, with the host's interface at its end."""
@@ -76,12 +101,16 @@ class Switch:
 
     def plugged(self) -> dict[int, bool]:
         """The ports that there are, and whether each one's cable is in."""
+        return {
+            int(link["ifname"][1:]): "UP" in link["flags"]
+            for link in self._links()
+            if link["ifname"][1:].isdigit() and link["ifname"].startswith("p")
+        }
+
+    def _links(self) -> list[dict[str, Any]]:
         listed = subprocess.run(
             ["nsenter", "-t", str(self._pid), "-n", "ip", "-json", "link"],
             capture_output=True, text=True, check=False,
         ).stdout  # fmt: skip
-        return {
-            int(link["ifname"][1:]): "UP" in link["flags"]
-            for link in json.loads(listed or "[]")
-            if link["ifname"][1:].isdigit() and link["ifname"].startswith("p")
-        }
+        links: list[dict[str, Any]] = json.loads(listed or "[]")
+        return links
