@@ -20,9 +20,10 @@
 # none. Profiles: lab/tesla.toml, lab/equal.toml, lab/private.toml; the first says what each
 # key means. The first host of a profile is the head: type mpirun there.
 #
-# Needs root, Python >= 3.11, iproute2, openssh-server, util-linux, procps, passwd and
-# the profile's login shells. Nothing of the machine's own network, accounts or mounts is changed: all of a lab
-# is its processes, its cgroups and one folder, /var/lib/motley-lab/NAME.
+# Needs root, Python >= 3.11, iproute2, openssh-server, util-linux, procps, passwd and the
+# profile's login shells. Nothing of the machine's own network, accounts or mounts is
+# changed: all of a lab is its processes, its cgroups and one folder,
+# /var/lib/motley-lab/NAME.
 #
 # Variables: MOTLEY_VENV (default: .venv in the repository), which the hosts can reach too.
 set -euo pipefail

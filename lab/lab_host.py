@@ -59,13 +59,17 @@ class HostFiles:
         lab: the lab's folder.
         host: from the profile.
         account: the lab's user.
+
+    Attributes:
+        folder: where they are.
+        homes: what the host has as /home.
     """
 
     def __init__(self, lab: Path, host: LabHost, account: Account) -> None:
         self.folder = lab / "hosts" / host.name
         self.script = self.folder / "init.sh"
         self.log = self.folder / "init.log"
-        self._homes = lab / "homes" / (host.name if host.home == "private" else "shared")
+        self.homes = lab / "homes" / (host.name if host.home == "private" else "shared")
         self._host = host
         self._account = account
 
@@ -83,13 +87,16 @@ class HostFiles:
         change.folder(etc / "ssh")
         change.write(etc / "ssh" / "sshd_config", _SSHD.format(user=self._account.name))
         change.folder(self.folder / "tmp", 0o1777)
-        change.folder(self._homes)
-        home = self._homes / self._account.name
+        self._hide_python(change)
+        change.write(self.script, self._script())
+
+    def make_home(self, change: Changes, hosts: Sequence[LabHost]) -> None:
+        """Make the user's home with a hostfile in it; hosts may share one."""
+        change.folder(self.homes)
+        home = self.homes / self._account.name
         change.folder(home, 0o755, self._account.uid)
         listed = "".join(f"{other.name} slots=1\n" for other in hosts)
         change.write(home / "hosts.txt", listed, owner=self._account.uid)
-        self._hide_python(change)
-        change.write(self.script, self._script())
 
     def _hide_python(self, change: Changes) -> None:
         """Hide what the profile says is missing, under an overlay on /usr."""
@@ -133,7 +140,7 @@ class HostFiles:
         size = f",size={round(shm * 2**20)}" if shm is not None else ""
         steps: list[Sequence[object]] = [
             ("mount", "--bind", folder / "etc", "/etc"),
-            ("mount", "--bind", self._homes, "/home"),
+            ("mount", "--bind", self.homes, "/home"),
             ("mount", "--bind", folder / "tmp", "/tmp"),
             ("mount", "--bind", folder / "tmp", "/var/tmp"),
             ("mount", "-t", "tmpfs", "-o", "mode=755", "lab", "/run"),

@@ -104,6 +104,9 @@ class Lab:
             settings = {"account": vars(self.account), "venv": str(environment_path())}
             self._change.write(self._settings, json.dumps(settings) + "\n", 0o600)
             self._start_switch()
+            files = [HostFiles(self.folder, host, self.account) for host in hosts]
+            for home in {each.homes: each for each in files}.values():
+                home.make_home(self._change, hosts)
             # A dry run prints in order.
             with ThreadPoolExecutor(1 if self._change.dry_run else len(hosts)) as pool:
                 list(pool.map(self._make_host, hosts))
