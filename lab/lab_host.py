@@ -87,7 +87,6 @@ class HostFiles:
         change.folder(etc / "ssh")
         change.write(etc / "ssh" / "sshd_config", _SSHD.format(user=self._account.name))
         change.folder(self.folder / "tmp", 0o1777)
-        self._hide_python(change)
         change.write(self.script, self._script())
 
     def make_home(self, change: Changes, hosts: Sequence[LabHost]) -> None:
@@ -97,18 +96,6 @@ class HostFiles:
         change.folder(home, 0o755, self._account.uid)
         listed = "".join(f"{other.name} slots=1\n" for other in hosts)
         change.write(home / "hosts.txt", listed, owner=self._account.uid)
-
-    def _hide_python(self, change: Changes) -> None:
-        """Hide what the profile says is missing, under an overlay on /usr."""
-        hidden = hidden_paths(self._host.python)
-        if not hidden:
-            return
-        change.folder(self.folder / "usr.work")
-        change.folder(self.folder / "usr")
-        for path in hidden:
-            covered = self.folder / "usr" / path.relative_to("/usr")
-            change.folder(covered.parent)
-            change.run("mknod", covered, "c", "0", "0")  # overlayfs: this name is gone
 
     def _script(self) -> str:
         stage = self.folder / "stage"
@@ -151,10 +138,26 @@ class HostFiles:
             ("mount", "-t", "proc", "lab", "/proc"),
             ("mount", "-t", "sysfs", "lab", "/sys"),
         ]  # fmt: skip
-        if hidden_paths(self._host.python):
-            layers = f"lowerdir=/usr,upperdir={folder / 'usr'},workdir={folder / 'usr.work'}"
-            steps.append(("mount", "-t", "overlay", "-o", layers, "lab", "/usr"))
-        return steps
+        return steps + self._hide_python()
+
+    def _hide_python(self) -> list[Sequence[object]]:
+        """Hide what the profile says is missing, under an overlay on /usr."""
+        hidden = hidden_paths(self._host.python)
+        if not hidden:
+            return []
+        # On a tmpfs: a container's own disk is often an overlay, on which none can stand.
+        layer = self.folder / "usr"
+        covered = [layer / "upper" / path.relative_to("/usr") for path in hidden]
+        folders = sorted({path.parent for path in covered})
+        layers = f"lowerdir=/usr,upperdir={layer / 'upper'},workdir={layer / 'work'}"
+        return [
+            ("mkdir", "-p", layer),
+            ("mount", "-t", "tmpfs", "-o", "mode=755", "lab", layer),
+            ("mkdir", "-p", layer / "work", *folders),
+            # To overlayfs, such a device means that this name is gone.
+            *(("mknod", path, "c", "0", "0") for path in covered),
+            ("mount", "-t", "overlay", "-o", layers, "lab", "/usr"),
+        ]
 
     def _first_boot(self) -> list[str]:
         user, shell = self._account, shutil.which(self._host.shell) or self._host.shell
