@@ -96,7 +96,10 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> Non
     ("content", "says"),
     [
         ('{"micro_batch_per_gpu": 4}', "nearest: train_micro_batch_size_per_gpu"),
-        ('{"zero_optimization": {"stag": 1}}', "zero_optimization.stag (nearest: stage"),
+        (
+            '{"zero_optimization": {"stag": 1}}',
+            "zero_optimization.stag is unknown, or not supported here (nearest: stage",
+        ),
         ('{"optimizer": {"type": "Adam"}}', "is set by --opt"),
         ('{"train_micro_batch_size_per_gpu": 3}', "the plan gives rank 0 128"),
         ('{"zero_optimization": {"stage": 3}}', "stage 3 is not one of"),

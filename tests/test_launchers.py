@@ -159,20 +159,27 @@ def test_not_as_root(who: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("this whole test run is not as root")
     home = Path(tempfile.mkdtemp(prefix="motley-user-", dir="/var/tmp"))
+    home.chmod(0o755)
+    own = home / "venv"  # the environment may lie in a folder that others cannot enter
+    own.mkdir()
+    subprocess.run(["mount", "--bind", venv(), own], check=True)
     try:
-        shutil.copytree(ROOT, home / "motley", dirs_exist_ok=True, ignore=copied_only)
-        for path in [home, *home.rglob("*")]:
+        copy = home / "motley"
+        shutil.copytree(ROOT, copy, ignore=copied_only)
+        for path in [home, copy, *copy.rglob("*")]:
             shutil.chown(path, "nobody")
         done = subprocess.run(
             ["mpirun", "-np", "2", "--hostfile", "hosts.txt", "./entry_cn.sh", DDP,
              "--max-steps", "2"],
-            cwd=home / "motley", user="nobody", group="nogroup", extra_groups=[], check=False,
+            cwd=copy, user="nobody", group="nogroup", extra_groups=[], check=False,
             capture_output=True, text=True, timeout=120,
-            env={**environment(HOME=str(home)), "MOTLEY_VENV": str(venv()), "TMPDIR": str(home)},
+            env={"PATH": f"{own / 'bin'}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": str(home),
+                 "MOTLEY_VENV": str(own)},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step 2/2" in done.stdout
     finally:
+        subprocess.run(["umount", own], check=True)
         shutil.rmtree(home)
 
 
