@@ -70,6 +70,7 @@ from motley.team import join_team
 def main(world):
     join_team(world)
     world.lifeline.step = 7
+    world.lifeline.on_event = lambda event: open("/dev/full", "w").write(str(event) * 9999)
     dist.all_reduce(torch.ones(9))
     if world.rank == 1:
         {failure}
@@ -86,6 +87,7 @@ launch.run(main)
         ("os._exit(0)", "rank 1 on .* died without a word"),
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
         ("os.kill(os.getpid(), 11)", "rank 1 on .* died without a word"),
+        ("world.lifeline.tell({'kind': 'x'})", "rank 0 on .*: OSError: .*No space left"),
     ],
 )
 def test_the_first_cause_is_named_and_not_its_echo(
