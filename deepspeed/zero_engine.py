@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_config import read_config
 
 from motley.engine import (
-    Clock,
+    EngineBase,
     Seating,
     StepResult,
     exchange,
@@ -34,23 +34,18 @@ from motley.engine import (
     gradient_norm,
     load_model_state,
     load_optimizer_state,
-    load_random_state,
-    make_optimizer,
     model_state,
     optimizer_state,
-    random_state,
     sample_losses,
-    score,
     slots_of,
     unscale_and_clip,
 )
 from motley.errors import MotleyError
 from motley.model import Classifier
-from motley.plan import Plan
 from motley.sampler import Batch
 
 
-class ZeroEngine:
+class ZeroEngine(EngineBase):
     """Implements motley.engine.Engine.
 
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
@@ -71,13 +66,7 @@ class ZeroEngine:
                 f"{', '.join(seating.precisions)} differ in it, silently wrong; give one "
                 "--precision for all ranks, or --stage 1"
             )
-        self._seating, self._model = seating, model
-        self.scale = seating.scale
-        self.clock = Clock(seating.device)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(model.net, seating.config)
-        if seating.config.compile:
-            model.net.compile()
+        super().__init__(model, seating)
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
         index = local if seating.device.index is None else seating.device.index
@@ -157,10 +146,6 @@ class ZeroEngine:
             unscale_and_clip(self._parameters, norms[0], self.scale.value, clip)
         self._agreed = (overflow, None if overflow else float(norms[0]) / self.scale.value)
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """See motley.engine.Engine."""
-        return score(self._model, batch)
-
     def state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine. Stages 1 and 2 put their partitions together."""
         net = self._model.net
@@ -192,13 +177,13 @@ class ZeroEngine:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See motley.engine.Engine."""
         net = self._model.net
+        if self._stage > 0:
+            self._make_slots()  # decays the weights, so they are loaded after it
+            self._partition_slots()
         load_model_state(net, state)
         if self._stage == 0:
             load_optimizer_state(net, self.optimizer, state)
             return
-        self._make_slots()
-        self._partition_slots()
-        load_model_state(net, state)  # the empty step decayed the weights
         for name, parameter in net.named_parameters():
             safe_set_full_fp32_param(parameter, parameter.detach())
             for slot, value in slots_of(name, state).items():
@@ -209,22 +194,11 @@ class ZeroEngine:
                         slots[slot].copy_(value)
 
     def _make_slots(self) -> None:
-        """Take a step on an empty batch: partitions get their slots only by stepping."""
+        """Take a step with a gradient of zeros: partitions get their slots only by stepping."""
         self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
         if self._stage < 2:
             self._engine.allreduce_gradients()
         self._engine.step()
-
-    def own_state(self) -> dict[str, Tensor]:
-        """See motley.engine.Engine."""
-        return random_state(self._seating.device)
-
-    def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """See motley.engine.Engine."""
-        load_random_state(state, self._seating.device)
-
-    def reconfigure(self, plan: Plan) -> None:
-        """See motley.engine.Engine. Each micro-step is told whether it is the last."""
 
 
 def config_path(seating: Seating) -> Path:

@@ -10,28 +10,23 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from motley.engine import (
-    Clock,
+    EngineBase,
     Seating,
     StepResult,
     gather,
     gradient_norm,
     load_model_state,
     load_optimizer_state,
-    load_random_state,
-    make_optimizer,
     model_state,
     optimizer_state,
-    random_state,
     sample_losses,
-    score,
     unscale_and_clip,
 )
 from motley.model import Classifier
-from motley.plan import Plan
 from motley.sampler import Batch
 
 
-class DdpEngine:
+class DdpEngine(EngineBase):
     """Implements motley.engine.Engine.
 
     The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so the
@@ -42,17 +37,10 @@ class DdpEngine:
     equal_micro_steps = False
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
-        self._device, self._config = seating.device, seating.config
-        self.scale = seating.scale
-        self.clock = Clock(seating.device)
-        self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
         on_gpu = seating.device.type == "cuda"
-        self.optimizer = make_optimizer(model.net, seating.config, fused=on_gpu)
+        super().__init__(model, seating, fused=on_gpu)
         # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
         self._skips_by_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        if seating.config.compile:
-            model.net.compile()
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[seating.device] if on_gpu else None,
@@ -85,7 +73,7 @@ class DdpEngine:
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See motley.engine.Engine. Communication overlaps the last backward pass."""
         with contextlib.nullcontext() if last else self._ddp.no_sync():
-            losses = sample_losses(self._ddp(batch.images), batch, self._config.smoothing)
+            losses = sample_losses(self._ddp(batch.images), batch, self._seating.config.smoothing)
             (losses.sum() * (self.scale.value / n_global)).backward()
         self.clock.lap("sync" if last else "compute")
         return losses.detach()
@@ -97,11 +85,11 @@ class DdpEngine:
         norms = table[:, 1]
         # All use rank 0's norm: unlike devices round differently, and a clip factor that
         # differs in one bit would drive the ranks apart.
-        unscale_and_clip(self._parameters, norms[0], scale, self._config.clip_grad)
+        unscale_and_clip(self._parameters, norms[0], scale, self._seating.config.clip_grad)
         if self._skips_by_itself:
             # Queued before the host knows: it waits for the table only once the GPU has
             # its next work.
-            self.optimizer.found_inf = (~norms.isfinite().all()).float().to(self._device)
+            self.optimizer.found_inf = (~norms.isfinite().all()).float().to(self._seating.device)
             self.optimizer.step()
         rows = table.tolist()
         overflow = not all(math.isfinite(norm) for _, norm, _ in rows)
@@ -118,10 +106,6 @@ class DdpEngine:
             ready_s=tuple(ready for _, _, ready in rows),
         )
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """See motley.engine.Engine."""
-        return score(self._model, batch)
-
     def state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""
         if dist.get_rank() != 0:
@@ -133,14 +117,3 @@ class DdpEngine:
         """See motley.engine.Engine."""
         load_model_state(self._model.net, state)
         load_optimizer_state(self._model.net, self.optimizer, state)
-
-    def own_state(self) -> dict[str, Tensor]:
-        """See motley.engine.Engine."""
-        return random_state(self._device)
-
-    def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """See motley.engine.Engine."""
-        load_random_state(state, self._device)
-
-    def reconfigure(self, plan: Plan) -> None:
-        """See motley.engine.Engine. Nothing here depends on the plan."""

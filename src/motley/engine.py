@@ -188,6 +188,38 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = False) -> torch
         raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
 
 
+class EngineBase:
+    """What is the same in both engines, whatever the wire between ranks.
+
+    Args:
+        fused: see :func:`make_optimizer`.
+    """
+
+    def __init__(self, model: Classifier, seating: Seating, fused: bool = False) -> None:
+        self._model, self._seating = model, seating
+        self.scale = seating.scale
+        self.clock = Clock(seating.device)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(model.net, seating.config, fused)
+        if seating.config.compile:
+            model.net.compile()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See :class:`Engine`."""
+        return score(self._model, batch)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """See :class:`Engine`."""
+        return random_state(self._seating.device)
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        """See :class:`Engine`."""
+        load_random_state(state, self._seating.device)
+
+    def reconfigure(self, plan: Plan) -> None:
+        """See :class:`Engine`. Each micro-step is told all that it needs of the plan."""
+
+
 def sample_losses(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
     """Cross-entropy of each sample, fp32 [n]; fine for n = 0."""
     return functional.cross_entropy(

@@ -221,7 +221,7 @@ class RunFolder:
         """All events, in order."""
         return list(read_json_lines(self.path / "events.jsonl"))
 
-    # -- completion
+    # -- completion, and the GPU log
 
     def write_done(self, rank: int, host: str) -> None:
         """This rank's completion record, ``done.rank<k>.json``:
@@ -238,7 +238,7 @@ class RunFolder:
 
 def find_runs(paths: list[Path]) -> list[RunFolder]:
     """Every run folder at or under ``paths``, oldest name first."""
-    found = {file.parent for path in paths for file in [*path.rglob("run.json")]}
+    found = {file.parent for path in paths for file in path.rglob("run.json")}
     return [RunFolder(path) for path in sorted(found)]
 
 

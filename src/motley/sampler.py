@@ -200,11 +200,11 @@ class Loader:
         for start in range(consumed, len(order), plan.global_batch):
             part = order[start : start + plan.global_batch]
             batches.append((plan.of_batch(len(part)), part))
-        keys = [
+        keys = (  # made as they are asked for: an epoch's seeds at once would delay its start
             [Key(index, seed_of(self._seed, epoch, index)) for index in cut]
             for plan_of, part in batches
             for cut in slices(part, plan_of, self._rank)
-        ]
+        )
         return Steps([plan_of for plan_of, _ in batches], self._read(self._train, keys), self._rank)
 
     def test_batches(self, plan: Plan) -> Iterator[Batch]:
@@ -212,11 +212,6 @@ class Loader:
         total = len(self._images.test)
         cuts = slices(range(total), plan.of_batch(total), self._rank)
         return self._read(self._test, [[Key(index, 0) for index in cut] for cut in cuts])
-
-    @property
-    def test_samples(self) -> int:
-        """Held-out images over all ranks."""
-        return len(self._images.test)
 
     def _read(self, dataset: _Keyed, keys: Iterable[list[Key]]) -> Iterator[Batch]:
         loader = DataLoader(
@@ -240,9 +235,6 @@ class Steps:
 
     def __init__(self, plans: list[Plan], batches: Iterator[Batch], rank: int) -> None:
         self._plans, self._batches, self._rank = plans, batches, rank
-
-    def __len__(self) -> int:
-        return len(self._plans)
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
         """The plan of each global batch, and its micro-batches with "is it the last"."""
