@@ -1,0 +1,40 @@
+"""A run goes on elsewhere: on other ranks, at another ZeRO stage, through the other engine."""
+
+import pytest
+from conftest import DDP, ZERO, Jobs, Trained
+
+pytestmark = pytest.mark.mpi
+
+# Where a run is started and where it goes on after 14 of 24 steps.
+STARTS = {
+    "DDP": (3, DDP),
+    "ZeRO 1": (3, ZERO, "--stage", 1),
+    "ZeRO 2": (2, ZERO, "--stage", 2),
+}
+WAYS = [
+    ("ZeRO 1", (3, ZERO, "--stage", 1), 0.0),  # the same ranks: bit for bit
+    ("ZeRO 2", (2, ZERO, "--stage", 2), 0.0),
+    ("ZeRO 1", (2, DDP), 2e-6),
+    ("DDP", (2, ZERO, "--stage", 2), 2e-6),
+]
+
+
+@pytest.mark.parametrize(("start", "goes_on", "tolerance"), WAYS)
+def test_a_resumed_run_continues_the_same_losses(
+    module_jobs: Jobs, start: str, goes_on: tuple[object, ...], tolerance: float
+) -> None:
+    ranks, script, *options = STARTS[start]
+    unbroken = module_jobs.logs / start
+    if not unbroken.exists():
+        module_jobs.train(ranks, script, start, *options, "--max-steps", 24, "--save-every", 14,
+                          "--precision", "fp32", "--keep", 9)  # fmt: skip
+    ranks, script, *options = goes_on
+    name = f"{start} to {ranks} {script.partition('/')[0]} {options}"
+    resumed = module_jobs.train(
+        ranks, script, name.replace("/", " "), *options, "--max-steps", 24,
+        "--save-every", 14, "--precision", "fp32",
+        "--resume", unbroken / "checkpoints" / "step_00000014",
+    )  # fmt: skip
+    expected = Trained(unbroken, resumed.done).losses[14:]
+    assert len(resumed.losses) == 10
+    assert resumed.losses == pytest.approx(expected, rel=tolerance, abs=0.0)
