@@ -5,24 +5,36 @@
 #   bash setup/make_env.sh --dev        # and what the tests need
 #   bash setup/make_env.sh --dry-run    # print what would be done
 #
-# An environment that is current is reused; one that was cut short is completed.
+# An environment that is current is reused; one that was cut short is completed. On the
+# other machines of a lab, setup/install_cn.sh runs this script, with
+#
+#   --python-archive FILE   a standalone Python (see get_python.sh) in place of the network's,
+#                           for a machine without Python >= 3.11
+#   --lock FILE             exactly these versions, as another environment's requirements.lock
+#   --wheels FOLDER         from these wheels alone, without a network
+#   --torch BUILD           torch from download.pytorch.org/whl/BUILD: cu126, cu128, cpu ...
 #
 # Variables: MOTLEY_VENV (default: .venv beside README.md), PYTHON (default: the newest
-# Python >= 3.11 here that every user can run).
+# Python >= 3.11 here that every user can run; else a standalone one in .venv-python).
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${MOTLEY_VENV:-$root/.venv}
 wanted=("$root/requirements.txt")
-dry_run=false
+dry_run=false archive='' wheels='' torch='' lock=''
 
-for argument in "$@"; do
-  case $argument in
-    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+while [ $# -gt 0 ]; do
+  case $1 in
+    -h | --help) sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --dev) wanted+=("$root/requirements-dev.txt") ;;
     --dry-run) dry_run=true ;;
-    *) echo "motley: unknown option $argument; see make_env.sh -h" >&2; exit 2 ;;
+    --python-archive) archive=$(realpath -e -- "${2:?--python-archive needs a file}"); shift ;;
+    --lock) lock=$(realpath -e -- "${2:?--lock needs a file}"); shift ;;
+    --wheels) wheels=$(realpath -e -- "${2:?--wheels needs a folder}"); shift ;;
+    --torch) torch=${2:?--torch needs a build, such as cu126}; shift ;;
+    *) echo "motley: unknown option $1; see make_env.sh -h" >&2; exit 2 ;;
   esac
+  shift
 done
 
 # Every change passes here.
@@ -30,7 +42,7 @@ change() {
   if $dry_run; then echo "would run: $*"; else "$@"; fi
 }
 
-# A long command with its output in a file, and a dot every 5 s to show that it lives.
+# A long command with its output in a file, and every 10 s a word on how far it is.
 patiently() {
   local log=$1; shift
   "$@" >"$log" 2>&1 &
@@ -38,9 +50,8 @@ patiently() {
   while kill -0 "$pid" 2>/dev/null; do
     sleep 1
     waited=$((waited + 1))
-    [ $((waited % 5)) -ne 0 ] || printf .
+    [ $((waited % 10)) -ne 0 ] || echo "  $waited s: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-70)"
   done
-  echo
   if ! wait "$pid"; then
     tail -n 20 "$log" >&2
     echo "motley: that failed; all of its output is in $log" >&2
@@ -61,13 +72,13 @@ shared() { # no folder on the way to it is closed to other users
   done
 }
 
-find_python() {
+find_python() { # PYTHON alone, if set
   local name found any=
-  for name in "${PYTHON:-}" python3.14 python3.13 python3.12 python3.11 python3 /usr/bin/python3; do
-    found=$(command -v "${name:-no such}") || continue
+  for name in ${PYTHON:-python3.14 python3.13 python3.12 python3.11 python3 /usr/bin/python3}; do
+    found=$(command -v "$name") || continue
     usable "$found" || continue
     # An environment made from a Python in somebody's closed home is of no use to others.
-    if [ "$name" = "${PYTHON:-}" ] || shared "$found"; then echo "$found"; return; fi
+    if [ -n "${PYTHON:-}" ] || shared "$found"; then echo "$found"; return; fi
     any=${any:-$found}
   done
   [ -n "$any" ] && echo "$any"
@@ -75,9 +86,13 @@ find_python() {
 
 settle_mpi() {
   # Open MPI 5 binds ranks to cores and refuses more ranks than cores; a lab's ranks are
-  # one a GPU, and a laptop tries five on two cores.
-  local line='hwloc_default_binding_policy = none'
-  grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
+  # one a GPU, and a laptop tries five on two cores. Only the head starts the others, so that
+  # they need no keys. A link that is cut is noticed in 11 s in place of 8 minutes.
+  local line
+  for line in 'hwloc_default_binding_policy = none' 'plm_ssh_no_tree_spawn = 1' \
+    'oob_tcp_keepalive_time = 5' 'oob_tcp_keepalive_intvl = 2' 'oob_tcp_keepalive_probes = 3'; do
+    grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
+  done
   # Open MPI refuses root unless told twice. Containers are root, and the plain mpirun
   # line should work there too.
   cat >"$venv/bin/mpirun" <<'WRAPPER'
@@ -92,22 +107,37 @@ WRAPPER
 }
 
 install() {
-  "$venv/bin/python" -m pip install --disable-pip-version-check --upgrade pip setuptools wheel
-  local file
-  for file in "${wanted[@]}"; do
-    "$venv/bin/python" -m pip install --disable-pip-version-check -r "$file"
-  done
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
-    -e "$root"
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off) file
+  if [ -n "$wheels" ]; then
+    pip+=(--no-index --find-links "$wheels")
+  else
+    "${pip[@]}" --upgrade pip setuptools wheel
+  fi
+  local build=https://download.pytorch.org/whl/$torch
+  if [ -n "$lock" ]; then
+    "${pip[@]}" -r "$lock" ${torch:+--extra-index-url "$build"}
+  else
+    # torchvision comes from where torch does: beside another build it cannot be imported.
+    [ -z "$torch" ] || "${pip[@]}" --force-reinstall --index-url "$build" \
+      "$(grep -o '^torch>=[^ ]*' "$root/requirements.txt")" torchvision
+    for file in "${wanted[@]}"; do "${pip[@]}" -r "$file"; done
+  fi
+  "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 }
 
-# What the environment was made for; one with the tests' packages serves training too.
-stamp_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
+# What the environment was made for, a line each; one with the tests' packages, or with
+# versions or a torch that were asked for, serves plain training too.
+hash_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
+made_for() {
+  echo "$root $(hash_of "$root/requirements.txt" "${BASH_SOURCE[0]}")"
+  [ ${#wanted[@]} -eq 1 ] || echo "dev $(hash_of "${wanted[@]}")"
+  [ -z "$torch" ] || echo "torch $torch"
+  [ -z "$lock" ] || echo "lock $(hash_of "$lock")"
+}
 is_current() {
   [ -x "$venv/bin/python" ] && [ -f "$venv/motley-stamp" ] || return 1
-  local stamp
-  stamp=$(stamp_of "${wanted[@]}" "${BASH_SOURCE[0]}")
-  grep -qxF "$root $stamp" "$venv/motley-stamp"
+  local line
+  while read -r line; do grep -qxF "$line" "$venv/motley-stamp" || return 1; done < <(made_for)
 }
 
 if is_current; then
@@ -123,33 +153,31 @@ if ! $dry_run; then
 fi
 
 if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
-  if ! python=$(find_python); then
-    echo "motley: no Python >= 3.11 with venv and ensurepip on $(uname -n); install one (Debian:" \
-      "apt-get install python3-venv), or name one: PYTHON=/path/to/python3 bash setup/make_env.sh" >&2
-    exit 2
-  fi
   free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1048576) }')
-  if [ "$free" -lt 8 ]; then
+  if [ "$free" -lt 8 ] && [ -z "$wheels" ]; then
     echo "motley: $free GB are free where $venv goes, and it takes 8 while it is made; free some," \
       "or choose another place: MOTLEY_VENV=/path bash setup/make_env.sh" >&2
     exit 2
   fi
-  echo "environment: making $venv with $python ($("$python" -V))"
+  if ! python=$(find_python); then
+    echo "environment: no Python >= 3.11 with venv and ensurepip on $(uname -n); getting one of its own"
+    version=$(grep -oE '3\.[0-9]+' <<<"${PYTHON:-3.12}" | head -n 1)
+    change bash "$root/setup/get_python.sh" "$venv-python" --version "${version:-3.12}" \
+      ${archive:+--archive "$archive"}
+    python=$venv-python/bin/python3
+  fi
+  echo "environment: making $venv with $python ($("$python" -V 2>&1 || true))"
   change "$python" -m venv --clear "$venv"
 fi
 
-printf 'environment: installing %s (6 GB, about 2 minutes) ' "$(basename -a "${wanted[@]}" | xargs)"
+echo "environment: installing $(basename -a "${lock:-${wanted[@]}}" | xargs) (6 GB, about 2 minutes)"
 if $dry_run; then
-  echo
-  change pip install -r "${wanted[@]}"
+  change pip install -r "${lock:-${wanted[@]}}"
   exit 0
 fi
 rm -f "$venv/motley-stamp"
 patiently "$venv/install.log" install
 settle_mpi
 "$venv/bin/python" -m pip freeze --disable-pip-version-check --exclude-editable >"$venv/requirements.lock"
-{
-  echo "$root $(stamp_of "$root/requirements.txt" "${BASH_SOURCE[0]}")"
-  [ ${#wanted[@]} -eq 1 ] || echo "$root $(stamp_of "${wanted[@]}" "${BASH_SOURCE[0]}")"
-} >"$venv/motley-stamp"
+made_for >"$venv/motley-stamp"
 echo "environment: ready; its exact versions are in $venv/requirements.lock"
