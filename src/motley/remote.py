@@ -33,7 +33,7 @@ _CHUNK = 2**15
 # What a login shell of any kind (tcsh, fish) is asked to run: read a script of so many bytes
 # from stdin, and run that. So nothing is quoted for the login shell, and nothing but this
 # line is ever in an argv.
-_LOADER = "exec sh -c 'read -r n; s=$(dd bs=1 count=\"$n\" 2>/dev/null); eval \"$s\"' motley"
+_LOADER = 'exec sh -c \'read -r n; s=$(dd bs=1 count="$n" 2>/dev/null); eval "$s"\' motley'
 
 # Ends all that a script started when it ends, or when whoever asked is gone.
 _TIED = """exec 3<&0 </dev/null
