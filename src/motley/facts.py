@@ -3,16 +3,19 @@
 GPUtil names the GPUs and their load, as the lab's logs always did; NVML adds what
 GPUtil cannot know (power, other users' memory) where there is a driver. A question that
 nobody answers gives None, never 0.
+
+python -m motley.facts                  # this machine's, as one line of JSON
 """
 
 import contextlib
 import ipaddress
+import json
 import os
 import platform
 import pwd
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,27 @@ def read_node() -> NodeFacts:
         devices=read_devices(),
         interfaces=read_interfaces(),
     )
+
+
+def node_to_json(node: NodeFacts) -> str:
+    """One line, for :func:`node_from_json` on another machine."""
+    return json.dumps(asdict(node))
+
+
+def node_from_json(text: str) -> NodeFacts:
+    """Raises ValueError, KeyError or TypeError for what no :func:`node_to_json` wrote."""
+    fields = json.loads(text)
+    devices = []
+    for device in fields.pop("devices"):
+        capability = device.pop("capability")
+        devices.append(
+            DeviceFacts(
+                **{**device, "others": tuple(device["others"])},
+                capability=(int(capability[0]), int(capability[1])) if capability else None,
+            )
+        )
+    interfaces = tuple(Interface(**each) for each in fields.pop("interfaces"))
+    return NodeFacts(**fields, devices=tuple(devices), interfaces=interfaces)
 
 
 def cpu_name() -> str:
@@ -228,3 +252,12 @@ def _user_name(uid: int | None) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def main() -> None:
+    """Print this machine's facts."""
+    print(node_to_json(read_node()))
+
+
+if __name__ == "__main__":
+    main()
