@@ -10,6 +10,8 @@
 #
 #   --python-archive FILE   a standalone Python (see get_python.sh) in place of the network's,
 #                           for a machine without Python >= 3.11
+#   --own-python            a standalone Python even where the machine's would do: for a folder
+#                           that machines with other Pythons share
 #   --lock FILE             exactly these versions, as another environment's requirements.lock
 #   --wheels FOLDER         from these wheels alone, without a network
 #   --torch BUILD           torch from download.pytorch.org/whl/BUILD: cu126, cu128, cpu ...
@@ -21,7 +23,7 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${MOTLEY_VENV:-$root/.venv}
 wanted=("$root/requirements.txt")
-dry_run=false archive='' wheels='' torch='' lock=''
+dry_run=false own=false archive='' wheels='' torch='' lock=''
 
 while [ $# -gt 0 ]; do
   case $1 in
@@ -29,6 +31,7 @@ while [ $# -gt 0 ]; do
     --dev) wanted+=("$root/requirements-dev.txt") ;;
     --dry-run) dry_run=true ;;
     --python-archive) archive=$(realpath -e -- "${2:?--python-archive needs a file}"); shift ;;
+    --own-python) own=true ;;
     --lock) lock=$(realpath -e -- "${2:?--lock needs a file}"); shift ;;
     --wheels) wheels=$(realpath -e -- "${2:?--wheels needs a folder}"); shift ;;
     --torch) torch=${2:?--torch needs a build, such as cu126}; shift ;;
@@ -159,8 +162,8 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
       "or choose another place: MOTLEY_VENV=/path bash setup/make_env.sh" >&2
     exit 2
   fi
-  if ! python=$(find_python); then
-    echo "environment: no Python >= 3.11 with venv and ensurepip on $(uname -n); getting one of its own"
+  if $own || ! python=$(find_python); then
+    $own || echo "environment: no Python >= 3.11 with venv and ensurepip on $(uname -n)"
     version=$(grep -oE '3\.[0-9]+' <<<"${PYTHON:-3.12}" | head -n 1)
     change bash "$root/setup/get_python.sh" "$venv-python" --version "${version:-3.12}" \
       ${archive:+--archive "$archive"}
@@ -178,6 +181,6 @@ fi
 rm -f "$venv/motley-stamp"
 patiently "$venv/install.log" install
 settle_mpi
-"$venv/bin/python" -m pip freeze --disable-pip-version-check --exclude-editable >"$venv/requirements.lock"
+"$venv/bin/python" -m pip freeze --disable-pip-version-check --all --exclude pip --exclude-editable >"$venv/requirements.lock"
 made_for >"$venv/motley-stamp"
 echo "environment: ready; its exact versions are in $venv/requirements.lock"

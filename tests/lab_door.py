@@ -3,7 +3,9 @@
 import os
 import re
 import secrets
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +31,13 @@ address = "10.97.95.1/24"
 name = "small2"
 address = "10.97.95.2/24"
 shell = "tcsh"
+"""
+
+_KEYS = """
+set -e
+mkdir -p -m 700 .ssh
+ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
+ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
 """
 
 
@@ -81,6 +90,40 @@ class Door:
         """The last column of the status table."""
         rows = self.do("status").splitlines()[2:]
         return {re.split(r"\s{2,}", row)[0]: re.split(r"\s{2,}", row)[-1] for row in rows}
+
+    def home(self, host: str) -> Path:
+        """Where the machine has the home of the lab's user on a host."""
+        homes = Path("/var/lib/motley-lab", self.name, "homes")
+        return next((homes / host if (homes / host).exists() else homes / "shared").iterdir())
+
+    def give(self, host: str, source: Path, name: str) -> None:
+        """Copy a file or folder into the user's home on a host."""
+        home = self.home(host)
+        subprocess.run(["cp", "-rL", source, home / name], check=True)
+        owner = home.stat().st_uid
+        subprocess.run(["chown", "-Rh", f"{owner}:{owner}", home / name], check=True)
+
+    def give_repository(self, host: str) -> None:
+        """Copy this repository into the user's home on a host, as ``motley``."""
+        git = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+        with tempfile.TemporaryDirectory() as folder:
+            for name in filter(None, names.split("\0")):
+                if (ROOT / name).exists():
+                    Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(ROOT / name, Path(folder, name))
+            self.give(host, Path(folder), "motley")
+
+    def give_keys(self) -> None:
+        """Let the user log in from the first host to all, without a password."""
+        hosts = list(self.states())
+        home = self.home(hosts[0])
+        self.on(hosts[0], "bash", stdin=_KEYS)
+        key = (home / ".ssh" / "id_ed25519.pub").read_text()
+        for host in hosts if self.home(hosts[-1]) != home else hosts[:1]:
+            self.on(
+                host, "sh", "-c", "mkdir -p -m 700 ~/.ssh; cat >>~/.ssh/authorized_keys", stdin=key
+            )
 
     def processes(self) -> list[int]:
         """Its processes, by the mark that they carry."""

@@ -15,10 +15,11 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import paramiko
 
@@ -179,7 +180,7 @@ class Remote:
         self,
         script: str,
         *words: object,
-        payload: bytes | None = None,
+        payload: bytes | IO[bytes] | None = None,
         limit: float = 30,
         tell: Callable[[str], None] | None = None,
     ) -> Finished:
@@ -188,7 +189,8 @@ class Remote:
         Args:
             script: sees ``words`` as ``$1 $2 ...``. Without a payload its stdin is empty, and
                 all that it starts ends with it, or with our connection.
-            payload: its stdin. Secrets go here: nothing else stays out of a process list.
+            payload: its stdin, or a file to read that from. Secrets go here: nothing else
+                stays out of a process list.
             limit: seconds that it may take in all.
             tell: called with each line of stdout as it comes.
 
@@ -198,7 +200,11 @@ class Remote:
         mark = f"motley-{secrets.token_hex(8)}"
         start = f"export LC_ALL=C\nset -- {shlex.join(map(str, words))}\necho {mark}\n"
         text = (start + ("" if payload is not None else _TIED) + script).encode()
-        sent = b"%d\n" % len(text) + text + (payload or b"")
+        script_part = b"%d\n" % len(text) + text
+        if payload is None or isinstance(payload, bytes):
+            sent: Iterator[bytes] = iter([script_part + (payload or b"")])
+        else:
+            sent = chain([script_part], iter(lambda: payload.read(_CHUNK), b""))
         lines = _Lines(mark, tell)
         if self._client is None:
             code, errors = self._run_here(sent, payload is None, limit, lines)
@@ -208,21 +214,23 @@ class Remote:
         return Finished(code, output, errors.decode(errors="replace"), chatter)
 
     def _run_here(
-        self, sent: bytes, tied: bool, limit: float, lines: "_Lines"
+        self, sent: Iterator[bytes], tied: bool, limit: float, lines: "_Lines"
     ) -> tuple[int, bytes]:
         job = subprocess.Popen(
             ["sh", "-c", _LOADER], start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert job.stdin and job.stdout and job.stderr
+        stdin = job.stdin
         errors = bytearray()
 
         def write() -> None:
             with contextlib.suppress(OSError):  # it may end without reading all
-                job.stdin.write(sent)
-                job.stdin.flush()
+                for piece in sent:
+                    stdin.write(piece)
+                    stdin.flush()
                 if not tied:
-                    job.stdin.close()
+                    stdin.close()
 
         def read(stream: Any, take: Callable[[bytes], None]) -> None:
             while data := stream.read1(_CHUNK):
@@ -252,7 +260,7 @@ class Remote:
         return code, bytes(errors)
 
     def _run_there(
-        self, sent: bytes, tied: bool, limit: float, lines: "_Lines"
+        self, sent: Iterator[bytes], tied: bool, limit: float, lines: "_Lines"
     ) -> tuple[int, bytes]:
         assert self._client is not None
         deadline = time.monotonic() + limit
@@ -263,16 +271,16 @@ class Remote:
                 raise EOFError
             channel = transport.open_session(timeout=limit)
             channel.exec_command(_LOADER)
-            left = memoryview(sent)
+            left = memoryview(next(sent))
             while True:
-                idle = True
-                if left and channel.send_ready():
+                # Asked before the streams: what came before the status is then read.
+                idle, ended = True, channel.exit_status_ready()
+                if left and not ended and channel.send_ready():
                     left = left[channel.send(left[:_CHUNK].tobytes()) :]
+                    left = left or memoryview(next(sent, b""))
                     if not left and not tied:
                         channel.shutdown_write()
                     idle = False
-                # Asked before the streams: what came before the status is then read.
-                ended = channel.exit_status_ready()
                 while channel.recv_ready():
                     lines.take(channel.recv(_CHUNK))
                     idle = False

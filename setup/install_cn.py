@@ -1,0 +1,219 @@
+"""The door of setup/install_cn.sh; its -h explains it."""
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
+from cn_files import differing, send, tracked_files
+from cn_probe import HostReport, probe_all, token_file
+from torch_builds import PYPI, HostGpu, build_of, choose_build
+
+from motley.errors import MotleyError
+from motley.remote import HostTrouble, Remote, connect, on_all
+
+LOCK = VENV / "requirements.lock"
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+STAGE = VENV.with_name(f"{VENV.name}-parcels")  # on a host, until its environment is there
+INSTALL_S, VERIFY_S = 3600, 300
+_printing = threading.Lock()
+
+
+def main(words: Sequence[str]) -> int:
+    """Install what is missing everywhere, and see that it works."""
+    options = parse(words)
+    hosts = [host.name for host in read_hostfile(options)]
+    print(f"asking {len(hosts)} hosts")
+    with token_file() as token:
+        found = probe_all(hosts, token=token, limit=20)
+    reports = {host: each for host, each in found.items() if isinstance(each, HostReport)}
+    troubles = {host: each for host, each in found.items() if isinstance(each, HostTrouble)}
+    if not reports:
+        print_troubles(troubles)
+        return 1
+    choose_torch(reports.values(), options)
+    print(table(("host", "Python", "environment"), [describe(each) for each in reports.values()]))
+
+    work = functools.partial(prepare, reports=reports, options=options)
+    done = on_all(reports, work, INSTALL_S)
+    ready = [host for host, each in done.items() if not isinstance(each, HostTrouble)]
+    troubles |= {host: each for host, each in done.items() if isinstance(each, HostTrouble)}
+    if not options.dry_run:
+        print(f"importing the packages and running a kernel on {len(ready)} hosts")
+        verified = on_all(ready, verify, VERIFY_S)
+        troubles |= {host: each for host, each in verified.items() if isinstance(each, HostTrouble)}
+        rows = [(host, *each) for host, each in verified.items() if isinstance(each, tuple)]
+        print(table(("host", "torch", "computes"), rows))
+    print_troubles(troubles)
+    return 1 if troubles else 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options, checked before anything begins."""
+    parser = Parser("install_cn")
+    parser.add_argument("--python-archive", type=Path)
+    parser.add_argument("--offline", type=Path)
+    options = parser.parse_args(words)
+    if not LOCK.exists():
+        raise MotleyError(f"{LOCK} is missing; complete this machine first: bash setup/make_env.sh")
+    if options.python_archive and not options.python_archive.is_file():
+        raise MotleyError(f"--python-archive {options.python_archive} is no file")
+    if options.offline:
+        check_wheels(options.offline)
+    return options
+
+
+def check_wheels(folder: Path) -> None:
+    """Raise MotleyError unless the folder has a wheel of every version of the lock."""
+    have = {tuple(_plain(part) for part in each.name.split("-")[:2]) for each in folder.glob("*")}
+    lines = [line for line in LOCK.read_text().split() if "==" in line]
+    missing = [line for line in lines if tuple(map(_plain, line.split("=="))) not in have]
+    if missing:
+        raise MotleyError(
+            f"--offline {folder} lacks {len(missing)} of {len(lines)} packages "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); where there is a "
+            f"network: {VENV}/bin/pip download -r {LOCK} -d {folder}"
+        )
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[-_.]+", "_", word.removesuffix(".tar.gz")).lower()
+
+
+def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> None:
+    """Say which build of torch runs on all GPUs, and put it here if another one is."""
+    gpus = [
+        HostGpu(report.host, device.name, device.capability, report.driver)
+        for report in reports
+        for device in report.devices
+        if report.driver
+    ]
+    installed = importlib.metadata.version("torch")
+    build, why = choose_build(gpus, installed)
+    print(f"torch: {build} build, {why}; here is {installed}")
+    if build == build_of(installed):
+        return
+    if options.offline or build == PYPI:
+        raise MotleyError(
+            f"torch {installed} here does not run on all hosts ({why}); make this environment "
+            f"again with the {build} build first, and its wheels after: rm -rf {VENV}; bash "
+            f"setup/make_env.sh{'' if build == PYPI else f' --torch {build}'}"
+        )
+    command = ["bash", str(ROOT / "setup/make_env.sh"), "--torch", build]
+    if options.dry_run:
+        print(f"would run: {' '.join(command)}")
+    elif subprocess.run(command, check=False).returncode != 0:
+        raise MotleyError(f"the {build} build could not be installed here; see above")
+
+
+def describe(report: HostReport) -> tuple[str, str, str]:
+    """A row: what the host starts from."""
+    if report.same_folder:
+        where = "this machine" if report.here else "shares this folder"
+        return report.host, report.environment or "-", where
+    python = _python_of(report)
+    newest = report.newest_python
+    has = ".".join(map(str, newest.version)) if newest else "none"
+    if not report.environment:
+        return report.host, has if python else f"{has}, gets {PYTHON[6:]}", "none yet"
+    return report.host, report.environment, "of its own"
+
+
+def _python_of(report: HostReport) -> str | None:
+    """The host's own Python of the same 3.X as the environment here."""
+    same = [each.path for each in report.pythons if each.version[:2] == sys.version_info[:2]]
+    return same[0] if same else None
+
+
+def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespace) -> None:
+    """Bring a host files, Python and packages; raises HostTrouble."""
+    report = reports[host]
+    if report.same_folder:
+        if not report.environment:
+            raise HostTrouble(
+                "environment broken",
+                f"the Python under {VENV} is not on {host} ({report.broken or 'not found'})",
+                f"make the environment again with one that lies beside it: rm -rf {VENV}; bash "
+                "setup/make_env.sh --own-python",
+            )
+        return
+    with connect(host) as remote:
+        if options.dry_run:
+            missing = differing(remote, ROOT, tracked_files(), ROOT)
+            print(f"{host}: would send {len(missing)} files, then")
+            print(f"{host}: would run: {shlex.join(make_env(report, options))}")
+        else:
+            bring(remote, report, options)
+
+
+def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
+    """The command that makes the environment on a host."""
+    python = _python_of(report)
+    words = ["env", f"MOTLEY_VENV={VENV}", f"PYTHON={python or PYTHON}", "bash",
+             f"{ROOT}/setup/make_env.sh", "--lock", f"{STAGE}/{LOCK.name}"]  # fmt: skip
+    if options.python_archive and not python:
+        words += ["--python-archive", f"{STAGE}/{options.python_archive.name}"]
+    if options.offline:
+        words += ["--wheels", f"{STAGE}/wheels"]
+    elif (build := build_of(importlib.metadata.version("torch"))) != PYPI:
+        words += ["--torch", build]
+    return words
+
+
+def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> None:
+    """Send the files, then let make_env.sh do the rest there."""
+
+    def tell(line: str) -> None:
+        with _printing:
+            print(f"{remote.host}: {line}")
+
+    sent = send(remote, ROOT, tracked_files(), ROOT)
+    tell(f"{len(sent)} files sent" if sent else "files are already the same")
+    send(remote, VENV, [LOCK.name], STAGE)
+    plain = make_env(report, argparse.Namespace(python_archive=None, offline=None))
+    if "is current" in remote.run('"$@"', *plain, "--dry-run").output:
+        tell("environment is current")
+        return
+    if options.python_archive and not _python_of(report):
+        send(remote, options.python_archive.parent, [options.python_archive.name], STAGE)
+    if options.offline:
+        wheels = sorted(each.name for each in options.offline.iterdir() if each.is_file())
+        tell(f"{len(send(remote, options.offline, wheels, STAGE / 'wheels'))} wheels sent")
+    done = remote.run('"$@"', *make_env(report, options), limit=INSTALL_S, tell=tell)
+    if done.code != 0:
+        said = [line for line in done.errors.splitlines() if line.startswith("motley: ")]
+        raise HostTrouble(
+            "not installed",
+            "; ".join(line.removeprefix("motley: ") for line in said) or done.errors.strip(),
+            "put that right, then run the same command again",
+        )
+    remote.run('rm -rf -- "$1"', STAGE, limit=INSTALL_S)
+
+
+def verify(host: str) -> tuple[str, str]:
+    """Import the packages and run a kernel on a host; versions and speeds, or HostTrouble."""
+    with connect(host) as remote:
+        script = 'PYTHONPATH="$1/src" "$2/bin/python" "$1/setup/verify_env.py"'
+        done = remote.run(script, ROOT, VENV, limit=VERIFY_S)
+    lines = done.output.splitlines()
+    if done.code != 0 or not lines:
+        last = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
+        raise HostTrouble(
+            "does not compute",
+            f"{host}: {last.removeprefix('motley: ')}",
+            f"see all of it with: ssh -- {host} {VENV}/bin/python {ROOT}/setup/verify_env.py",
+        )
+    found = json.loads(lines[-1])
+    return found["torch"], ", ".join(found["kernels"])
+
+
+if __name__ == "__main__":
+    run(main)
