@@ -21,6 +21,7 @@
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+launcher=$root/setup/launcher
 venv=${MOTLEY_VENV:-$root/.venv}
 wanted=("$root/requirements.txt")
 dry_run=false own=false archive='' wheels='' torch='' lock=''
@@ -88,28 +89,21 @@ find_python() { # PYTHON alone, if set
 }
 
 settle_mpi() {
+  install -m 755 "$launcher/mpirun.sh" "$venv/bin/mpirun"
+  install -m 755 "$launcher/ssh.sh" "$venv/bin/motley_ssh"
+  install -m 755 "$launcher/prted.sh" "$venv/bin/motley_prted"
   # Open MPI 5 binds ranks to cores and refuses more ranks than cores; a lab's ranks are
   # one a GPU, and a laptop tries five on two cores. Only the head starts the others, so that
   # they need no keys. A link that is cut is noticed in 11 s in place of 8 minutes.
   local line
-  for line in 'hwloc_default_binding_policy = none' 'plm_ssh_no_tree_spawn = 1' \
-    'oob_tcp_keepalive_time = 5' 'oob_tcp_keepalive_intvl = 2' 'oob_tcp_keepalive_probes = 3'; do
+  for line in 'hwloc_default_binding_policy = none' "plm_ssh_agent = $venv/bin/motley_ssh" \
+    'plm_ssh_no_tree_spawn = 1' 'oob_tcp_keepalive_time = 5' 'oob_tcp_keepalive_intvl = 2' \
+    'oob_tcp_keepalive_probes = 3'; do
     grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
   done
-  # Open MPI refuses root unless told twice. Containers are root, and the plain mpirun
-  # line should work there too.
-  cat >"$venv/bin/mpirun" <<'WRAPPER'
-#!/bin/sh
-# Written by Motley's setup/make_env.sh: as mpiexec beside it, but root may use it too.
-if [ "$(id -u)" = 0 ]; then
-  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-fi
-exec "$(dirname -- "$(readlink -f -- "$0")")/mpiexec" "$@"
-WRAPPER
-  chmod +x "$venv/bin/mpirun"
 }
 
-install() {
+install_packages() {
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off) file
   if [ -n "$wheels" ]; then
     pip+=(--no-index --find-links "$wheels")
@@ -132,7 +126,7 @@ install() {
 # versions or a torch that were asked for, serves plain training too.
 hash_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
 made_for() {
-  echo "$root $(hash_of "$root/requirements.txt" "${BASH_SOURCE[0]}")"
+  echo "$root $(hash_of "$root/requirements.txt" "${BASH_SOURCE[0]}" "$launcher"/*.sh)"
   [ ${#wanted[@]} -eq 1 ] || echo "dev $(hash_of "${wanted[@]}")"
   [ -z "$torch" ] || echo "torch $torch"
   [ -z "$lock" ] || echo "lock $(hash_of "$lock")"
@@ -179,7 +173,7 @@ if $dry_run; then
   exit 0
 fi
 rm -f "$venv/motley-stamp"
-patiently "$venv/install.log" install
+patiently "$venv/install.log" install_packages
 settle_mpi
 "$venv/bin/python" -m pip freeze --disable-pip-version-check --all --exclude pip --exclude-editable >"$venv/requirements.lock"
 made_for >"$venv/motley-stamp"
