@@ -31,6 +31,7 @@ user=$(id -un)
 entry=$(getent passwd "$user" 2>/dev/null || grep "^$user:" /etc/passwd)
 say node "$(uname -n)"
 say user "$user"
+say uid "$(id -u)"
 say shell "${entry##*:}"
 if cut -d : -f 1 /etc/passwd | grep -qxF "$user"; then say account local; else say account directory; fi
 say machine "$(uname -m)"
@@ -46,7 +47,7 @@ room() { # room KEY FOLDER: its total and free KiB, and free inodes where they a
 try() { # try KEY FOLDER: write a file there, and say what came of it
   file=$2/$mine
   # An empty file fits on a full disk.
-  if why=$({ printf %8192s . >"$file"; } 2>&1); then say "$1" yes; else say "$1" "no: ${why##*: }"; fi
+  if why=$({ printf %8192s . >"$file"; } 2>&1); then say "$1" yes; else say "$1" "${why##*: }"; fi
   rm -f "$file" 2>/dev/null
 }
 place=$root
@@ -59,7 +60,7 @@ say home "$HOME"
 try home_write "$HOME"
 
 if [ -d "$root/setup" ]; then
-  say tree "$(stat -Lc '%d %i' "$root" 2>/dev/null) $(cat "$root"/setup/*.sh "$root"/setup/*.py 2>/dev/null | cksum)"
+  say tree "$(stat -Lc '%d %i' "$root" 2>/dev/null) $(cat "$root"/setup/*.sh "$root"/setup/*.py 2>/dev/null | sha256sum | cut -d ' ' -f 1)"
   [ -z "$token" ] || { [ -e "$root/$token" ] && echo token=seen; }
 fi
 
