@@ -225,7 +225,7 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
             wrong=False,
         )
     # CUDA 13 has no code for what is older than Turing, and nor have builds of torch for it.
-    if any(name.endswith("-cu13") for name in report.packages):
+    if any(normal(name).endswith("-cu13") for name in report.packages):
         old = [each for each in report.devices if each.capability and each.capability < (7, 5)]
         for each in old:
             assert each.capability

@@ -45,10 +45,12 @@ room() { # room KEY FOLDER: its total and free KiB, and free inodes where they a
   within 5 df -Pi "$2" 2>/dev/null | awk -v k="$1" 'NR == 2 && $2 > 0 { print k "_inodes=" $4 }'
 }
 try() { # try KEY FOLDER: write a file there, and say what came of it
-  file=$2/$mine
-  # An empty file fits on a full disk.
-  if why=$({ printf %8192s . >"$file"; } 2>&1); then say "$1" yes; else say "$1" "${why##*: }"; fi
-  rm -f "$file" 2>/dev/null
+  # More than nothing, and to the disk itself: an empty file fits on a full disk, and a
+  # network disk says only then that it is full.
+  if why=$(dd if=/dev/zero of="$2/$mine" bs=8192 count=1 conv=fsync 2>&1); then say "$1" yes
+  else say "$1" "$(printf '%s\n' "$why" | sed 's/.*: //; q')"
+  fi
+  rm -f "$2/$mine" 2>/dev/null
 }
 place=$root
 until [ -d "$place" ]; do place=$(dirname -- "$place"); done
@@ -102,7 +104,7 @@ main()' 2>&1 >&4)
     else say broken "$(printf '%s\n' "${why:-$python gave no answer}" | tail -n 1)"
     fi
   } 4>&1
-elif [ -e "$venv" ] || [ -L "$venv" ]; then
+elif [ -e "$python" ] || [ -L "$python" ]; then
   say broken "$python cannot be run"
 fi
 

@@ -35,7 +35,10 @@ def show(
             told = describe(result, networks.get(host), here)
             told["verdict"] = ", ".join(kinds) or "well"
         columns[host] = {label: _wrap(cell) for label, cell in told.items()}
-    labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
+    # What is known of no host needs no row: the capability where nobody has a GPU.
+    labels = list(
+        dict.fromkeys(k for cells in columns.values() for k, cell in cells.items() if cell)
+    )
     room = width - max(map(len, labels))
     blocks: list[list[str]] = [[]]
     left = room
@@ -72,7 +75,7 @@ def describe(report: HostReport, network: Network | None, here: Here) -> dict[st
     unfit = "" if first else " (too old)" if newest and newest.version < (3, 11) else " (no venv)"
     speed = None if network is None else report.speeds.get(network.interface)
     return {
-        "reached": "yes, it is this machine" if report.here else "yes",
+        "reached": "yes (this machine)" if report.here else "yes",
         "login shell": Path(report.shell or "").name,
         "clock": _clock(report),
         "CPU": _cpu(report),

@@ -11,10 +11,12 @@ the fields of cn_report.HostReport (unknown is null); ``findings`` is what is wr
                    "fix": "...", "wrong": true}]}
 """
 
+import contextlib
 import json
 import os
 import platform
 import re
+import shlex
 import stat
 import sys
 import time
@@ -29,8 +31,9 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
 
-from motley.remote import HostTrouble, is_here, login_of
+from motley.remote import HostTrouble, login_of
 
+_HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
 
 
@@ -67,27 +70,30 @@ def _names(requirements: Iterable[str]) -> list[str]:
     return [match[0] for match in found if match]
 
 
-def judge_keys(hosts: Sequence[str]) -> Iterator[Finding]:
-    """What in this machine's ~/.ssh makes ssh refuse, though paramiko would not."""
+def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
+    """What in this machine's ~/.ssh ssh refuses to use, though paramiko would not."""
     folder = Path("~/.ssh").expanduser()
-    try:
+    keys: set[Path] = set()
+    with contextlib.suppress(OSError):
         keys = {path for path in folder.glob("id_*") if path.suffix != ".pub"}
-    except OSError:
-        keys = set()
     for host in hosts:
-        keys |= {Path(key) for key in login_of(host).keys}
-    for path, others in [(folder, 0o022), (folder / "config", 0o022), *((k, 0o077) for k in keys)]:
+        with contextlib.suppress(HostTrouble):
+            keys |= {Path(key) for key in login_of(host).keys}
+    by_ssh, by_sshd = "ssh and mpirun refuse to use it", "its sshd takes none of the keys in it"
+    for path, others, refused in [
+        (folder, "w", by_sshd), (folder / "config", "w", by_ssh),
+        *((key, "rwx", by_ssh) for key in sorted(keys)),
+    ]:  # fmt: skip
         try:
             found = path.stat()
         except OSError:
             continue
-        if found.st_uid == os.getuid() and found.st_mode & others:
-            may = "write to" if others == 0o022 else "read"
+        if found.st_uid == os.getuid() and found.st_mode & (0o022 if others == "w" else 0o077):
             yield Finding(
                 "key open" if path in keys else "permissions",
-                f"others may {may} {path} (mode {stat.S_IMODE(found.st_mode):o}), so ssh and "
-                "mpirun refuse to use it",
-                f"close it with: chmod go-{'rwx' if path in keys else 'w'} {path}",
+                f"others may {'write to' if others == 'w' else 'read'} {path} "
+                f"(mode {stat.S_IMODE(found.st_mode):o}), so {refused}",
+                f"close it with: chmod go-{others} {shlex.quote(str(path))}",
             )
 
 
@@ -122,14 +128,14 @@ def main(words: Sequence[str]) -> int:
         print(f"would write and remove a file in {cn.ROOT} and in ~, there and here")
         return 0
     start = time.monotonic()
-    away = [name for name in names if not is_here(name)]
-    findings: dict[str, list[Finding]] = {"this machine": list(judge_keys(away))}
     counter = cn.Counter("asked", len(names))
     with token_file() as token:
         results = probe_all(names, token=token, ring=True, limit=LIMIT_S, seen=counter.one)
     counter.end()
     here = this_machine()
     reports = {name: each for name, each in results.items() if isinstance(each, HostReport)}
+    away = [name for name in names if name not in reports or not reports[name].here]
+    findings = {_HERE: list(judge_keys(away)) if away else []}
     for name, report in reports.items():
         findings[name] = list(judge(report, slots[name], here))
     networks, apart = judge_networks(reports.values())
@@ -143,8 +149,10 @@ def main(words: Sequence[str]) -> int:
         return int(not well)
     print(show(results, findings, networks, here, cn.width()))
     cn.print_troubles({h: each for h, each in results.items() if isinstance(each, HostTrouble)})
-    for finding, where in groups.items():
-        print(f"\n{', '.join(where)}: {'' if finding.wrong else 'note: '}{finding}")
+    for finding in sorted(groups, key=lambda each: not each.wrong):
+        cn.print_troubles(
+            {", ".join(groups[finding]): f"{'' if finding.wrong else 'note: '}{finding}"}
+        )
     if well:
         print(f"\nall is well ({time.monotonic() - start:.1f} s)")
     return int(not well)
