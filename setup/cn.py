@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +58,34 @@ def ask(question: str) -> bool:
         print(f"{question} [y/N] no (there is no terminal to ask on; --yes says yes)")
         return False
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+class Counter:
+    """On a terminal, one line that counts hosts as they are done: "asked 3 of 8 hosts"."""
+
+    def __init__(self, verb: str, total: int) -> None:
+        self._verb, self._total, self._done = verb, total, 0
+        self._lock = threading.Lock()
+        self._shown = sys.stderr.isatty()
+        self._show()
+
+    def one(self, _host: str) -> None:
+        """One more is done; from any thread."""
+        with self._lock:
+            self._done += 1
+            self._show()
+
+    def end(self) -> None:
+        """Wipe the line; hosts that are late no longer count."""
+        with self._lock:
+            if self._shown:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+    def _show(self) -> None:
+        if self._shown:
+            line = f"\r{self._verb} {self._done} of {self._total} hosts"
+            print(line, end="", file=sys.stderr, flush=True)
 
 
 def width() -> int:

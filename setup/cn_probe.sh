@@ -31,6 +31,7 @@ user=$(id -un)
 entry=$(getent passwd "$user" 2>/dev/null || grep "^$user:" /etc/passwd)
 say node "$(uname -n)"
 say user "$user"
+say uid "$(id -u)"
 say shell "${entry##*:}"
 if cut -d : -f 1 /etc/passwd | grep -qxF "$user"; then say account local; else say account directory; fi
 say machine "$(uname -m)"
@@ -44,10 +45,12 @@ room() { # room KEY FOLDER: its total and free KiB, and free inodes where they a
   within 5 df -Pi "$2" 2>/dev/null | awk -v k="$1" 'NR == 2 && $2 > 0 { print k "_inodes=" $4 }'
 }
 try() { # try KEY FOLDER: write a file there, and say what came of it
-  file=$2/$mine
-  # An empty file fits on a full disk.
-  if why=$({ printf %8192s . >"$file"; } 2>&1); then say "$1" yes; else say "$1" "no: ${why##*: }"; fi
-  rm -f "$file" 2>/dev/null
+  # More than nothing, and to the disk itself: an empty file fits on a full disk, and a
+  # network disk says only then that it is full.
+  if why=$(dd if=/dev/zero of="$2/$mine" bs=8192 count=1 conv=fsync 2>&1); then say "$1" yes
+  else say "$1" "$(printf '%s\n' "$why" | sed 's/.*: //; q')"
+  fi
+  rm -f "$2/$mine" 2>/dev/null
 }
 place=$root
 until [ -d "$place" ]; do place=$(dirname -- "$place"); done
@@ -59,7 +62,7 @@ say home "$HOME"
 try home_write "$HOME"
 
 if [ -d "$root/setup" ]; then
-  say tree "$(stat -Lc '%d %i' "$root" 2>/dev/null) $(cat "$root"/setup/*.sh "$root"/setup/*.py 2>/dev/null | cksum)"
+  say tree "$(stat -Lc '%d %i' "$root" 2>/dev/null) $(cat "$root"/setup/*.sh "$root"/setup/*.py 2>/dev/null | sha256sum | cut -d ' ' -f 1)"
   [ -z "$token" ] || { [ -e "$root/$token" ] && echo token=seen; }
 fi
 
@@ -101,7 +104,7 @@ main()' 2>&1 >&4)
     else say broken "$(printf '%s\n' "${why:-$python gave no answer}" | tail -n 1)"
     fi
   } 4>&1
-elif [ -e "$venv" ] || [ -L "$venv" ]; then
+elif [ -e "$python" ] || [ -L "$python" ]; then
   say broken "$python cannot be run"
 fi
 

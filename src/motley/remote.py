@@ -451,7 +451,9 @@ def _named_troubles(host: str, login: Login) -> Any:
             "put both right with: bash setup/passwordless_ssh.sh",
         ) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        if "banner" in str(error) or isinstance(error, TimeoutError):
+        # "No existing session" is paramiko's word for a handshake that took too long.
+        slow = "banner" in str(error) or "No existing session" in str(error)
+        if slow or isinstance(error, TimeoutError):
             raise HostTrouble(
                 "silent",
                 f"{host} accepts the connection and then says nothing for {CONNECT_S:.0f} s",

@@ -1,0 +1,263 @@
+"""What is wrong with a host: pure functions of its report, one for each thing."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cn_report import HostReport
+
+from motley.errors import MotleyError
+from motley.launch import Network, choose_networks
+
+CLOCK_S = 1.0  # records are merged by time; a step of a lab takes about a second
+DISK_MIB = 1024  # a checkpoint of ViT-B/16 with its optimizer takes 1 GB
+INODES = 1000
+SHM_MIB = 64  # NCCL and data workers pass batches through it; Docker's default
+
+# Where a login shell's text comes from, and how a file says that it is for people alone.
+_GREETERS = {
+    "tcsh": ("~/.tcshrc or ~/.cshrc", "if ($?prompt) echo hello"),
+    "csh": ("~/.cshrc", "if ($?prompt) echo hello"),
+    "zsh": ("~/.zshenv", "[[ -o interactive ]] && echo hello"),
+    "fish": ("~/.config/fish/config.fish", "status is-interactive; and echo hello"),
+    "bash": ("~/.bashrc", "case $- in *i*) echo hello ;; esac"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not well, or worth a note.
+
+    Attributes:
+        kind: in one to three words.
+        wrong: training is at risk; else it is a note.
+    """
+
+    kind: str
+    found: str
+    fix: str
+    wrong: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.found}; {self.fix}"
+
+
+@dataclass(frozen=True)
+class Here:
+    """This machine, with which the hosts are compared.
+
+    Attributes:
+        machine: its architecture.
+        python: version of its environment's Python.
+        packages: name to version of what is in its environment.
+        needed: normal names of those that training needs.
+        venv, root: paths of environment and repository.
+    """
+
+    machine: str
+    python: str
+    packages: Mapping[str, str]
+    needed: frozenset[str]
+    venv: Path
+    root: Path
+
+
+def normal(name: str) -> str:
+    """A package's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def differences(report: HostReport, here: Here) -> list[str]:
+    """Packages that differ from this machine's, "torch 2.6.0 (here 2.7.0)", worst first."""
+    ours = {normal(name): version for name, version in here.packages.items()}
+    theirs = {normal(name): version for name, version in report.packages.items()}
+    names = here.needed | {name for name in ours | theirs if name.startswith("nvidia-")}
+    ours["python"], theirs["python"] = here.python, report.environment or "none"
+    return [
+        f"{name} {theirs.get(name, 'absent')} (here {ours.get(name, 'absent')})"
+        for name in sorted({*names, "python"}, key=lambda n: (n != "torch", "nccl" not in n, n))
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def judge(report: HostReport, slots: int, here: Here) -> Iterator[Finding]:
+    """Everything about one host that is not well."""
+    yield from judge_machine(report, here)
+    yield from judge_environment(report, here)
+    yield from judge_clock(report)
+    yield from judge_room(report)
+    yield from judge_login(report)
+    yield from judge_gpus(report, slots)
+
+
+def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
+    """Architecture, and whether the repository is there."""
+    if report.machine not in (None, here.machine):
+        yield Finding(
+            "architecture",
+            f"its processor is {report.machine}, this machine's {here.machine}",
+            "no package serves both: leave it out of hosts.txt",
+        )
+    if not report.repository:
+        yield Finding(
+            "no repository",
+            f"{here.root} is not there",
+            "copy it with: bash setup/sync_cn.sh",
+        )
+
+
+def judge_environment(report: HostReport, here: Here) -> Iterator[Finding]:
+    """All ranks need the same torch, NCCL and so on at the same path."""
+    if report.broken is not None:
+        yield Finding(
+            "environment broken",
+            f"the environment at {here.venv} does not work: {report.broken}",
+            "make it again with: bash setup/install_cn.sh",
+        )
+    elif report.environment is None:
+        yield Finding(
+            "environment absent",
+            f"there is no environment at {here.venv}, where this machine has it",
+            "make it with: bash setup/install_cn.sh",
+        )
+    elif differing := differences(report, here):
+        more = f" and {len(differing) - 6} more" if len(differing) > 6 else ""
+        yield Finding(
+            "versions differ",
+            f"its environment differs from this machine's: {', '.join(differing[:6])}{more}",
+            "ranks with other versions hang or compute something else; make them equal with: "
+            "bash setup/install_cn.sh",
+        )
+
+
+def judge_clock(report: HostReport) -> Iterator[Finding]:
+    """Whether its clock is surely wrong."""
+    if report.clock_offset_s is None or report.clock_doubt_s is None:
+        return
+    if abs(report.clock_offset_s) > CLOCK_S + report.clock_doubt_s:
+        way = "ahead of" if report.clock_offset_s > 0 else "behind"
+        yield Finding(
+            "clock off",
+            f"its clock is {abs(report.clock_offset_s):,.1f} s {way} this machine's "
+            f"(+- {report.clock_doubt_s:.1f} s)",
+            "the records of all hosts are merged by time, and make compares the times of files: "
+            "have its administrator set it, best by NTP (timedatectl set-ntp true)",
+        )
+
+
+def judge_room(report: HostReport) -> Iterator[Finding]:
+    """Disk, home and /dev/shm."""
+    place, free = report.place, report.disk_free_mib
+    if _full(report.place_write) or (free is not None and free < DISK_MIB):
+        left = "" if free is None else f", {free:,.0f} MiB are free"
+        why = f" ({report.place_write})" if _full(report.place_write) else ""
+        yield Finding(
+            "disk full",
+            f"the disk of {place} is full or nearly{left}{why}",
+            "a checkpoint takes 1 GB: free some, or your quota's administrator can",
+        )
+    elif report.disk_free_inodes is not None and report.disk_free_inodes < INODES:
+        yield Finding(
+            "disk full",
+            f"the disk of {place} takes only {report.disk_free_inodes} more files, whatever "
+            "their size",
+            "remove many small files there (df -i, du --inodes)",
+        )
+    elif report.place_write not in (None, "yes"):
+        yield Finding(
+            "not ours to write",
+            f"you may not write to {place} ({report.place_write})",
+            "train with --logs DIR, a folder that you may write to",
+            wrong=False,
+        )
+    if report.home_write not in (None, "yes"):
+        fix = {
+            "Permission denied": "have its administrator give it to you (chown)",
+            "Read-only file system": "have its administrator mount it writable (mount, dmesg)",
+            "No such file or directory": "have its administrator make it",
+        }.get(report.home_write, "free some, or ask for a larger quota")
+        yield Finding(
+            "disk full" if _full(report.home_write) else "home not writable",
+            f"no file can be written to your home {report.home} ({report.home_write})",
+            f"MPI and ssh keep files there: {fix}",
+        )
+    if report.shm_total_mib is not None and report.shm_total_mib < SHM_MIB:
+        yield Finding(
+            "/dev/shm small",
+            f"/dev/shm has {report.shm_total_mib:,.0f} MiB",
+            f"data workers and NCCL pass batches through it and need {SHM_MIB} MiB or more: have "
+            "its administrator enlarge it (mount -o remount,size=50% /dev/shm)",
+        )
+
+
+def _full(writing: str | None) -> bool:
+    return writing is not None and ("space left" in writing or "quota" in writing.lower())
+
+
+def judge_login(report: HostReport) -> Iterator[Finding]:
+    """Whether the login shell prints text to whoever runs a command."""
+    if report.chatter.strip():
+        shell = Path(report.shell or "bash").name
+        files, guard = _GREETERS.get(shell, _GREETERS["bash"])
+        first = report.chatter.strip().splitlines()[0][:60]
+        yield Finding(
+            "chatty login",
+            f"its login shell, {shell}, prints text to programs too ({first!r})",
+            f"it gets into what scp, rsync and MPI read: find it in {files}, and print it to "
+            f"people alone: {guard}",
+        )
+
+
+def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
+    """GPUs that cannot be used, and slots without one."""
+    if report.gpu_error:
+        yield Finding(
+            "driver fails",
+            f"nvidia-smi is there and fails: {report.gpu_error}",
+            "have its administrator reboot it or reinstall the driver",
+        )
+    elif report.devices and len(report.devices) < slots:
+        yield Finding(
+            "fewer GPUs",
+            f"hosts.txt gives it {slots} slots, and it has {len(report.devices)} GPUs",
+            "the ranks beyond are left out",
+            wrong=False,
+        )
+    # CUDA 13 has no code for what is older than Turing, and nor have builds of torch for it.
+    if any(normal(name).endswith("-cu13") for name in report.packages):
+        old = [each for each in report.devices if each.capability and each.capability < (7, 5)]
+        for each in old:
+            assert each.capability
+            yield Finding(
+                "torch too new",
+                f"its torch is built for CUDA 13, which has nothing for the {each.name} "
+                f"(compute capability {each.capability[0]}.{each.capability[1]})",
+                "choose a build for the oldest GPU with: bash setup/install_cn.sh",
+            )
+
+
+def judge_networks(
+    reports: Iterable[HostReport],
+) -> tuple[Mapping[str, Network], Finding | None]:
+    """Where each host sits on the subnet that they share, by host; or that there is none."""
+    found = list(reports)
+    names = {number: report.host for number, report in enumerate(found)}
+    machines = {number: report.interfaces for number, report in enumerate(found)}
+    if not machines:
+        return {}, None
+    try:
+        networks = choose_networks(machines, names, {})
+    except MotleyError as error:
+        cause, _, fix = str(error).rpartition("; ")
+        return {}, Finding("no shared subnet", cause, fix)
+    return {names[number]: network for number, network in networks.items()}, None
+
+
+def grouped(findings: Mapping[str, Iterable[Finding]]) -> dict[Finding, list[str]]:
+    """The hosts of each finding, so that one thing that is wrong everywhere is said once."""
+    groups: dict[Finding, list[str]] = {}
+    for host, each in findings.items():
+        for finding in each:
+            groups.setdefault(finding, []).append(host)
+    return groups

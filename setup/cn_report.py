@@ -1,0 +1,244 @@
+"""What a host told about itself; cn_probe.py asks, this reads the answer."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from motley.facts import DeviceFacts, Interface, node_from_json
+
+_SMI = re.compile(r"(\d+), *(\S+), *([^,]+), *([^,]+), *([^,]+), *([^,]*), *(.+)")
+
+
+@dataclass(frozen=True)
+class Python:
+    """A Python on a host's PATH.
+
+    Attributes:
+        version: for example (3, 11, 2).
+        able: it can make environments: has venv and ensurepip.
+    """
+
+    path: str
+    version: tuple[int, ...]
+    able: bool
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a host is. Whatever it did not tell is None or empty.
+
+    Attributes:
+        host: its name in hosts.txt. node: its own name for itself.
+        here: it is this machine.
+        shell: the user's login shell, its path. chatter: what that prints at login.
+        local_account: the user is in its /etc/passwd, not in a directory (LDAP, NIS).
+        clock_offset_s: how far its clock is ahead of this machine's, seconds, and
+            clock_doubt_s: by how much that may be wrong: half the time it took to ask.
+        machine: its architecture, for example "x86_64". libc: for example "glibc 2.36".
+        cores: that its processes may use.
+        memory_*_mib, shm_*_mib, disk_*_mib: MiB; shm is /dev/shm, disk is where the
+            repository is or would be. disk_free_inodes: files that can still be made there.
+        place: the folder that was asked about: the repository, or its nearest parent.
+        place_write, home_write: "yes", or why no file can be written there, in the system's
+            words: "No space left on device", "Permission denied", "Read-only file system".
+        repository: there is one at the path that it has here.
+        same_folder: that is the very folder that this machine has; None where nobody knows.
+        pythons: those >= 3.11, best first. newest_python: of any version.
+        environment: version of the Python of the environment, which is at the path that it
+            has here; None without one. broken: why what is there cannot be used.
+        packages: name to version of all that is installed in it.
+        driver, devices: of NVIDIA. gpu_error: what nvidia-smi complains about.
+        interfaces: IPv4 addresses. speeds: Mbit/s by interface, where known.
+        infiniband: there is an adapter.
+        next_ssh: it logs in to the host that it was asked to, unasked.
+    """
+
+    host: str
+    here: bool
+    node: str | None = None
+    user: str | None = None
+    shell: str | None = None
+    chatter: str = ""
+    local_account: bool | None = None
+    clock_offset_s: float | None = None
+    clock_doubt_s: float | None = None
+    machine: str | None = None
+    libc: str | None = None
+    cpu: str | None = None
+    cores: int | None = None
+    memory_total_mib: float | None = None
+    memory_free_mib: float | None = None
+    shm_total_mib: float | None = None
+    shm_free_mib: float | None = None
+    disk_total_mib: float | None = None
+    disk_free_mib: float | None = None
+    disk_free_inodes: int | None = None
+    place: str | None = None
+    place_write: str | None = None
+    home: str | None = None
+    home_write: str | None = None
+    repository: bool = False
+    same_folder: bool | None = None
+    pythons: tuple[Python, ...] = ()
+    newest_python: Python | None = None
+    environment: str | None = None
+    broken: str | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    driver: str | None = None
+    devices: tuple[DeviceFacts, ...] = ()
+    gpu_error: str | None = None
+    interfaces: tuple[Interface, ...] = ()
+    speeds: Mapping[str, int] = field(default_factory=dict)
+    infiniband: bool = False
+    next_ssh: bool | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a host was asked.
+
+    Attributes:
+        host, here: as in :class:`HostReport`.
+        sent, told: when the question left and its first line came, by this machine's clock.
+        token: name of the file that only this folder has; "" if it could not be made.
+        tree: this machine's answer to ``tree``, for when there is no token.
+    """
+
+    host: str
+    here: bool
+    sent: float
+    told: float
+    token: str
+    tree: str
+
+
+def printable(text: str) -> str:
+    """One line without what a terminal would act on."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def parse(text: str, chatter: str, asked: Asked) -> HostReport:
+    """Make a report of what cn_probe.sh printed.
+
+    Raises ValueError, KeyError or TypeError for what it cannot have printed.
+    """
+    found: dict[str, list[str]] = {}
+    for line in text.split("\n"):
+        key, equals, value = line.partition("=")
+        if equals:
+            found.setdefault(key, []).append(printable(value))
+    only = {key: values[-1] for key, values in found.items()}
+    node = node_from_json(only["facts"]) if "facts" in only else None
+    pythons = [_python(each) for each in found.get("python", [])]
+    clock = _number(only.get("clock"))
+    driver, devices = (node.driver, node.devices) if node else _smi(found, only.get("uid"))
+    return HostReport(
+        host=asked.host,
+        here=asked.here,
+        node=only.get("node"),
+        user=only.get("user"),
+        shell=only.get("shell"),
+        chatter="\n".join(map(printable, chatter.splitlines())),
+        local_account={"local": True, "directory": False}.get(only.get("account", "")),
+        clock_offset_s=None if clock is None else clock - (asked.sent + asked.told) / 2,
+        clock_doubt_s=None if clock is None else (asked.told - asked.sent) / 2,
+        machine=only.get("machine"),
+        libc=only.get("libc"),
+        cpu=only.get("cpu"),
+        cores=_whole(only.get("cores")),
+        memory_total_mib=_mib(only.get("memory_total")),
+        memory_free_mib=_mib(only.get("memory_free")),
+        shm_total_mib=_mib(only.get("shm_total")),
+        shm_free_mib=_mib(only.get("shm_free")),
+        disk_total_mib=_mib(only.get("disk_total")),
+        disk_free_mib=_mib(only.get("disk_free")),
+        disk_free_inodes=_whole(only.get("disk_inodes")),
+        place=only.get("place"),
+        place_write=only.get("place_write"),
+        home=only.get("home"),
+        home_write=only.get("home_write"),
+        repository="tree" in only,
+        same_folder=True if asked.here else _same(only, asked),
+        pythons=tuple(each for each in pythons if each.version >= (3, 11) and each.able),
+        newest_python=max(pythons, key=lambda python: python.version, default=None),
+        environment=only.get("environment"),
+        broken=only.get("broken"),
+        packages=json.loads(only.get("packages", "{}")),
+        driver=driver,
+        devices=devices,
+        gpu_error=only.get("gpu_error"),
+        interfaces=_interfaces(found) or (node.interfaces if node else ()),
+        speeds={name: int(speed) for name, speed in map(str.split, found.get("speed", []))},
+        infiniband="infiniband" in only,
+        next_ssh={"yes": True, "no": False}.get(only.get("next", "")),
+    )
+
+
+def _number(text: str | None) -> float | None:
+    """A number; None for what is none, as "[N/A]"."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return None
+
+
+def _whole(text: str | None) -> int | None:
+    number = _number(text)
+    return None if number is None else int(number)
+
+
+def _mib(kib: str | None) -> float | None:
+    number = _number(kib)
+    return None if number is None else number / 1024
+
+
+def _python(line: str) -> Python:
+    version, able, path = line.split(" ", 2)
+    numbers = re.match(r"\d+(\.\d+)*", version)  # 3.14.0rc1
+    return Python(
+        path.strip(),
+        tuple(int(part) for part in numbers[0].split(".")) if numbers else (),
+        able == "able",
+    )
+
+
+def _interfaces(found: Mapping[str, list[str]]) -> tuple[Interface, ...]:
+    words = [line.split() for line in found.get("interface", [])]
+    return tuple(Interface(each[0], each[1], int((each[2:] or ["32"])[0])) for each in words)
+
+
+def _same(only: Mapping[str, str], asked: Asked) -> bool | None:
+    """Whether a host's repository is this machine's folder."""
+    if "tree" not in only or asked.token:
+        return "token" in only
+    theirs, ours = only["tree"].split(), asked.tree.split()
+    if theirs == ours:
+        return True
+    # A network disk has a device number of its own on every machine.
+    return None if theirs[1:] == ours[1:] else False
+
+
+def _smi(
+    found: Mapping[str, list[str]], uid: str | None
+) -> tuple[str | None, tuple[DeviceFacts, ...]]:
+    """Driver and GPUs from nvidia-smi's table."""
+    driver, devices = None, []
+    held = [line.split(" ", 3) for line in found.get("held", [])]
+    for match in map(_SMI.fullmatch, found.get("gpu", [])):
+        if match is None:
+            continue
+        index, uuid, driver, total, used, capability, name = match.groups()
+        major, dot, minor = capability.strip().partition(".")
+        others = [(mib, owner) for gpu, mib, who, owner in held if gpu == uuid and who != uid]
+        devices.append(
+            DeviceFacts(
+                index=int(index), uuid=uuid, name=name,
+                capability=(int(major), int(minor)) if dot else None,
+                memory_total_mib=_number(total), memory_used_mib=_number(used),
+                load=None, temperature_c=None, power_w=None,
+                others_mib=sum(_number(mib) or 0 for mib, _ in others),
+                others=tuple(sorted({owner.strip() for _, owner in others})),
+            )
+        )  # fmt: skip
+    return driver, tuple(devices)

@@ -1,0 +1,162 @@
+"""Asks every host whether it is ready to train; the .sh beside it says how to call it.
+
+With --json one object is printed. ``hosts`` has, for each host, either its ``trouble`` or
+the fields of cn_report.HostReport (unknown is null); ``findings`` is what is wrong, or with
+``wrong`` false worth a note:
+
+    {"well": false,
+     "hosts": {"ecetesla0": {"trouble": null, "node": "ecetesla0", "cores": 8, ...},
+               "ecetesla1": {"trouble": {"kind": "no answer", "found": "..."}}},
+     "findings": [{"hosts": ["ecetesla0"], "kind": "disk full", "found": "...",
+                   "fix": "...", "wrong": true}]}
+"""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shlex
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import cn
+from cn_judge import Finding, Here, grouped, judge, judge_networks, normal
+from cn_probe import probe_all, token_file
+from cn_report import HostReport
+from cn_show import show
+
+from motley.remote import HostTrouble, login_of
+
+_HERE = "this machine"
+LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
+
+
+def this_machine() -> Here:
+    """What the hosts are compared with."""
+    # setuptools puts packages of its own on the path, which nobody installed.
+    path = [folder for folder in sys.path if not folder.endswith("_vendor")]
+    installed = {normal(each.metadata["Name"]): each for each in distributions(path=path)}
+    return Here(
+        machine=platform.machine(),
+        python=platform.python_version(),
+        packages={name: each.version for name, each in installed.items()},
+        needed=needed_packages(installed),
+        venv=cn.VENV,
+        root=cn.ROOT,
+    )
+
+
+def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
+    """Normal names of what requirements.txt asks for, and of what that needs."""
+    left = _names((cn.ROOT / "requirements.txt").read_text().splitlines())
+    seen: set[str] = set()
+    while left:
+        name = normal(left.pop())
+        if name in installed and name not in seen:  # others: for another system or Python
+            seen.add(name)
+            requires = installed[name].requires or []
+            left += _names(line for line in requires if "extra ==" not in line)
+    return frozenset(seen)
+
+
+def _names(requirements: Iterable[str]) -> list[str]:
+    found = (re.match(r"[\w.-]+", line) for line in requirements)
+    return [match[0] for match in found if match]
+
+
+def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
+    """What in this machine's ~/.ssh ssh refuses to use, though paramiko would not."""
+    folder = Path("~/.ssh").expanduser()
+    keys: set[Path] = set()
+    with contextlib.suppress(OSError):
+        keys = {path for path in folder.glob("id_*") if path.suffix != ".pub"}
+    for host in hosts:
+        with contextlib.suppress(HostTrouble):
+            keys |= {Path(key) for key in login_of(host).keys}
+    by_ssh, by_sshd = "ssh and mpirun refuse to use it", "its sshd takes none of the keys in it"
+    for path, others, refused in [
+        (folder, "w", by_sshd), (folder / "config", "w", by_ssh),
+        *((key, "rwx", by_ssh) for key in sorted(keys)),
+    ]:  # fmt: skip
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        if found.st_uid == os.getuid() and found.st_mode & (0o022 if others == "w" else 0o077):
+            yield Finding(
+                "key open" if path in keys else "permissions",
+                f"others may {'write to' if others == 'w' else 'read'} {path} "
+                f"(mode {stat.S_IMODE(found.st_mode):o}), so {refused}",
+                f"close it with: chmod go-{others} {shlex.quote(str(path))}",
+            )
+
+
+def as_json(
+    results: Mapping[str, HostReport | HostTrouble], groups: Mapping[Finding, list[str]], well: bool
+) -> str:
+    """The object that the docstring of this file shows."""
+    return json.dumps(
+        {
+            "well": well,
+            "hosts": {
+                host: {"trouble": {"kind": result.kind, "found": str(result)}}
+                if isinstance(result, HostTrouble)
+                else {"trouble": None, **asdict(result)}
+                for host, result in results.items()
+            },
+            "findings": [{"hosts": hosts, **asdict(finding)} for finding, hosts in groups.items()],
+        },
+        indent=1,
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Ask, show, judge."""
+    parser = cn.Parser("test_cn_connection")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(words)
+    slots = {host.name: host.slots for host in cn.read_hostfile(options)}
+    names = list(slots)
+    if options.dry_run:
+        print(f"would ask: {', '.join(names)}")
+        print(f"would write and remove a file in {cn.ROOT} and in ~, there and here")
+        return 0
+    start = time.monotonic()
+    counter = cn.Counter("asked", len(names))
+    with token_file() as token:
+        results = probe_all(names, token=token, ring=True, limit=LIMIT_S, seen=counter.one)
+    counter.end()
+    here = this_machine()
+    reports = {name: each for name, each in results.items() if isinstance(each, HostReport)}
+    away = [name for name in names if name not in reports or not reports[name].here]
+    findings = {_HERE: list(judge_keys(away)) if away else []}
+    for name, report in reports.items():
+        findings[name] = list(judge(report, slots[name], here))
+    networks, apart = judge_networks(reports.values())
+    if apart:
+        for name in reports:
+            findings[name].append(apart)
+    groups = grouped(findings)
+    well = len(reports) == len(names) and not any(each.wrong for each in groups)
+    if options.json:
+        print(as_json(results, groups, well))
+        return int(not well)
+    print(show(results, findings, networks, here, cn.width()))
+    cn.print_troubles({h: each for h, each in results.items() if isinstance(each, HostTrouble)})
+    for finding in sorted(groups, key=lambda each: not each.wrong):
+        cn.print_troubles(
+            {", ".join(groups[finding]): f"{'' if finding.wrong else 'note: '}{finding}"}
+        )
+    if well:
+        print(f"\nall is well ({time.monotonic() - start:.1f} s)")
+    return int(not well)
+
+
+if __name__ == "__main__":
+    cn.run(main)
