@@ -6,6 +6,7 @@ nothing was begun.
 """
 
 import argparse
+import getpass
 import os
 import shutil
 import sys
@@ -57,7 +58,29 @@ def ask(question: str) -> bool:
     if not sys.stdin.isatty():
         print(f"{question} [y/N] no (there is no terminal to ask on; --yes says yes)")
         return False
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def ask_password(prompt: str) -> str:
+    """A password from the terminal, without echo; it is in no file, argv or environment.
+
+    Raises:
+        MotleyError: there is no terminal.
+    """
+    need_terminal("a password", "run this from one")
+    try:
+        return getpass.getpass(prompt)
+    except EOFError:
+        raise KeyboardInterrupt from None
+
+
+def need_terminal(what: str, fix: str) -> None:
+    """Raise MotleyError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise MotleyError(f"there is no terminal to ask for {what} on; {fix}")
 
 
 class Counter:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
-from cn_probe import HostReport, probe_all, token_file
+from cn_probe import probe_all, token_file
+from cn_report import HostReport
 from torch_builds import PYPI, HostGpu, build_of, choose_build
 
 from motley.errors import MotleyError

@@ -158,12 +158,15 @@ class Remote:
 
     Attributes:
         here: it is this machine.
+        key: its host key, as it proved it; None for this machine.
     """
 
     def __init__(self, host: str, client: paramiko.SSHClient | None) -> None:
         self.host = host
         self.here = client is None
         self._client = client
+        transport = client.get_transport() if client else None
+        self.key = _as_key(transport.get_remote_server_key()) if transport else None
 
     def __enter__(self) -> "Remote":
         return self
@@ -343,12 +346,15 @@ class _Lines:
         return before.decode(errors="replace"), after.decode(errors="replace") if mark else ""
 
 
-def connect(host: str, password: str | None = None, key: Path | None = None) -> Remote:
+def connect(
+    host: str, password: str | None = None, key: Path | None = None, known: HostKey | None = None
+) -> Remote:
     """Log in to a host.
 
     Args:
         password: use this alone, no key.
         key: use this private key alone. Without either: all that ssh would try unasked.
+        known: take this for its host key if no known_hosts file holds one.
 
     Raises:
         HostTrouble: named as what it is, with the fix.
@@ -360,6 +366,10 @@ def connect(host: str, password: str | None = None, key: Path | None = None) -> 
     for path in (Path("/etc/ssh/ssh_known_hosts"), Path("~/.ssh/known_hosts").expanduser()):
         with contextlib.suppress(OSError):
             client.load_system_host_keys(str(path))
+    if known is not None:
+        line = f"{login.known_as} {known.kind} {known.base64}"
+        entry = paramiko.hostkeys.HostKeyEntry.from_line(line)
+        client.get_host_keys().add(login.known_as, known.kind, entry.key)
     client.set_missing_host_key_policy(_Refuse())
     ways: dict[str, Any] = {"allow_agent": False, "look_for_keys": False}
     if key is not None:
@@ -369,7 +379,7 @@ def connect(host: str, password: str | None = None, key: Path | None = None) -> 
     else:
         ways = {"key_filename": list(login.keys), "look_for_keys": not login.keys}
     try:
-        with _named_troubles(host, login):
+        with _named_troubles(host, login, password is not None):
             client.connect(
                 login.address, login.port, login.user, sock=_open_socket(host, login),
                 timeout=CONNECT_S, banner_timeout=CONNECT_S, auth_timeout=CONNECT_S, **ways,
@@ -383,12 +393,25 @@ def connect(host: str, password: str | None = None, key: Path | None = None) -> 
     return Remote(host, client)
 
 
-def host_key(host: str) -> HostKey:
-    """The key that a host shows, without logging in; raises HostTrouble."""
+def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
+    """A host's keys in a known_hosts file; OSError if that cannot be read."""
+    found = paramiko.HostKeys(str(path)).lookup(login_of(host).known_as)
+    return tuple(_as_key(key) for key in found.values()) if found else ()
+
+
+def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
+    """The key that a host shows, without logging in; raises HostTrouble.
+
+    Args:
+        kinds: which of its keys are asked for first, for example ``ssh-rsa``.
+    """
     login = login_of(host)
     sock = _open_socket(host, login)
     transport = paramiko.Transport(sock)
     transport.banner_timeout = CONNECT_S
+    first = {*kinds, *(("rsa-sha2-512", "rsa-sha2-256") if "ssh-rsa" in kinds else ())}
+    options = transport.get_security_options()
+    options.key_types = tuple(sorted(options.key_types, key=lambda kind: kind not in first))
     try:
         with _named_troubles(host, login):
             transport.start_client(timeout=CONNECT_S)
@@ -424,7 +447,7 @@ def _open_socket(host: str, login: Login) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _named_troubles(host: str, login: Login) -> Any:
+def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
     """Turn paramiko's errors into what they mean to the user."""
     try:
         yield
@@ -443,14 +466,11 @@ def _named_troubles(host: str, login: Login) -> Any:
             f"the key for {host} has a passphrase and no agent holds it",
             "ssh-add it, or make a key of its own with: bash setup/passwordless_ssh.sh",
         ) from None
-    except paramiko.AuthenticationException:
-        raise HostTrouble(
-            "key refused",
-            f"{host} takes none of our keys for {login.user} (none of them is in its "
-            "~/.ssh/authorized_keys, or others may write to its ~, ~/.ssh or that file)",
-            "put both right with: bash setup/passwordless_ssh.sh",
-        ) from None
+    except paramiko.AuthenticationException as error:
+        raise _refused(host, login, by_password, error) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
+        if str(error) == "No authentication methods available":  # there is no key at all
+            raise _refused(host, login, by_password, error) from None
         # "No existing session" is paramiko's word for a handshake that took too long.
         slow = "banner" in str(error) or "No existing session" in str(error)
         if slow or isinstance(error, TimeoutError):
@@ -464,6 +484,28 @@ def _named_troubles(host: str, login: Login) -> Any:
             f"{host}: {error or type(error).__name__}",
             f"try: ssh -v -- {host}",
         ) from None
+
+
+def _refused(host: str, login: Login, by_password: bool, error: Exception) -> HostTrouble:
+    if not by_password:
+        return HostTrouble(
+            "key refused",
+            f"{host} takes none of our keys for {login.user} (none of them is in its "
+            "~/.ssh/authorized_keys, or others may write to its ~, ~/.ssh or that file)",
+            "put both right with: bash setup/passwordless_ssh.sh",
+        )
+    takes = getattr(error, "allowed_types", None)
+    if takes and not {"password", "keyboard-interactive"} & set(takes):
+        return HostTrouble(
+            "takes no password",
+            f"{host} lets nobody in by password (only by {', '.join(takes)})",
+            "ask who administers it to put your public key into your ~/.ssh/authorized_keys there",
+        )
+    return HostTrouble(
+        "password refused",
+        f"{host} does not take this password for {login.user}",
+        "see that the account is there, not locked, and has this password",
+    )
 
 
 class _Refuse(paramiko.MissingHostKeyPolicy):

@@ -1,0 +1,28 @@
+/* Each rank says where it is, and hears from all others; see setup/test_mpi.sh.
+ *
+ *   .venv/bin/mpicc -o hello_mpi setup/hello_mpi.c && mpirun -np 5 --hostfile hosts.txt ./hello_mpi
+ */
+#include <mpi.h>
+#include <stdio.h>
+#include <unistd.h>
+
+int main(int argc, char **argv)
+{
+    int rank, size;
+    long mine, sum;
+    char host[256] = "";
+
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    gethostname(host, sizeof host - 1);
+    mine = rank + 1;
+    MPI_Allreduce(&mine, &sum, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
+    if (sum != (long)size * (size + 1) / 2) {
+        fprintf(stderr, "rank %d on %s: the sum of ranks is %ld\n", rank, host, sum);
+        MPI_Abort(MPI_COMM_WORLD, 1);
+    }
+    printf("hello from rank %d of %d on %s\n", rank, size, host);
+    MPI_Finalize();
+    return 0;
+}

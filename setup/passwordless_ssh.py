@@ -1,0 +1,255 @@
+"""From a password to keys on all hosts; ``bash setup/passwordless_ssh.sh -h`` says the rest."""
+
+import getpass
+import shutil
+import socket
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from cn import Parser, ask, ask_password, need_terminal, print_troubles, read_hostfile, run, table
+from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
+from ssh_mesh import make_mesh, remove
+
+from motley.errors import MotleyError
+from motley.remote import (
+    HostKey,
+    HostTrouble,
+    Remote,
+    UnknownHostKey,
+    connect,
+    host_key,
+    known_keys,
+    login_of,
+    on_all,
+)
+
+HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"
+TRIES = 3
+States = dict[str, str | HostTrouble]
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    parser = Parser("passwordless_ssh")
+    parser.add_argument("--known-hosts", type=Path)
+    parser.add_argument("--mesh", action="store_true")
+    parser.add_argument("--remove", action="store_true")
+    options = parser.parse_args(words)
+    if options.remove and (options.mesh or options.known_hosts):
+        parser.error("--remove takes neither --mesh nor --known-hosts")
+    if options.known_hosts and not options.known_hosts.is_file():
+        parser.error(f"--known-hosts {options.known_hosts} is no file")
+    return options
+
+
+def look(host: str, known: HostKey | None = None) -> str:
+    """How a host lets us in now: HERE, OPEN, KEYED or CLOSED; raises HostTrouble."""
+    try:
+        with connect(host, known=known) as remote:
+            return HERE if remote.here else OPEN
+    except HostTrouble as trouble:
+        if trouble.kind not in ("key refused", "key locked"):
+            raise
+    try:
+        connect(host, key=KEY, known=known).close()
+        return KEYED  # but the block of ~/.ssh/config is gone
+    except HostTrouble:
+        return CLOSED
+
+
+def match(host: str, shown: HostKey, path: Path) -> HostKey:
+    """The key of ``--known-hosts FILE`` that a host proves; HostTrouble if it proves none."""
+    try:
+        held = known_keys(host, path)
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"--known-hosts {path} cannot be read: {error}") from None
+    if not held:
+        raise HostTrouble(
+            "host key not listed",
+            f"{host} shows the key {shown.fingerprint}, and {path} has none for "
+            f"{login_of(host).known_as}",
+            "add its line there, or leave out --known-hosts to be asked",
+        )
+    if shown.kind not in [key.kind for key in held]:
+        shown = host_key(host, [key.kind for key in held])
+    if shown in held:
+        return shown
+    expected = next((key for key in held if key.kind == shown.kind), held[0])
+    raise HostTrouble(
+        "host key differs",
+        f"{host} shows the key {shown.fingerprint}, but {path} holds {expected.fingerprint}: it "
+        "was reinstalled, or somebody answers in its place",
+        "ask who administers it",
+    )
+
+
+def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
+    """The host keys to pin: those that the user, or FILE, says yes to."""
+    shown = {host: s.key for host, s in states.items() if isinstance(s, UnknownHostKey)}
+    if options.known_hosts:
+        found = on_all(shown, lambda host: match(host, shown[host], options.known_hosts), LIMIT_S)
+        states |= {host: key for host, key in found.items() if isinstance(key, HostTrouble)}
+        return {host: key for host, key in found.items() if isinstance(key, HostKey)}
+    if not shown:
+        return {}
+    print("These hosts are not in ~/.ssh/known_hosts. Compare with what their administrator says:")
+    rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
+    print(table(("host", "type", "fingerprint"), rows))
+    if options.dry_run:
+        print("would ask whether they are right, pin them, and see who needs a password")
+        return {}
+    need_terminal("a yes to them", "give --known-hosts FILE, or run this from one")
+    if not ask("Are they right?"):
+        raise MotleyError("host keys not confirmed; nothing was changed")
+    return shown
+
+
+def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
+    """Ask for the password, again for those alone that refuse it, and try it on all at once."""
+    done: dict[str, Remote | HostTrouble] = {}
+    left = list(hosts)
+    print("The password goes to these hosts alone, once, and is kept nowhere.")
+    for _ in range(TRIES):
+        users = sorted({login_of(host).user for host in left})
+        password = ask_password(f"Password of {', '.join(users)} on {', '.join(left)}: ")
+        answers = on_all(left, partial(connect, password=password), LIMIT_S)
+        done |= answers
+        left = [
+            host for host, answer in answers.items()
+            if isinstance(answer, HostTrouble) and answer.kind == "password refused"
+        ]  # fmt: skip
+        if not left:
+            break
+        print(f"refused by {', '.join(left)}")
+    return done
+
+
+def install(remote: Remote, public: str) -> str:
+    """Put our key into a host that let the password in, unless its home has it already."""
+    host = remote.host
+    try:
+        connect(host, key=KEY).close()
+        return KEYED  # its home is that of a host before
+    except HostTrouble as trouble:
+        if trouble.kind != "key refused":
+            raise
+    for note in do(remote, "authorize", authorized(public)):
+        print(f"{host}: {note}")
+    try:
+        connect(host, key=KEY).close()
+    except HostTrouble as trouble:
+        if trouble.kind != "key refused":
+            raise
+        raise HostTrouble(
+            "key ignored",
+            f"our key is in ~/.ssh/authorized_keys on {host}, which refuses it all the same",
+            "ask who administers it whether sshd takes keys (PubkeyAuthentication) and from "
+            "that file (AuthorizedKeysFile)",
+        ) from None
+    return "key installed"
+
+
+def install_all(states: States) -> str:
+    """Bring our key to the hosts that need it, one by one since homes may be shared.
+
+    Returns:
+        Our public key.
+    """
+    here = this_machine()
+    public = do(here, "make_key", f"motley {getpass.getuser()}@{socket.gethostname()}")[-1]
+    closed = [host for host, state in states.items() if state == CLOSED]
+    logins = log_in(closed) if closed else {}
+    states |= {host: login for host, login in logins.items() if isinstance(login, HostTrouble)}
+    remotes = [login for login in logins.values() if isinstance(login, Remote)]
+    # Written first: it is also the list of the hosts where --remove must look.
+    named = [host for host, state in states.items() if state == KEYED]
+    if named := [*named, *(remote.host for remote in remotes)]:
+        for note in do(here, "add_to_block", *named):
+            print(f"here: {note}")
+    for remote in remotes:
+        try:
+            with remote:
+                states[remote.host] = install(remote, public)
+        except HostTrouble as trouble:
+            states[remote.host] = trouble
+    return public
+
+
+def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
+    """Print what would be done."""
+    for host, key in pins.items():
+        print(f"would pin the host key of {host} in ~/.ssh/known_hosts: {key.fingerprint}")
+    closed = [host for host, state in states.items() if state == CLOSED]
+    named = [host for host, state in states.items() if state in (CLOSED, KEYED)]
+    if closed and not KEY.exists():
+        print(f"would make {KEY}")
+    if closed:
+        print(f"would ask for the password on {', '.join(closed)}")
+        print(f"would add the key to ~/.ssh/authorized_keys on {', '.join(closed)}")
+    if named:
+        print(f"would name {', '.join(named)} in our block of ~/.ssh/config")
+    if mesh:
+        print("would let every host in to every other: a key on each, unless homes are shared")
+
+
+def check(states: States) -> dict[str, str]:
+    """Reach every host by OpenSSH, as mpirun will; what fails becomes its state."""
+    reached = try_ssh(this_machine(), [h for h, s in states.items() if s not in (HERE, CLOSED)
+                                       and not isinstance(s, HostTrouble)])  # fmt: skip
+    for host, said in reached.items():
+        if said != "works":
+            states[host] = HostTrouble(
+                "ssh fails", f"ssh to {host} says: {said}", f"try: ssh -v -- {host}"
+            )
+    return reached
+
+
+def report(states: States, reached: dict[str, str]) -> int:
+    """Print the table; the exit status."""
+    troubles = {host: s for host, s in states.items() if isinstance(s, HostTrouble)}
+    rows = [
+        (host, state.kind if isinstance(state, HostTrouble) else state,
+         "not needed" if state == HERE else "works" if reached.get(host) == "works" else "no")
+        for host, state in states.items()
+    ]  # fmt: skip
+    print("\n" + table(("host", "state", "ssh without password"), rows))
+    print_troubles(troubles)
+    return 1 if troubles else 0
+
+
+def main(words: Sequence[str]) -> int:
+    options = parse(words)
+    hosts = [host.name for host in read_hostfile(options)]
+    for program in ("ssh", "ssh-keygen"):
+        if shutil.which(program) is None:
+            raise MotleyError(f"{program} is not on this machine; install OpenSSH's client")
+    if options.remove:
+        return remove(options.dry_run)
+    states: States = on_all(hosts, look, LIMIT_S)
+    if all(state == HERE for state in states.values()):
+        print(f"{', '.join(hosts)}: this machine; nothing is to be done")
+        return 0
+    pins = choose_host_keys(states, options)
+    states |= on_all(pins, lambda host: look(host, pins[host]), LIMIT_S)
+    if options.dry_run:
+        plan(states, pins, options.mesh)
+        return report(states, {})
+    if CLOSED in states.values():
+        need_terminal("the password", "nothing was changed; run this from one")
+    if pins:
+        lines = pinned({login_of(host).known_as: key for host, key in pins.items()})
+        for note in do(this_machine(), "pin", *lines):
+            print(f"here: {note}")
+    if options.mesh or CLOSED in states.values() or KEYED in states.values():
+        public = install_all(states)
+    reached = check(states)
+    if options.mesh:
+        states |= make_mesh(
+            [h for h, s in states.items() if not isinstance(s, HostTrouble)], public
+        )
+    return report(states, reached)
+
+
+if __name__ == "__main__":
+    run(main)

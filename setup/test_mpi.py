@@ -1,0 +1,188 @@
+"""The door of setup/test_mpi.sh; its -h explains it."""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
+from cn_files import send
+from cn_probe import probe_all, token_file
+from cn_report import HostReport
+from mpi_network import Shared, find_shared, parameters, settle
+
+from motley.errors import MotleyError
+from motley.hosts import Host
+from motley.remote import HostTrouble, Remote, connect, on_all
+
+LIMIT_S = 60
+HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on all hosts
+_TALK = 'python=$1/bin/python talk=$2/setup/talk_cn.py; shift 2; "$python" "$talk" "$@"'
+
+
+def main(words: Sequence[str]) -> int:
+    """Settle MPI's parameters, then try pairs of hosts, then MPI."""
+    options = Parser("test_mpi").parse_args(words)
+    hosts = read_hostfile(options)
+    with token_file() as token:
+        found = probe_all([host.name for host in hosts], token=token)
+    reports = {name: each for name, each in found.items() if isinstance(each, HostReport)}
+    troubles: dict[str, object] = {n: e for n, e in found.items() if isinstance(e, HostTrouble)}
+    troubles |= {
+        name: f"no environment at {VENV} ({each.broken or 'none'}); bash setup/install_cn.sh"
+        for name, each in reports.items()
+        if not each.environment
+    }
+    if troubles:  # mpirun would wait for them for a minute, and then name none
+        print_troubles(troubles)
+        return 1
+    shared = find_shared(reports)
+    if shared.subnet:
+        print(f"the hosts share {shared.subnet}")
+    own = tell_hosts(reports, shared, options.dry_run)
+    if options.dry_run:
+        return 0
+
+    silent = try_pairs(reports, shared)
+    answers = {"Python": say_hello(hosts, options, ["./entry_cn.sh", "setup/hello_mpi.py"])}
+    if make_hello(reports):
+        answers["C"] = say_hello(hosts, options, [str(VENV / HELLO)])
+    rows = [
+        (host.name, shared.at[host.name].interface, shared.at[host.name].address,
+         "no" if any(host.name in pair for pair in silent) else "yes",
+         *(f"{answer.ranks[reports[host.name].node]} of {host.slots}"
+           for answer in answers.values()))
+        for host in hosts
+    ]  # fmt: skip
+    print(table(("host", "interface", "address", "reached", *(f"in {k}" for k in answers)), rows))
+    print_troubles({f"{a} -> {b}": why for (a, b), why in silent.items()})
+    failed = [answer for answer in answers.values() if answer.ranks.total() < answer.asked]
+    if failed:
+        print_troubles(own)
+        print(f"\nmpirun {failed[0].end}; its last words:\n{failed[0].words}")
+    return 1 if failed or silent else 0
+
+
+def tell_hosts(
+    reports: Mapping[str, HostReport], shared: Shared, dry_run: bool
+) -> dict[str, object]:
+    """Settle the parameters on all hosts; returns what their users' own files say otherwise."""
+
+    def one(host: str) -> str:
+        lines = parameters(reports[host], reports, shared)
+        with connect(host) as remote:
+            return settle(remote, lines, write=not dry_run)
+
+    if dry_run:
+        for host, report in reports.items():
+            for line in sum(parameters(report, reports, shared), []):
+                print(f"{host}: would write {line}")
+    found = on_all(reports, one, LIMIT_S)
+    for result in found.values():
+        if isinstance(result, HostTrouble):
+            raise result
+    return {
+        host: f"these lines of your own go before what is found here: {said}; remove them"
+        for host, said in found.items()
+        if said
+    }
+
+
+def try_pairs(reports: Mapping[str, HostReport], shared: Shared) -> dict[tuple[str, str], str]:
+    """Open a connection from each host to each other; returns who cannot reach whom, and why."""
+    if len(reports) == 1:
+        return {}
+    ports: dict[str, str] = {}
+    ready = threading.Semaphore(0)
+
+    def listen(host: str, remote: Remote) -> None:
+        def tell(line: str) -> None:
+            ports[host] = line
+            ready.release()
+
+        with contextlib.suppress(HostTrouble):  # it is ended from here
+            remote.run(_TALK, VENV, ROOT, "listen", shared.at[host].address, tell=tell)
+        ready.release()
+
+    def call(host: str) -> list[list[str]]:
+        peers = [f"{n}={shared.at[n].address}:{p}" for n, p in ports.items() if n != host]
+        done = remotes[host].run(_TALK, VENV, ROOT, "connect", *peers, limit=LIMIT_S)
+        return [line.split(" ", 1) for line in done.output.splitlines()]
+
+    remotes = {host: connect(host) for host in reports}
+    try:
+        for host, remote in remotes.items():
+            threading.Thread(target=listen, args=(host, remote), daemon=True).start()
+        for _ in remotes:
+            ready.acquire(timeout=20)
+        told = on_all(remotes, call, LIMIT_S)
+    finally:
+        for remote in remotes.values():
+            remote.close()
+    return {
+        (host, peer): f"{said}; open the ports between them (MPI takes any above 1023), or see "
+        f"whether {shared.at[peer].address} is on {peer}'s way to {host}"
+        for host, lines in told.items()
+        for peer, said in ([("it", str(lines))] if isinstance(lines, HostTrouble) else lines)
+        if said != "ok"
+    }
+
+
+def make_hello(reports: Mapping[str, HostReport]) -> bool:
+    """Compile hello_mpi.c and bring it to all hosts; False where there is no compiler."""
+    if shutil.which("cc") is None:
+        print("no C compiler on this machine: hello_mpi.c is not tried")
+        return False
+    compiler = [VENV / "bin/mpicc", "-o", VENV / HELLO, ROOT / "setup/hello_mpi.c"]
+    made = subprocess.run(compiler, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise MotleyError(f"hello_mpi.c does not compile: {made.stderr.strip()}")
+
+    def one(host: str) -> None:
+        with connect(host) as remote:
+            send(remote, VENV, [HELLO], VENV)
+
+    on_all([host for host, each in reports.items() if not each.same_folder], one, LIMIT_S)
+    return True
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How an mpirun went: ranks that said hello by host, of how many; how it ended."""
+
+    ranks: Counter[str | None]
+    asked: int
+    end: str
+    words: str
+
+
+def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
+    """Start a rank for every slot, and count who answers: mpirun's own status tells nothing."""
+    asked = sum(host.slots for host in hosts)
+    where = [] if VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
+    command = ["mpirun", "-np", str(asked), "--hostfile", str(options.hostfile.resolve())]
+    print(f"mpirun -np {asked} --hostfile {options.hostfile} {' '.join(program)}")
+    job = subprocess.Popen(
+        [*command, *where, *program], cwd=ROOT, start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = job.communicate(timeout=LIMIT_S)
+        end = f"ended with status {job.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGTERM)  # so that it ends its daemons too
+        output, _ = job.communicate()
+        end = f"hung for {LIMIT_S} s"
+    found = re.findall(r"hello from rank \d+ of \d+ on (\S+)", output)
+    return Answer(Counter(found), asked, end, "\n".join(output.splitlines()[-12:]))
+
+
+if __name__ == "__main__":
+    run(main)
