@@ -9,7 +9,8 @@
 # usage: ./entry_cn.sh [SCRIPT.py] [ARGS...]            default: torch_dist/train_vit.py
 #
 # Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
-# file), OMP_NUM_THREADS (cores of this machine / its ranks).
+# file), OMP_NUM_THREADS (cores of this machine / its ranks), and those of .deepspeed_env
+# beside this file and in your home, one NAME=VALUE a line, which DeepSpeed reads too.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -34,6 +35,25 @@ if ! [ -x "$python" ]; then
   echo "motley: no environment at $venv on $(uname -n); make it with: bash $root/setup/make_env.sh" >&2
   exit 2
 fi
+
+read_settings() { # FILE of NAME=VALUE lines, blank lines and comments
+  [ -f "$1" ] || return 0
+  local line name value
+  while IFS= read -r line || [ -n "$line" ]; do
+    line=${line#"${line%%[![:space:]]*}"}
+    case $line in '' | '#'*) continue ;; esac
+    name=${line%%=*} value=${line#*=}
+    if ! [[ $line == *=* && $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]]; then
+      echo "motley: $1 on $(uname -n) has the line '$line'; write NAME=VALUE" >&2
+      exit 2
+    fi
+    case $value in \"*\" | \'*\') value=${value:1:-1} ;; esac
+    [ -n "${!name+set}" ] || export "$name=$value"
+  done <"$1"
+}
+settings=${DS_ENV_FILE:-.deepspeed_env}
+read_settings "$root/$settings"
+[ -z "${HOME:-}" ] || read_settings "$HOME/$settings"
 
 ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-1}}
 ranks_here=${ranks_here%%[!0-9]*} # Slurm writes 3(x2) for three on each of two nodes

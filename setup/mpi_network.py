@@ -1,12 +1,12 @@
 """The subnet that the hosts share, told to MPI, NCCL and DeepSpeed on every host.
 
-Written are three files of ours: the environment's etc/openmpi-mca-params.conf and
-etc/prte-mca-params.conf, between two marks, and .deepspeed_env in the repository. The
-user's own parameter files go before those of the environment: they are read, never changed.
+Written are the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
+between two marks, and .deepspeed_env in the repository, whose other lines stay. The user's
+own parameter files go before those of the environment: they are read, never changed.
 """
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cn import ROOT, VENV
@@ -15,22 +15,29 @@ from cn_report import HostReport
 from motley.launch import Network, choose_networks
 from motley.remote import HostTrouble, Remote
 
-# Prints lines of the user's own parameter files that decide about interfaces, as FILE: LINE,
-# then puts stdin's three parts, each ended by a line "--", where they belong if it is "write".
-_SETTLE = r"""
+# Prints the lines of the user's own parameter files that choose interfaces, as FILE:LINE, and
+# .deepspeed_env after a line "--".
+_READ = r"""
 for file in ~/.openmpi/mca-params.conf ~/.prte/mca-params.conf ~/.pmix/mca-params.conf; do
   grep -H '^[[:space:]]*[a-z_]*if_\(in\|ex\)clude' "$file" 2>/dev/null
 done
-[ "$1" = write ] || exit 0
+echo --
+cat "$1" 2>/dev/null || :
+"""
+# Puts stdin's three parts, each ended by a line "--", where they belong.
+_WRITE = r"""
 part() { while IFS= read -r line && [ "$line" != -- ]; do printf '%s\n' "$line"; done; }
 between() { # FILE: what is between our marks becomes stdin
   { sed '/^# motley: begin$/,/^# motley: end$/d' "$1" 2>/dev/null
     echo '# motley: begin'; cat; echo '# motley: end'; } >"$1.$$" && mv "$1.$$" "$1"
 }
-part | between "$2/etc/openmpi-mca-params.conf" &&
-  part | between "$2/etc/prte-mca-params.conf" &&
-  part >"$3.$$" && mv "$3.$$" "$3"
+part | between "$1/etc/openmpi-mca-params.conf" &&
+  part | between "$1/etc/prte-mca-params.conf" &&
+  part >"$2.$$" && mv "$2.$$" "$2" && { [ -s "$2" ] || rm -f "$2"; }
 """
+# DeepSpeed's launcher reads NAME=VALUE lines and nothing else, no comments: so a variable
+# of ours says which of them are ours.
+_OURS = "MOTLEY_SETTINGS"
 
 
 @dataclass(frozen=True)
@@ -93,21 +100,42 @@ def parameters(
     )
 
 
+def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
+    """Lines of .deepspeed_env: the user's as they are, then ours that the user has not set.
+
+    Args:
+        text: of the file as it is.
+        ours: NAME=VALUE.
+    """
+    lines = text.splitlines()
+    written = [line.partition("=")[2].split(",") for line in lines if line.startswith(f"{_OURS}=")]
+    old = {_OURS, *(name for names in written for name in names)}
+    kept = [line for line in lines if line.partition("=")[0] not in old]
+    users = {line.partition("=")[0] for line in kept}
+    new = [line for line in ours if line.partition("=")[0] not in users]
+    names = ",".join(line.partition("=")[0] for line in new)
+    return [*kept, *new, *([f"{_OURS}={names}"] if names else [])]
+
+
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
     """Tell a host its :func:`parameters`; returns what the user's own files say otherwise.
 
     Raises:
         HostTrouble: it cannot be written there.
     """
-    text = "".join("".join(f"{line}\n" for line in part) + "--\n" for part in lines)
-    words = ("write" if write else "read", VENV, ROOT / ".deepspeed_env")
-    done = remote.run(_SETTLE, *words, payload=text.encode())
-    if done.code != 0:
-        raise HostTrouble(
-            "not written",
-            f"MPI's parameters cannot be written on {remote.host} ({done.errors.strip()})",
-            f"make the environment there yours: bash {ROOT}/setup/install_cn.sh",
-        )
+    path = ROOT / ".deepspeed_env"
+    own, _, settings = remote.run(_READ, path).output.partition("--\n")
+    if write:
+        parts = (*lines[:2], merge_settings(settings, lines[2]))
+        text = "".join("".join(f"{line}\n" for line in part) + "--\n" for part in parts)
+        done = remote.run(_WRITE, VENV, path, payload=text.encode())
+        if done.code != 0:
+            raise HostTrouble(
+                "not written",
+                f"MPI's parameters cannot be written on {remote.host} ({done.errors.strip()})",
+                f"make the environment there yours: bash {ROOT}/setup/install_cn.sh",
+            )
     wanted = {line.replace(" ", "") for part in lines[:2] for line in part}
-    own = done.output.splitlines()
-    return "; ".join(line for line in own if line.partition(":")[2].replace(" ", "") not in wanted)
+    other = [line for line in own.splitlines()
+             if line.partition(":")[2].replace(" ", "") not in wanted]  # fmt: skip
+    return "; ".join(other)

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
 from cn_files import send
@@ -82,7 +83,7 @@ def tell_hosts(
 
     if dry_run:
         for host, report in reports.items():
-            for line in sum(parameters(report, reports, shared), []):
+            for line in chain(*parameters(report, reports, shared)):
                 print(f"{host}: would write {line}")
     found = on_all(reports, one, LIMIT_S)
     for result in found.values():

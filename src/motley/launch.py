@@ -280,11 +280,12 @@ def choose_networks(
     if len(machines) == 1:
         return {machine: Network("lo", "127.0.0.1") for machine in machines}
     wanted = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
+    preferred = wanted.removeprefix("=").split(",")  # NCCL's way to say "these very names"
     first = next(iter(machines.values()))
     candidates = sorted(
         (interface for interface in first if not interface.network.is_loopback),
         key=lambda interface: (
-            interface.name not in wanted.split(","),
+            interface.name not in preferred,
             interface.name.startswith(_VIRTUAL),
         ),
     )
