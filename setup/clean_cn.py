@@ -156,16 +156,12 @@ def main(words: Sequence[str]) -> int:
     show(rows, surveys)
     cn.print_troubles(troubles)
     if any(row.state == "unknown" for row in rows) and not options.running:
-        print(
-            "\nof the unknown ones nobody asked knows whether they are wanted; --running ends them"
-        )
+        print("\nno host that was asked knows the unknown ones; --running ends them too")
     doomed = [row for row in rows if options.running or row.state == "leftover"]
     many = f"{len(doomed)} process{'es' if len(doomed) > 1 else ''}"
     if not doomed:
-        print(
-            f"{chr(10) if rows or troubles else ''}nothing is left over"
-            + (" on the others" if troubles else "")
-        )
+        if surveys:
+            print(f"\nnothing is left over{' on the others' if troubles else ''}")
         return int(bool(troubles))
     print()
     if options.dry_run:
