@@ -18,6 +18,6 @@
 # usage: clean_cn.sh [--hostfile FILE] [--running] [--yes] [--dry-run]
 #   --hostfile FILE   default: hosts.txt beside README.md
 #
-# Exit status: 0 nothing is left over (or --dry-run), 1 something is or some host could not be asked, 2
-# nothing was begun.
+# Exit status: 0 nothing is left over (or --dry-run), 1 something is or some host could not be
+# asked, 2 nothing was begun.
 source "$(dirname -- "${BASH_SOURCE[0]}")/door.sh"
