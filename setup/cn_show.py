@@ -35,10 +35,9 @@ def show(
             told = describe(result, networks.get(host), here)
             told["verdict"] = ", ".join(kinds) or "well"
         columns[host] = {label: _wrap(cell) for label, cell in told.items()}
+    labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
     # What is known of no host needs no row: the capability where nobody has a GPU.
-    labels = list(
-        dict.fromkeys(k for cells in columns.values() for k, cell in cells.items() if cell)
-    )
+    labels = [label for label in labels if any(cells.get(label) for cells in columns.values())]
     room = width - max(map(len, labels))
     blocks: list[list[str]] = [[]]
     left = room

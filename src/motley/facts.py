@@ -155,6 +155,38 @@ def read_devices() -> tuple[DeviceFacts, ...]:
     return tuple(_gputil_device(gpu) for gpu in gpus.values())
 
 
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds memory of a GPU.
+
+    Attributes:
+        gpu: index as in :class:`DeviceFacts`. user: its owner; "?" where that is hidden.
+        mib: memory that it holds there; None where the driver does not tell.
+    """
+
+    gpu: int
+    pid: int
+    user: str
+    mib: float | None
+
+
+def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
+    """Who holds memory of this machine's GPUs; None where there is no driver to ask."""
+    found = []
+    with _nvml() as nvml_works:
+        if not nvml_works:
+            return None
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+            running = handle and _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+            for process in running or ():
+                held = process.usedGpuMemory
+                user = _user_name(_owner(process.pid))
+                mib = None if held is None else held / MIB
+                found.append(GpuProcess(index, process.pid, user, mib))
+    return tuple(found)
+
+
 @contextlib.contextmanager
 def _nvml() -> Iterator[bool]:
     """NVML open for the duration; False where there is no driver to ask."""

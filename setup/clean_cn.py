@@ -1,0 +1,178 @@
+"""Ends the user's leftover training processes; the .sh beside it says how to call it."""
+
+import json
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import cn
+from cn_report import printable
+
+from motley.leftovers import Found, Survey, state, survey_from_json
+from motley.remote import HostTrouble, connect, on_all
+
+LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
+
+_NO_PYTHON = 66
+_SCRIPT = f"""
+root=$1 venv=$2; shift 2
+[ -x "$venv/bin/python" ] || exit {_NO_PYTHON}
+PYTHONPATH=$root/src "$venv/bin/python" -m motley.leftovers "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process on one host, and its state."""
+
+    host: str
+    process: Found
+    state: str
+
+
+def ask(host: str, *words: object) -> str:
+    """What ``python -m motley.leftovers`` prints there; raises HostTrouble."""
+    with connect(host) as remote:
+        done = remote.run(_SCRIPT, cn.ROOT, cn.VENV, *words, limit=LIMIT_S - 1)
+    if done.code == _NO_PYTHON:
+        raise HostTrouble(
+            "no environment",
+            f"there is no environment at {cn.VENV} to look with",
+            "make it with: bash setup/install_cn.sh",
+        )
+    if done.code:
+        last = (done.errors.strip().splitlines() or ["no message"])[-1]
+        raise HostTrouble(
+            "cannot look",
+            f"the environment there fails: {printable(last)}",
+            "see what is wrong with: bash setup/test_cn_connection.sh",
+        )
+    return done.output
+
+
+def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
+    """Look at all hosts at once."""
+    counter = cn.Counter("looked at", len(hosts))
+
+    def one(host: str) -> Survey:
+        try:
+            return survey_from_json(ask(host))
+        finally:
+            counter.one(host)
+
+    results = on_all(hosts, one, LIMIT_S)
+    counter.end()
+    return results
+
+
+def rows_of(surveys: Mapping[str, Survey]) -> list[Row]:
+    """All processes with their states, leftovers first."""
+    mpiruns = [(each.node, each.mpiruns) for each in surveys.values()]
+    found = [
+        Row(host, process, state(process, mpiruns))
+        for host, each in surveys.items()
+        for process in each.found
+    ]
+    return sorted(found, key=lambda row: row.state != "leftover")
+
+
+def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
+    """Print the tables."""
+    if rows:
+        cells = [
+            (
+                row.host, row.process.pid, _started(row.process), _age(row.process.age_s),
+                _what(row.process), _mib(row.process.gpu_mib), row.state,
+            )
+            for row in rows
+        ]  # fmt: skip
+        print(cn.table(("host", "pid", "started", "age", "what", "GPU MiB", "state"), cells))
+    others = [
+        (host, each.gpu, each.user, each.pid, _mib(each.mib))
+        for host, survey in surveys.items()
+        for each in survey.others
+    ]
+    if others:
+        print("\nGPU memory held by other processes, which are never touched:")
+        print(cn.table(("host", "GPU", "owner", "pid", "MiB"), others))
+
+
+def _what(process: Found) -> str:
+    workers = f" and {len(process.workers)} data workers" if process.workers else ""
+    return textwrap.shorten(printable(process.what), 50, placeholder=" ...") + workers
+
+
+def _started(process: Found) -> str:
+    return time.strftime("%b %d %H:%M", time.localtime(time.time() - process.age_s))
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _mib(mib: float | None) -> str:
+    return "" if mib is None else f"{mib:,.0f}"
+
+
+def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
+    """End processes on all their hosts at once, and say what came of it."""
+    targets: dict[str, list[str]] = {}
+    for row in rows:
+        pairs = [(row.process.pid, row.process.ticks), *row.process.workers]
+        targets.setdefault(row.host, []).extend(f"{pid}:{ticks}" for pid, ticks in pairs)
+    results = on_all(targets, lambda host: json.loads(ask(host, "--end", *targets[host])), LIMIT_S)
+    troubles = {}
+    for host, result in results.items():
+        if isinstance(result, HostTrouble):
+            troubles[host] = result
+            continue
+        for outcome in ("ended", "killed", "gone", "stuck"):
+            pids = [pid for pid, came in result.items() if came == outcome]
+            if pids:
+                print(f"{host}: {outcome} {', '.join(pids)}")
+        if "stuck" in result.values():
+            troubles[host] = HostTrouble(
+                "stuck",
+                "not even SIGKILL ends it, so it waits for a disk or a driver",
+                "when that comes back it ends; else have the host rebooted",
+            )
+    return troubles
+
+
+def main(words: Sequence[str]) -> int:
+    """Look, show, ask, end."""
+    parser = cn.Parser("clean_cn")
+    parser.add_argument("--running", action="store_true")
+    parser.add_argument("--yes", action="store_true")
+    options = parser.parse_args(words)
+    results = survey_all([host.name for host in cn.read_hostfile(options)])
+    surveys = {host: each for host, each in results.items() if isinstance(each, Survey)}
+    troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
+    rows = rows_of(surveys)
+    show(rows, surveys)
+    cn.print_troubles(troubles)
+    if any(row.state == "unknown" for row in rows) and not options.running:
+        print("\nno host that was asked knows the unknown ones; --running ends them too")
+    doomed = [row for row in rows if options.running or row.state == "leftover"]
+    many = f"{len(doomed)} process{'es' if len(doomed) > 1 else ''}"
+    if not doomed:
+        if surveys:
+            print(f"\nnothing is left over{' on the others' if troubles else ''}")
+        return int(bool(troubles))
+    print()
+    if options.dry_run:
+        print(f"would end {many}: {', '.join(f'{row.host} {row.process.pid}' for row in doomed)}")
+        return int(bool(troubles))
+    if not options.yes and not cn.ask(f"end {many}?"):
+        return 1
+    failed = end_all(doomed)
+    cn.print_troubles(failed)
+    return int(bool(troubles or failed))
+
+
+if __name__ == "__main__":
+    cn.run(main)
