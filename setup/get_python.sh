@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Python for Motley alone, where the machine's own is too old or missing; no root needed.
 #
-#   bash setup/get_python.sh .venv-python                          # the newest 3.12, 30 MB
+#   bash setup/get_python.sh .venv-python                 # the newest 3.12, 30 MB; or as FILE is
 #   bash setup/get_python.sh .venv-python --version 3.11
 #   bash setup/get_python.sh .venv-python --archive cpython-3.12.8+20241219-x86_64-unknown-linux-gnu-install_only.tar.gz
 #
@@ -14,7 +14,7 @@
 # Variables: MOTLEY_PYTHON_URL, a mirror: where SHA256SUMS and the archives lie.
 set -euo pipefail
 
-folder='' archive='' version=3.12
+folder='' archive='' version=''
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -29,7 +29,8 @@ done
 
 works() { # of the wanted version, and can make environments
   "$1/bin/python3" -c "import ensurepip, sys, venv
-sys.exit('%d.%d' % sys.version_info[:2] != sys.argv[1])" "$version" 2>/dev/null
+is_it = '%d.%d' % sys.version_info[:2] == sys.argv[1] if sys.argv[1] else sys.version_info >= (3, 11)
+sys.exit(not is_it)" "$version" 2>/dev/null
 }
 
 fetch() { # URL FILE, with what the machine has
@@ -69,6 +70,7 @@ download() { # into FOLDER.tar.gz
 }
 
 if works "$folder"; then exit 0; fi
+[ -n "$version$archive" ] || version=3.12
 mkdir -p "$(dirname -- "$folder")"
 rm -rf "$folder.new"
 trap 'rm -rf "$folder.new" "$folder.sums" "$folder.tar.gz"' EXIT
@@ -83,7 +85,7 @@ if ! tar -xf "$archive" -C "$folder.new" --strip-components 1; then
 fi
 if ! works "$folder.new"; then
   found=$("$folder.new/bin/python3" -V 2>&1) || found="no working bin/python3"
-  echo "motley: $archive has $found; the environment needs Python $version for $(uname -m)" >&2
+  echo "motley: $archive has $found; the environment needs Python ${version:->= 3.11} for $(uname -m)" >&2
   exit 2
 fi
 rm -rf "$folder"

@@ -158,8 +158,8 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
   fi
   if $own || ! python=$(find_python); then
     $own || echo "environment: no Python >= 3.11 with venv and ensurepip on $(uname -n)"
-    version=$(grep -oE '3\.[0-9]+' <<<"${PYTHON:-3.12}" | head -n 1)
-    change bash "$root/setup/get_python.sh" "$venv-python" --version "${version:-3.12}" \
+    version=$(grep -oE '3\.[0-9]+' <<<"${PYTHON:-}" | head -n 1) || true
+    change bash "$root/setup/get_python.sh" "$venv-python" ${version:+--version "$version"} \
       ${archive:+--archive "$archive"}
     python=$venv-python/bin/python3
   fi

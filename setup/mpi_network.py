@@ -26,14 +26,15 @@ cat "$1" 2>/dev/null || :
 """
 # Puts stdin's three parts, each ended by a line "--", where they belong.
 _WRITE = r"""
+new=.new-$(uname -n)-$$
 part() { while IFS= read -r line && [ "$line" != -- ]; do printf '%s\n' "$line"; done; }
 between() { # FILE: what is between our marks becomes stdin
   { sed '/^# motley: begin$/,/^# motley: end$/d' "$1" 2>/dev/null
-    echo '# motley: begin'; cat; echo '# motley: end'; } >"$1.$$" && mv "$1.$$" "$1"
+    echo '# motley: begin'; cat; echo '# motley: end'; } >"$1$new" && mv "$1$new" "$1"
 }
 part | between "$1/etc/openmpi-mca-params.conf" &&
   part | between "$1/etc/prte-mca-params.conf" &&
-  part >"$2.$$" && mv "$2.$$" "$2" && { [ -s "$2" ] || rm -f "$2"; }
+  part >"$2$new" && mv "$2$new" "$2" && { [ -s "$2" ] || rm -f "$2"; }
 """
 # DeepSpeed's launcher reads NAME=VALUE lines and nothing else, no comments: so a variable
 # of ours says which of them are ours.
