@@ -98,6 +98,7 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
     print(table(("host", "type", "fingerprint"), rows))
     if options.dry_run:
         print("would ask whether they are right, pin them, and see who needs a password")
+        states |= dict.fromkeys(shown, "host key to be confirmed")
         return {}
     need_terminal("a yes to them", "give --known-hosts FILE, or run this from one")
     if not ask("Are they right?"):

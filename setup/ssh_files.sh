@@ -69,8 +69,9 @@ make_key() {
 
 public_key() { [ ! -s "$key.pub" ] || cat -- "$key.pub"; }
 
-# authorize LINE...: of authorized_keys, which sshd heeds only where nobody else may write.
+# authorize LINE...: into authorized_keys, which sshd heeds only where nobody else may write.
 authorize() {
+  added=0
   mkdir -p .ssh
   tighten . 022
   tighten .ssh 077
@@ -78,8 +79,9 @@ authorize() {
     half=$(echo "$line" | cut -d ' ' -f 3)
     if [ -f "$keys" ] && grep -F -- "$half" "$keys" | grep -qv '^[[:space:]]*#'; then continue; fi
     append "$keys" "$line"
-    echo "key added to ~/$keys"
+    added=$((added + 1))
   done
+  [ "$added" = 0 ] || echo "added to ~/$keys: $added"
   tighten "$keys" 0177
   if command -v restorecon >/dev/null; then restorecon -F .ssh "$keys" 2>/dev/null || true; fi
 }

@@ -369,8 +369,8 @@ def connect(
     if known is not None:
         line = f"{login.known_as} {known.kind} {known.base64}"
         entry = paramiko.hostkeys.HostKeyEntry.from_line(line)
-        if entry is not None:
-            client.get_host_keys().add(login.known_as, known.kind, entry.key)
+        assert entry is not None and entry.key is not None  # it was made by _as_key
+        client.get_host_keys().add(login.known_as, known.kind, entry.key)
     client.set_missing_host_key_policy(_Refuse())
     ways: dict[str, Any] = {"allow_agent": False, "look_for_keys": False}
     if key is not None:
