@@ -143,7 +143,7 @@ class Visit:
 
     def _log_in_again(self) -> None:
         if self.remote.here:
-            done = self.remote.run('exec "$1" -l -c "exit 0"', self.wanted, limit=10)
+            done = self.remote.run('exec "$1" -c "exit 0"', self.wanted, limit=10)
             if done.code:
                 raise HostTrouble("", f"it ends with status {done.code}", "see its start-up files")
             return

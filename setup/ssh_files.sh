@@ -95,13 +95,20 @@ unauthorize() {
   take_place "$keys" "$new" "key removed from ~/$keys"
 }
 
-# pin LINE...: of known_hosts, for hosts of which it holds no key.
+# pin LINE...: into known_hosts.
 pin() {
   mkdir -p .ssh
   for line do
-    if ssh-keygen -F "${line%% *}" -f .ssh/known_hosts >/dev/null 2>&1; then continue; fi
+    if grep -qsxF -e "$line" .ssh/known_hosts; then continue; fi
     append .ssh/known_hosts "$line"
     echo "host key of ${line%% *} pinned in ~/.ssh/known_hosts"
+  done
+}
+
+# pin_new LINE...: the same, but not of a host of which it holds any key.
+pin_new() {
+  for each do
+    ssh-keygen -F "${each%% *}" -f .ssh/known_hosts >/dev/null 2>&1 || pin "$each"
   done
 }
 
