@@ -491,7 +491,8 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
     except paramiko.AuthenticationException as error:
         raise _refused(host, login, by_password, error) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        if str(error) == "No authentication methods available":  # there is no key at all
+        # There is no key at all, or an agent with so many that the host hung up.
+        if str(error) in ("No authentication methods available", "No existing session"):
             raise _refused(host, login, by_password, error) from None
         # "No existing session" is paramiko's word for a handshake that took too long.
         slow = "banner" in str(error) or "No existing session" in str(error)
