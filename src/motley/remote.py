@@ -389,8 +389,13 @@ def connect(
                 login.address, login.port, login.user, sock=_open_socket(host, login),
                 timeout=CONNECT_S, banner_timeout=CONNECT_S, auth_timeout=CONNECT_S, **ways,
             )  # fmt: skip
-    except BaseException:
+    except BaseException as error:
+        transport = client.get_transport()
         client.close()
+        spoke = transport is not None and transport.initial_kex_done
+        if spoke and isinstance(error, HostTrouble) and error.kind == "silent":
+            # Then an agent offered more keys than it tries, and it hung up.
+            raise _refused(host, login, password is not None, error) from None
         raise
     transport = client.get_transport()
     if transport:
@@ -491,8 +496,7 @@ def _named_troubles(host: str, login: Login, by_password: bool = False) -> Any:
     except paramiko.AuthenticationException as error:
         raise _refused(host, login, by_password, error) from None
     except (paramiko.SSHException, EOFError, OSError) as error:
-        # There is no key at all, or an agent with so many that the host hung up.
-        if str(error) in ("No authentication methods available", "No existing session"):
+        if str(error) == "No authentication methods available":  # there is no key at all
             raise _refused(host, login, by_password, error) from None
         # "No existing session" is paramiko's word for a handshake that took too long.
         slow = "banner" in str(error) or "No existing session" in str(error)
