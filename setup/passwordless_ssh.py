@@ -176,10 +176,13 @@ def report(states: States, reached: dict[str, str]) -> int:
     troubles = {host: s for host, s in states.items() if isinstance(s, HostTrouble)}
     rows = []
     for host, state in states.items():
-        trouble = isinstance(state, HostTrouble)
-        ssh = "not needed" if state == HERE else "no" if trouble else "not tried"
-        works = reached.get(host) == "works"
-        rows.append((host, state.kind if trouble else state, "works" if works else ssh))
+        if reached.get(host) == "works":
+            ssh = "works"
+        elif state == HERE:
+            ssh = "not needed"
+        else:
+            ssh = "no" if host in troubles else "not tried"
+        rows.append((host, troubles[host].kind if host in troubles else state, ssh))
     print("\n" + table(("host", "state", "ssh without password"), rows))
     print_troubles(troubles)
     return 1 if troubles else 0
