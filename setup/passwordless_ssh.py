@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from cn import Parser, ask, ask_password, need_terminal, print_troubles, read_hostfile, run, table
+from cn import Parser, ask_password, need_terminal, print_troubles, read_hostfile, run, table
 from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
+from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
 from motley.errors import MotleyError
@@ -19,8 +20,6 @@ from motley.remote import (
     Remote,
     UnknownHostKey,
     connect,
-    host_key,
-    known_keys,
     login_of,
     on_all,
 )
@@ -58,51 +57,18 @@ def look(host: str, known: HostKey | None = None) -> str:
         return CLOSED
 
 
-def match(host: str, shown: HostKey, path: Path) -> HostKey:
-    """The key of ``--known-hosts FILE`` that a host proves; HostTrouble if it proves none."""
-    try:
-        held = known_keys(host, path)
-    except (OSError, ValueError) as error:
-        raise MotleyError(f"--known-hosts {path} cannot be read: {error}") from None
-    if not held:
-        raise HostTrouble(
-            "host key not listed",
-            f"{host} shows the key {shown.fingerprint}, and {path} has none for "
-            f"{login_of(host).known_as}",
-            "add its line there, or leave out --known-hosts to be asked",
-        )
-    if shown.kind not in [key.kind for key in held]:
-        shown = host_key(host, [key.kind for key in held])
-    if shown in held:
-        return shown
-    expected = next((key for key in held if key.kind == shown.kind), held[0])
-    raise HostTrouble(
-        "host key differs",
-        f"{host} shows the key {shown.fingerprint}, but {path} holds {expected.fingerprint}: it "
-        "was reinstalled, or somebody answers in its place",
-        "ask who administers it",
-    )
-
-
 def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
-    """The host keys to pin: those that the user, or FILE, says yes to."""
+    """The host keys to pin; a host whose key is not right becomes a trouble."""
     shown = {host: s.key for host, s in states.items() if isinstance(s, UnknownHostKey)}
-    if options.known_hosts:
-        found = on_all(shown, lambda host: match(host, shown[host], options.known_hosts), LIMIT_S)
-        states |= {host: key for host, key in found.items() if isinstance(key, HostTrouble)}
-        return {host: key for host, key in found.items() if isinstance(key, HostKey)}
     if not shown:
         return {}
-    print("These hosts are not in ~/.ssh/known_hosts. Compare with what their administrator says:")
-    rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
-    print(table(("host", "type", "fingerprint"), rows))
-    if options.dry_run:
-        print("would ask whether they are right, pin them, and see who needs a password")
-        return {}
-    need_terminal("a yes to them", "give --known-hosts FILE, or run this from one")
-    if not ask("Are they right?"):
-        raise MotleyError("host keys not confirmed; nothing was changed")
-    return shown
+    if not options.known_hosts:
+        if options.dry_run:
+            states |= dict.fromkeys(shown, "host key to be confirmed")
+        return confirm(shown, options.dry_run)
+    found = match_all(shown, options.known_hosts)
+    states |= {host: key for host, key in found.items() if isinstance(key, HostTrouble)}
+    return {host: key for host, key in found.items() if isinstance(key, HostKey)}
 
 
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
@@ -208,11 +174,15 @@ def check(states: States) -> dict[str, str]:
 def report(states: States, reached: dict[str, str]) -> int:
     """Print the table; the exit status."""
     troubles = {host: s for host, s in states.items() if isinstance(s, HostTrouble)}
-    rows = [
-        (host, state.kind if isinstance(state, HostTrouble) else state,
-         "not needed" if state == HERE else "works" if reached.get(host) == "works" else "no")
-        for host, state in states.items()
-    ]  # fmt: skip
+    rows = []
+    for host, state in states.items():
+        if reached.get(host) == "works":
+            ssh = "works"
+        elif state == HERE:
+            ssh = "not needed"
+        else:
+            ssh = "no" if host in troubles else "not tried"
+        rows.append((host, troubles[host].kind if host in troubles else state, ssh))
     print("\n" + table(("host", "state", "ssh without password"), rows))
     print_troubles(troubles)
     return 1 if troubles else 0

@@ -1,5 +1,6 @@
 """What is changed in the ~/.ssh of a host or of this machine: ssh_files.sh, called there."""
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def do(remote: Remote, function: str, *words: str) -> list[str]:
     if done.code == 0:
         return done.output.splitlines()
     said = (done.errors.strip().splitlines() or [f"status {done.code}, no message"])[-1]
+    said = re.sub(r"^motley: \d+: (eval: )?", "", said)  # how dash names a script from stdin
     if any(word in said for word in ("No space", "quota")):
         raise HostTrouble("disk full", f"on {remote.host}: {said}", "make room in the home there")
     if any(word in said for word in ("ermission", "not permitted", "Read-only", "can't cd")):

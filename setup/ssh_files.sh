@@ -69,8 +69,9 @@ make_key() {
 
 public_key() { [ ! -s "$key.pub" ] || cat -- "$key.pub"; }
 
-# authorize LINE...: of authorized_keys, which sshd heeds only where nobody else may write.
+# authorize LINE...: into authorized_keys, which sshd heeds only where nobody else may write.
 authorize() {
+  added=0
   mkdir -p .ssh
   tighten . 022
   tighten .ssh 077
@@ -78,8 +79,9 @@ authorize() {
     half=$(echo "$line" | cut -d ' ' -f 3)
     if [ -f "$keys" ] && grep -F -- "$half" "$keys" | grep -qv '^[[:space:]]*#'; then continue; fi
     append "$keys" "$line"
-    echo "key added to ~/$keys"
+    added=$((added + 1))
   done
+  [ "$added" = 0 ] || echo "added to ~/$keys: $added"
   tighten "$keys" 0177
   if command -v restorecon >/dev/null; then restorecon -F .ssh "$keys" 2>/dev/null || true; fi
 }
@@ -93,13 +95,20 @@ unauthorize() {
   take_place "$keys" "$new" "key removed from ~/$keys"
 }
 
-# pin LINE...: of known_hosts, for hosts of which it holds no key.
+# pin LINE...: into known_hosts.
 pin() {
   mkdir -p .ssh
   for line do
-    if ssh-keygen -F "${line%% *}" -f .ssh/known_hosts >/dev/null 2>&1; then continue; fi
+    if grep -qsxF -e "$line" .ssh/known_hosts; then continue; fi
     append .ssh/known_hosts "$line"
     echo "host key of ${line%% *} pinned in ~/.ssh/known_hosts"
+  done
+}
+
+# pin_new LINE...: the same, but not of a host of which it holds any key.
+pin_new() {
+  for each do
+    ssh-keygen -F "${each%% *}" -f .ssh/known_hosts >/dev/null 2>&1 || pin "$each"
   done
 }
 

@@ -41,7 +41,7 @@ def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
     for host in keys:
         try:
             notes = do(remotes[host], "authorize", *lines)
-            notes += do(remotes[host], "pin", *pins)
+            notes += do(remotes[host], "pin_new", *pins)
             notes += do(remotes[host], "add_to_block", *keys)
         except HostTrouble as trouble:
             troubles[host] = trouble

@@ -5,6 +5,7 @@ agent and the user's keys. A host whose key is unknown or changed is never talke
 machine itself, however hosts.txt names it, needs no ssh.
 """
 
+import base64
 import contextlib
 import getpass
 import ipaddress
@@ -82,6 +83,11 @@ class HostKey:
     kind: str
     base64: str
     fingerprint: str
+
+    @property
+    def public(self) -> paramiko.PKey:
+        """As paramiko has it."""
+        return paramiko.PKey.from_type_string(self.kind, base64.b64decode(self.base64))
 
 
 @dataclass(frozen=True)
@@ -365,12 +371,10 @@ def connect(
     client = paramiko.SSHClient()
     for path in (Path("/etc/ssh/ssh_known_hosts"), Path("~/.ssh/known_hosts").expanduser()):
         with contextlib.suppress(OSError):
-            client.load_system_host_keys(str(path))
-    if known is not None:
-        line = f"{login.known_as} {known.kind} {known.base64}"
-        entry = paramiko.hostkeys.HostKeyEntry.from_line(line)
-        if entry is not None:
-            client.get_host_keys().add(login.known_as, known.kind, entry.key)
+            for name, held in _read_known(path):
+                client.get_host_keys().add(name, held.get_name(), held)
+    if known is not None and login.known_as not in client.get_host_keys():
+        client.get_host_keys().add(login.known_as, known.kind, known.public)
     client.set_missing_host_key_policy(_Refuse())
     ways: dict[str, Any] = {"allow_agent": False, "look_for_keys": False}
     if key is not None:
@@ -385,8 +389,13 @@ def connect(
                 login.address, login.port, login.user, sock=_open_socket(host, login),
                 timeout=CONNECT_S, banner_timeout=CONNECT_S, auth_timeout=CONNECT_S, **ways,
             )  # fmt: skip
-    except BaseException:
+    except BaseException as error:
+        transport = client.get_transport()
         client.close()
+        spoke = transport is not None and transport.initial_kex_done
+        if spoke and isinstance(error, HostTrouble) and error.kind == "silent":
+            # Then an agent offered more keys than it tries, and it hung up.
+            raise _refused(host, login, password is not None, error) from None
         raise
     transport = client.get_transport()
     if transport:
@@ -396,8 +405,25 @@ def connect(
 
 def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
     """A host's keys in a known_hosts file; OSError if that cannot be read."""
-    found = paramiko.HostKeys(str(path)).lookup(login_of(host).known_as)
+    file, name = paramiko.HostKeys(), login_of(host).known_as
+    for listed, key in _read_known(path):
+        file.add(listed, key.get_name(), key)
+    found = file.lookup(name)
     return tuple(_as_key(key) for key in found.values()) if found else ()
+
+
+def _read_known(path: Path) -> Iterator[tuple[str, paramiko.PKey]]:
+    """Names and keys of a known_hosts file; paramiko's own reader fails at the first bad line."""
+    for line in path.read_text(errors="replace").splitlines():
+        if not line.strip() or line.lstrip().startswith(("#", "@")):
+            continue
+        try:
+            entry = paramiko.hostkeys.HostKeyEntry.from_line(line.strip())
+        except Exception:  # whatever a line made it stumble over, ssh skips that line too
+            continue
+        if entry is not None and entry.key is not None:
+            for name in entry.hostnames or ():
+                yield name, entry.key
 
 
 def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:

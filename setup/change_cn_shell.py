@@ -1,0 +1,236 @@
+"""Change the login shell on all hosts; ``bash setup/change_cn_shell.sh -h`` says the rest."""
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cn import Parser, ask, ask_password, need_terminal, print_troubles, read_hostfile, run, table
+
+from motley.errors import MotleyError
+from motley.remote import HostTrouble, Remote, connect, on_all
+
+LIMIT_S = 30.0  # for all hosts together
+TRIES = 3
+DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"
+UNNEEDED = "launching works under any shell, tcsh too"
+
+# Words: the shell that is wanted. One line: account, its shell, and what there is of both.
+_PROBE = """
+user=$(id -un)
+shell=$(getent passwd "$user" | cut -d : -f 7)
+listed() { grep -qxF -e "$1" /etc/shells 2>/dev/null; }
+printf '%s %s' "$user" "${shell:-/bin/sh}"
+for name in local root same exists listed listed_now chsh; do
+  case $name in
+    local) grep -q "^$user:" /etc/passwd ;;
+    root) [ "$(id -u)" = 0 ] ;;
+    same) [ "${1##*/} $(readlink -f "$1")" = "${shell##*/} $(readlink -f "$shell")" ] ;;
+    exists) [ -f "$1" ] && [ -x "$1" ] ;;
+    listed) listed "$1" ;;
+    listed_now) listed "$shell" ;;
+    chsh) command -v chsh >/dev/null ;;
+  esac && printf ' %s' "$name"
+done
+echo
+"""
+
+
+@dataclass(frozen=True)
+class Account:
+    """The user's account on one host.
+
+    Attributes:
+        shell: its login shell now.
+        facts: of ``local`` (in /etc/passwd), ``root``, ``same`` (the shell is the wanted one,
+            by whatever path), ``exists`` and ``listed`` (the wanted shell, in /etc/shells),
+            ``listed_now`` (the shell now), ``chsh``: those that hold.
+    """
+
+    user: str
+    shell: str
+    facts: frozenset[str]
+
+
+def decide(account: Account, wanted: str, host: str) -> str:
+    """DONE, CHANGE or DIRECTORY; HostTrouble where it cannot be that shell."""
+    if "same" in account.facts:
+        return DONE
+    if "local" not in account.facts:
+        return DIRECTORY
+    needs = {
+        "exists": ("no such shell", f"{host} has no {wanted}", "name another with --shell"),
+        "listed": (
+            "shell not allowed",
+            f"/etc/shells on {host} does not list {wanted}",
+            "name one that it lists with --shell",
+        ),
+        "listed_now": (
+            "locked to its shell",
+            f"/etc/shells on {host} does not list {account.shell}, and chsh refuses such accounts",
+            "ask who administers it",
+        ),
+        "chsh": ("no chsh", f"{host} has no chsh", "ask who administers it"),
+    }
+    for fact, (kind, found, fix) in needs.items():
+        if fact not in account.facts and not (fact == "listed_now" and "root" in account.facts):
+            raise HostTrouble(kind, found, f"{fix}, or leave it: {UNNEEDED}")
+    return CHANGE
+
+
+class Visit:
+    """One host, and the connection to it that stays open until all is well.
+
+    Raises:
+        HostTrouble: it cannot be asked, or not be changed to ``wanted``.
+    """
+
+    def __init__(self, host: str, wanted: str) -> None:
+        self.host = host
+        self.wanted = wanted
+        self.remote: Remote = connect(host)
+        self.account = self._ask(self.remote)
+        self.state = decide(self.account, wanted, host)
+
+    def _ask(self, remote: Remote) -> Account:
+        words = remote.run(_PROBE, self.wanted, limit=10).output.split()
+        if len(words) < 2:
+            raise HostTrouble(
+                "account unknown",
+                f"{self.host} does not say which login shell the account has",
+                f"try there: getent passwd $USER; ssh -- {self.host}",
+            )
+        return Account(words[0], words[1], frozenset(words[2:]))
+
+    def change(self, password: str) -> str:
+        """Change the shell, log in again, and change it back if that fails.
+
+        Raises:
+            HostTrouble: of kind ``password refused``, or whatever else it was.
+        """
+        self._chsh(self.wanted, password)
+        try:
+            self._log_in_again()
+        except HostTrouble as trouble:
+            old = self.account.shell
+            self._chsh(old, password)
+            raise HostTrouble(
+                "changed back",
+                f"with {self.wanted}, {self.host} no longer let us work ({trouble}), so it is "
+                f"{old} again",
+                f"see what ~/.bashrc or the like does there when it is not a terminal: "
+                f"ssh -- {self.host} {self.wanted} -c true",
+            ) from None
+        return "changed"
+
+    def _chsh(self, shell: str, password: str) -> None:
+        # PAM reads it from stdin where that is no terminal.
+        typed = f"{password}\n".encode()
+        done = self.remote.run('chsh -s "$1"', shell, payload=typed, limit=15)
+        if done.code == 0:
+            return
+        said = " ".join((done.errors or done.output).split()).removeprefix("Password: ")
+        if "uthentication" in said:
+            raise HostTrouble(
+                "password refused", f"{self.host} does not take this password: {said}",
+                "see that the account is not locked",
+            )  # fmt: skip
+        raise HostTrouble(
+            "chsh failed", f"{self.host} says: {said}",
+            f"ask who administers it, or leave it: {UNNEEDED}",
+        )  # fmt: skip
+
+    def _log_in_again(self) -> None:
+        if self.remote.here:
+            done = self.remote.run('exec "$1" -c "exit 0"', self.wanted, limit=10)
+            if done.code:
+                raise HostTrouble("", f"it ends with status {done.code}", "see its start-up files")
+            return
+        with connect(self.host) as second:
+            if "same" not in self._ask(second).facts:
+                raise HostTrouble("", "the shell is still the old one", "ask its administrator")
+
+
+def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
+    """Ask for the password, again for those alone that refuse it, and change all at once."""
+    by_host = {visit.host: visit for visit in visits}
+    done: dict[str, str | HostTrouble] = {}
+    left = list(by_host)
+    for _ in range(TRIES):
+        users = sorted({by_host[host].account.user for host in left})
+        rooted = all("root" in by_host[host].account.facts for host in left)
+        prompt = f"Password of {', '.join(users)} on {', '.join(left)}: "
+        password = "" if rooted else ask_password(prompt)
+        answers = on_all(left, partial(_change, by_host, password), LIMIT_S)
+        done |= answers
+        left = [
+            host for host, answer in answers.items()
+            if isinstance(answer, HostTrouble) and answer.kind == "password refused"
+        ]  # fmt: skip
+        if not left:
+            break
+        print(f"refused by {', '.join(left)}")
+    return done
+
+
+def _change(visits: Mapping[str, Visit], password: str, host: str) -> str:
+    return visits[host].change(password)
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    parser = Parser("change_cn_shell")
+    parser.add_argument("--shell", default="/bin/bash")
+    options = parser.parse_args(words)
+    if not re.fullmatch(r"(/[A-Za-z0-9_.+-]+)+", options.shell):
+        parser.error(f"--shell {options.shell!r} is not the full path of a shell, as /bin/bash is")
+    return options
+
+
+def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
+    """What each host has now, and what will be done."""
+    what = {CHANGE: f"change to {wanted}", DIRECTORY: "nothing", DONE: DONE}
+    rows = [
+        (host, "", "", visit.kind) if isinstance(visit, HostTrouble) else
+        (host, "local" if "local" in visit.account.facts else "directory",
+         visit.account.shell, what[visit.state])
+        for host, visit in visits.items()
+    ]  # fmt: skip
+    print(table(("host", "account", "login shell", "to do"), rows))
+    kept = [host for host, v in visits.items() if isinstance(v, Visit) and v.state == DIRECTORY]
+    if kept:
+        print(
+            f"\n{', '.join(kept)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
+            f"be changed there. It need not be: {UNNEEDED}."
+        )
+    print_troubles(
+        {host: visit for host, visit in visits.items() if isinstance(visit, HostTrouble)}
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    options = parse(words)
+    hosts = [host.name for host in read_hostfile(options)]
+    visits = on_all(hosts, lambda host: Visit(host, options.shell), LIMIT_S)
+    show(visits, options.shell)
+    status = 1 if any(isinstance(visit, HostTrouble) for visit in visits.values()) else 0
+    todo = [v for v in visits.values() if isinstance(v, Visit) and v.state == CHANGE]
+    if not todo:
+        return status
+    names = ", ".join(visit.host for visit in todo)
+    if options.dry_run:
+        print(f"\nwould run chsh -s {options.shell} on {names}")
+        return status
+    need_terminal("a yes and the password", "nothing was changed; run this from one")
+    if not ask(f"\nChange the login shell on {names} to {options.shell}?"):
+        raise MotleyError("not confirmed; nothing was changed")
+    done = change_all(todo)
+    rows = [(h, s.kind if isinstance(s, HostTrouble) else s) for h, s in done.items()]
+    print("\n" + table(("host", "state"), rows))
+    troubles = {host: state for host, state in done.items() if isinstance(state, HostTrouble)}
+    print_troubles(troubles)
+    return 1 if troubles else status
+
+
+if __name__ == "__main__":
+    run(main)
