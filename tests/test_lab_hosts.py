@@ -1,14 +1,12 @@
-"""The hosts of a lab are hosts: names, links, limits, faults, and a training run over all five."""
+"""The hosts of a lab are hosts: names, links, limits and faults."""
 
-import json
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DDP, ROOT, venv, wait_until
+from conftest import ROOT, venv, wait_until
 from lab_door import NAMES, SMALL, TESLA, Door, new_door
 
 pytestmark = pytest.mark.mpi
@@ -157,38 +155,6 @@ def test_the_password_of_the_status_table_opens_every_host(tesla: Door) -> None:
     assert tesla.on("ecetesla1", "bash", "-c", BY_PASSWORD, "login", match[1]) == "ecetesla4"
     wrong = tesla.run("exec", "ecetesla1", "--", "bash", "-c", BY_PASSWORD)
     assert "Permission denied" in wrong.output
-
-
-KEYS = """
-set -e
-mkdir -m 700 .ssh
-ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
-cp .ssh/id_ed25519.pub .ssh/authorized_keys
-ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
-for host in $(cut -d ' ' -f 1 hosts.txt); do
-  ssh -o BatchMode=yes "$host" 'echo $shell `uname -n`; ssh -o BatchMode=yes ecetesla0 uname -n'
-done
-"""
-
-TRAIN = f"""
-cd {ROOT} && export PATH={venv()}/bin:$PATH
-exec mpirun -np 5 --hostfile ~/hosts.txt -x MOTLEY_VENV --prtemca plm_ssh_no_tree_spawn 1 \\
-  --mca btl_tcp_if_include 10.97.92.0/24 --prtemca prte_if_include 10.97.92.0/24 \\
-  ./entry_cn.sh {DDP} --max-steps 3 --logs ~/logs --run five
-"""
-
-
-def test_five_hosts_train_over_ssh_under_tcsh(tesla: Door) -> None:
-    told = tesla.on("ecetesla0", "bash", stdin=KEYS).splitlines()
-    shell = shutil.which("tcsh")
-    assert told == [line for name in NAMES for line in (f"{shell} {name}", "ecetesla0")]
-    tesla.do("exec", "ecetesla0", "--", "bash", stdin=TRAIN, limit=180)
-    run = json.loads(tesla.on("ecetesla0", "cat", "logs/five/run.json"))
-    assert run["status"] == "finished"
-    steps = [tesla.on("ecetesla4", "cat", f"logs/five/steps.rank{rank}.jsonl") for rank in range(5)]
-    assert [len(lines.splitlines()) for lines in steps] == [3] * 5
-    found = tesla.on("ecetesla0", "bash", "-c", "ls logs/five/gpu.*.csv").splitlines()
-    assert [Path(name).name for name in found] == [f"gpu.{name}.csv" for name in NAMES]
 
 
 SPIN = """

@@ -1,0 +1,99 @@
+"""The users' first day: five hosts and a password become a trained model, its log and pictures.
+
+On lab/tesla.toml: ssh with a password, tcsh, no pip, no ensurepip, homes on one disk, three
+interface names, docker0 listed first; all as an unprivileged user.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from conftest import Done
+from lab_door import NAMES, TESLA, Door, new_door
+from lab_terminal import Terminal
+from lab_wheels import make_python_archive, make_wheels
+
+pytestmark = pytest.mark.mpi
+
+HEAD = NAMES[0]
+# Two fast ones of the hosts run alone what needs no head; the head has a third of a processor.
+QUICK = NAMES[1]
+AT_HOME = "unset MOTLEY_VENV; cd motley; export PATH=$PWD/.venv/bin:$PATH; "
+HOSTS = "--hostfile ~/hosts.txt"
+
+
+def at(door: Door, host: str, script: str) -> str:
+    return door.do("exec", host, "--", "bash", "-c", AT_HOME + script, limit=200)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, dict[str, str]]]:
+    """The lab, and what each script said that made it ready, in the order of the README."""
+    parts = tmp_path_factory.mktemp("parts")
+    make_wheels(parts)
+    make_python_archive(parts / "python.tar.gz")
+    with new_door() as door:
+        door.do("up", "--profile", TESLA)
+        door.give_repository(HEAD)
+        door.give(HEAD, parts, "parts")
+        said = {}
+        made = "make_env.sh --wheels ~/parts --lock ~/parts/requirements.lock"
+        archive = "--python-archive ~/parts/python.tar.gz"
+        said["environment"] = at(door, QUICK, f"bash setup/{made} {archive}")
+        said["keys"] = type_password(door, f"bash setup/passwordless_ssh.sh {HOSTS}").output
+        said["shell"] = at(door, HEAD, f"bash setup/change_cn_shell.sh {HOSTS} --dry-run")
+        said["install"] = at(door, HEAD, f"bash setup/install_cn.sh {HOSTS}")
+        said["connection"] = at(door, HEAD, f"bash setup/test_cn_connection.sh {HOSTS}")
+        said["mpi"] = at(door, HEAD, f"bash setup/test_mpi.sh {HOSTS}")
+        yield door, said
+
+
+def type_password(door: Door, script: str) -> Done:
+    password = re.findall(r"password (\w+)", door.do("status"))[0]
+    terminal = Terminal(door, HEAD, "bash", "-c", AT_HOME + script)
+    return terminal.answer(("[y/N]", "y"), ("Password of", password))
+
+
+def test_every_script_says_that_all_is_well(told: tuple[Door, dict[str, str]]) -> None:
+    door, said = told
+    assert "getting one of its own" in said["environment"] or "no Python" in said["environment"]
+    assert said["keys"].count("works") == 4
+    assert said["shell"].count("tcsh") >= 5
+    assert said["install"].count("shares this folder") == 4
+    assert said["install"].count("cpu fp32") == 5
+    assert "all is well" in said["connection"] and said["connection"].count("enp4s0f1") == 3
+    assert "the hosts share 10.97.92.0/24" in said["mpi"]
+    rows = [line.split() for line in said["mpi"].splitlines() if line.startswith("ecetesla")]
+    assert [row[1] for row in rows] == ["eno1", "enp4s0f1", "enp4s0f1", "enp0s31f6", "enp4s0f1"]
+    assert all(row[3:] == ["yes", "1", "of", "1", "1", "of", "1"] for row in rows)
+    password = re.findall(r"password (\w+)", door.do("status"))[0]
+    assert not any(password in text for text in said.values())
+
+
+@pytest.mark.parametrize("engine", ["torch_dist", "deepspeed"])
+def test_the_plain_line_trains_over_five_hosts_as_on_one(
+    told: tuple[Door, dict[str, str]], engine: str
+) -> None:
+    door, _ = told
+    script = f"./entry_cn.sh {engine}/train_vit.py --precision fp32 --max-steps 5"
+    at(door, QUICK, f"mpirun -np 1 {script} --run {engine}-one")
+    at(door, HEAD, f"mpirun -np 5 {HOSTS} {script} --run {engine}-five")
+    logs = door.home(HEAD) / "motley" / "logs"
+    run = json.loads((logs / f"{engine}-five" / "run.json").read_text())
+    assert run["status"] == "finished"
+    one, *five = ([json.loads(line)["loss"] for line in path.open()] for path in (
+        logs / f"{engine}-one" / "steps.rank0.jsonl",
+        *(logs / f"{engine}-five" / f"steps.rank{rank}.jsonl" for rank in range(5)),
+    ))  # fmt: skip
+    assert len(one) == 5
+    assert all(losses == pytest.approx(one, rel=2e-6) for losses in five)
+
+
+def test_the_pictures_hold_five_hosts(told: tuple[Door, dict[str, str]]) -> None:
+    door, _ = told
+    logs = door.home(HEAD) / "motley" / "logs" / "torch_dist-five"
+    assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{name}.csv" for name in NAMES}
+    at(door, QUICK, "python plots/plot_gpu.py logs; python plots/plot_training.py logs")
+    for picture in (logs / "gpu.png", logs / "training.png"):
+        assert picture.stat().st_size > 20_000
