@@ -229,15 +229,21 @@ def check_slurm(size: int, environ: Mapping[str, str]) -> None:
         )
 
 
-def keep_caches_local(environ: Any) -> None:
-    """Point caches to a folder of this machine that nobody else can write to."""
+def cache_folder() -> Path:
+    """A folder of this machine that nobody else can write to."""
     folder = Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        # Somebody else's, or open to others: code compiled into it could be theirs.
+        # Somebody else's, or open to others: what is read from it could be theirs.
         folder = Path(tempfile.mkdtemp(prefix="motley-"))
+    return folder
+
+
+def keep_caches_local(environ: Any) -> None:
+    """Point caches to :func:`cache_folder`."""
+    folder = cache_folder()
     for name, below in _CACHES.items():
         environ.setdefault(name, str(folder / below))
 

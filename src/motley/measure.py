@@ -1,11 +1,18 @@
-"""Measures what a device really does: the speed of its kernels by precision."""
+"""Measures what a device really does: its kernels by precision, a model by micro-batch."""
 
+import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 
-from motley.model import AUTOCAST, set_matmul_precision
+from motley.balance import Speed
+from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
+from motley.errors import MotleyError
+from motley.model import AUTOCAST, Classifier, set_matmul_precision
 
 
 @dataclass(frozen=True)
@@ -56,3 +63,146 @@ def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# -- how long a model computes, by micro-batch
+
+_BUDGET_S = 12.0  # for one rank's table; all ranks measure at once
+_REPEATS = 3
+_PLATEAU = 1.02  # twice the micro-batch that is less than this faster per sample ends the table
+_MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
+
+
+def measure_speed(
+    model: Classifier,
+    make: Callable[[], torch.optim.Optimizer],
+    most: int,
+    budget_s: float = _BUDGET_S,
+) -> Speed:
+    """Time forward and backward pass of micro-batches of 1, 2, 4, ..., and one optimizer step.
+
+    Ends at ``most`` samples, at a plateau, where memory ends, or when the next size would not
+    fit into the time. Parameters and random numbers are left as they were, and no memory is
+    held.
+
+    Args:
+        make: the optimizer; it takes one step of size 0 to have its state in memory, as in
+            training.
+
+    Raises:
+        MotleyError: not even one sample fits in memory.
+    """
+    device = next(model.parameters()).device
+    random = random_state(device)
+    optimizer = make()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    start = time.perf_counter()
+    sizes: list[int] = []
+    seconds: list[float] = []
+    memory: list[float | None] = []
+    step_s = 0.0
+    try:
+        for size in _doubling(most):
+            if sizes and time.perf_counter() - start + _REPEATS * 2.2 * seconds[-1] > budget_s:
+                break
+            if not _fits(memory, device):
+                break
+            try:
+                spent, peak = time_micro_batch(model, size)
+                if not sizes:
+                    step_s = _time_step(optimizer, device)
+            except torch.OutOfMemoryError:
+                break
+            sizes.append(size)
+            seconds.append(spent)
+            memory.append(peak)
+            if len(sizes) > 3 and sizes[-1] / spent < _PLATEAU * sizes[-2] / seconds[-2]:
+                break
+    finally:
+        model.zero_grad(set_to_none=True)
+        del optimizer
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        load_random_state(random, device)
+    if not sizes:
+        raise MotleyError(
+            f"{device} has no room for one sample of this model; choose a smaller --model or "
+            "--img-size, or see who holds its memory with: bash setup/test_cn_connection.sh"
+        )
+    return Speed(tuple(sizes), tuple(seconds), step_s, tuple(memory))
+
+
+def _doubling(most: int) -> Iterator[int]:
+    """1, 2, 4, ... and ``most``."""
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def time_micro_batch(model: Classifier, size: int) -> tuple[float, float | None]:
+    """Median of some runs after a warm one, seconds, and the peak of memory, MiB.
+
+    Leaves gradients behind.
+    """
+    device = next(model.parameters()).device
+    images = model.blank_images(size)
+    labels = torch.zeros(size, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        loss = functional.cross_entropy(model(images), labels, reduction="sum")
+        torch.autograd.backward([loss])
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+    return statistics.median(times[1:]), peak
+
+
+def _time_step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.zero_grad(set_to_none=False)  # 0 times the gradient must be 0 in fp16 too
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        unscale_and_clip(parameters, gradient_norm(parameters), 1.0, 1.0)
+        optimizer.step()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _fits(memory: Sequence[float | None], device: torch.device) -> bool:
+    """Whether twice the last micro-batch should fit, by how memory grew so far."""
+    known = [peak for peak in memory if peak is not None]
+    if len(known) < 2:
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    room = (free + torch.cuda.memory_reserved(device)) / 2**20
+    return known[-1] + 2 * (known[-1] - known[-2]) < _MEMORY_MARGIN * room
+
+
+def measure_wire(parameters: Sequence[torch.Tensor], bucket_mib: float = 25.0) -> float:
+    """Seconds of one all-reduce of the gradient of these parameters, in buckets, over all ranks.
+
+    All ranks of the process group must call it, and get the same answer.
+    """
+    device = parameters[0].device
+    left = sum(parameter.numel() for parameter in parameters)
+    size = int(bucket_mib * 2**20 / 4)
+    bucket = torch.zeros(min(size, left), device=device)
+    dist.all_reduce(bucket[:1])  # makes the connections
+    _wait(device)
+    start = time.perf_counter()
+    while left > 0:
+        dist.all_reduce(bucket[: min(size, left)])
+        left -= size
+    _wait(device)
+    spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+    dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
+    return float(spent)

@@ -145,12 +145,13 @@ def training_parser(description: str) -> OneVoice:
         "--micro-batch",
         metavar="M[,M...]",
         help="most samples a rank holds at once, one for all or one a rank; "
-        "default: its whole share",
+        "default: the fastest that fits, or with --shares its whole share",
     )
     group.add_argument(
         "--shares",
-        metavar="S,S,...",
-        help="samples of each rank in proportion, as in 5,4,3,2,1; default: equal",
+        metavar="S,S,...|equal",
+        help="samples of each rank in proportion, as in 5,4,3,2,1, or equal; default: by "
+        "their speed, which is measured",
     )
     group.add_argument("--epochs", type=_positive, default=30, metavar="E", help="default 30")
     group.add_argument("--max-steps", type=_positive, metavar="K", help="stop after K steps")

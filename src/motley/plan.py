@@ -74,14 +74,14 @@ def choose_participants(
     return dict(sorted(chosen.items())), tuple(sorted(left_out, key=lambda entry: entry.rank))
 
 
-def parse_shares(text: str | None, ranks: int) -> tuple[float, ...]:
-    """Read ``--shares``: samples a rank takes, in proportion; equal when not given.
+def parse_shares(text: str, ranks: int) -> tuple[float, ...]:
+    """Read ``--shares``: samples a rank takes, in proportion.
 
     Args:
-        text: for example ``5,4,3,2,1`` or ``1,0.5,0``; None for equal shares.
+        text: for example ``5,4,3,2,1`` or ``1,0.5,0``, or ``equal``.
         ranks: number of ranks that take part.
     """
-    if text is None:
+    if text == "equal":
         return (1.0,) * ranks
     try:
         shares = tuple(float(word) for word in text.split(","))

@@ -47,6 +47,12 @@ class Run:
         if self._lock is None:
             self._lock = self.folder.lock()
 
+    def read_continued(self) -> dict[str, Any]:
+        """run.json of the run that is continued; empty for a fresh start, or if it is gone."""
+        if not self.resume_from:
+            return {}
+        return RunFolder(self.resume_from[0].parent.parent).read_run()
+
     def start(self, content: Mapping[str, Any]) -> None:
         """Make the folder on all machines and write run.json; from here on rank 0 records
         the events and faults of all."""

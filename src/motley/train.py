@@ -7,6 +7,7 @@ every step, an evaluation and a checkpoint after every epoch.
 
 import dataclasses
 import math
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,16 @@ import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
+from motley.balance import Forecast
 from motley.checkpoint import Checkpoints
-from motley.data import load_images, prepare
+from motley.data import prepare
 from motley.engine import Engine, EngineMaker, Seating, StepResult, exchange
 from motley.errors import MotleyError
 from motley.launch import World
-from motley.model import Classifier, build_model, image_size, model_name, set_matmul_precision
+from motley.model import Classifier, image_size, model_name
 from motley.options import Config
-from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
+from motley.plan import Plan
+from motley.planning import Parts, Planned, open_parts, plan_batch
 from motley.precision import LossScale, parse_loss_scale
 from motley.recorder import Recorder
 from motley.records import EpochRecord
@@ -60,16 +63,18 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     run = Run.find(world, config)
     world.once_per_node(lambda: prepare(config))
     team = join_team(world, config.precision)
-    plan = plan_batch(config, team)
 
     # All that can be wrong with the options is said before the run's records are touched.
+    parts = None if team.rank is None else open_parts(team, config)
+    planned = plan_batch(world, run, team, parts, config)
+    plan = planned.plan
     job, position, notes = None, Position(), list[str]()
-    if team.rank is not None:
-        job = assemble(run, team, plan, config, make_engine)
+    if team.rank is not None and parts is not None:
+        job = assemble(run, team, plan, config, make_engine, parts)
         plan = job.plan
         position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
-    run.start(records_of(config, team, plan))
-    announce(world, run, team, plan, config)
+    run.start(records_of(config, team, plan, planned))
+    announce(world, run, team, plan, planned.forecast, config)
     if job is None:
         run.finish({})  # this rank is left out, and waits for the others
         return
@@ -89,21 +94,12 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     run.finish(recorder.result(evaluated))
 
 
-def plan_batch(config: Config, team: Team) -> Plan:
-    """Who does how much of every global batch."""
-    shares = parse_shares(config.shares, team.size)
-    sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
-    return make_plan(config.batch_size, shares, sizes)
-
-
-def assemble(run: Run, team: Team, plan: Plan, config: Config, make_engine: EngineMaker) -> Job:
-    """Open the data, build the model, and set an engine on it."""
+def assemble(
+    run: Run, team: Team, plan: Plan, config: Config, make_engine: EngineMaker, parts: Parts
+) -> Job:
+    """Set an engine on the model, and make what else training needs."""
     assert team.rank is not None
-    img_size, precision = image_size(config), team.precisions[team.rank]
-    set_matmul_precision(precision)
-    images = load_images(config, img_size)
-    loader = Loader(images, config, img_size, team.rank, team.device)
-    model = Classifier(build_model(config, images), images, img_size, precision, team.device)
+    img_size, loader, model = image_size(config), parts.loader, parts.model
     torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
     scale = parse_loss_scale(config.loss_scale, team.precisions)
     engine = make_engine(
@@ -168,7 +164,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     return evaluated or evaluate(job, position.step, position.epoch)
 
 
-def records_of(config: Config, team: Team, plan: Plan) -> dict[str, Any]:
+def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict[str, Any]:
     """What run.json says of who trains what and how."""
     return {
         "config": {**dataclasses.asdict(config), "img_size": image_size(config)},
@@ -178,12 +174,16 @@ def records_of(config: Config, team: Team, plan: Plan) -> dict[str, Any]:
             **dataclasses.asdict(plan),
             "counts": plan.counts,
             "micro_batches": plan.micro_batches,
+            "speeds": [speed.as_json() for speed in planned.speeds],
+            "forecast": planned.forecast and planned.forecast.as_json(),
         },
         "backend": team.backend,
     }
 
 
-def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> None:
+def announce(
+    world: World, run: Run, team: Team, plan: Plan, predicted: Forecast | None, config: Config
+) -> None:
     """Say on rank 0 who trains what and how."""
     if world.rank != 0:
         return
@@ -196,11 +196,15 @@ def announce(world: World, run: Run, team: Team, plan: Plan, config: Config) -> 
         print(
             f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "
             f"({member.why}), {plan.sentence(member.group_rank)}"
+            + (f", {predicted.compute_s[member.group_rank]:.3g} s" if predicted else "")
         )
     for entry in team.left_out:
         print(f"  rank {entry.rank} on {entry.host} is left out: {entry.reason}")
     counts = " + ".join(map(str, plan.counts))
-    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}", flush=True)
+    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}")
+    if predicted:
+        print(f"  {predicted.sentence()}")
+    sys.stdout.flush()
 
 
 def make_schedule(

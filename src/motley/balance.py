@@ -1,0 +1,264 @@
+"""Splits the global batch over ranks of unequal speed, and says how fast that can be. Pure.
+
+Source of the arithmetic: ARITHMETIC.md. A rank needs
+
+    t(n) = step_s + micro(m) * (n // m) + micro(n % m)
+
+seconds for n samples, from a measured table of micro(b), the time of one micro-batch of b.
+The split gives rank i the most samples that it can do in T, for the smallest T that serves
+the whole batch: an integer minimax split.
+"""
+
+import dataclasses
+import heapq
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from motley.errors import MotleyError
+
+_AS_FAST = 0.98  # a smaller micro-batch is taken if its rate is this part of the best
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long one rank computes, as measured.
+
+    Attributes:
+        sizes: micro-batch sizes that were timed, ascending from 1; all of them fit in memory.
+        seconds: forward and backward pass of a micro-batch of each.
+        step_s: once a step, whatever the batch: clipping and the optimizer, seconds.
+        memory_mib: peak memory at each size; None where unknown.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    step_s: float
+    memory_mib: tuple[float | None, ...] = ()
+
+    @cached_property
+    def _rising(self) -> tuple[float, ...]:
+        """``seconds`` without the dips of a noisy clock: more samples never take less time."""
+        highest, rising = 0.0, []
+        for seconds in self.seconds:
+            highest = max(highest, seconds)
+            rising.append(highest)
+        return tuple(rising)
+
+    @cached_property
+    def micro_batch(self) -> int:
+        """m: the smallest measured size that is as fast as any, per sample."""
+        rates = [size / seconds for size, seconds in zip(self.sizes, self._rising, strict=True)]
+        enough = _AS_FAST * max(rates)
+        return next(s for s, rate in zip(self.sizes, rates, strict=True) if rate >= enough)
+
+    def micro_s(self, samples: float) -> float:
+        """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""
+        if samples <= 0:
+            return 0.0
+        if samples <= self.sizes[0] or len(self.sizes) == 1:
+            return self._rising[0] * max(1.0, samples / self.sizes[0])
+        right = min(bisect_right(self.sizes, samples), len(self.sizes) - 1)
+        (low, high), (start, end) = (
+            self.sizes[right - 1 : right + 1],
+            self._rising[right - 1 : right + 1],
+        )
+        return start + (end - start) * (samples - low) / (high - low)
+
+    def seconds_of(self, samples: float) -> float:
+        """t(n): a rank's own time for its part of a step."""
+        full, rest = divmod(samples, self.micro_batch)
+        return self.step_s + full * self.micro_s(self.micro_batch) + self.micro_s(rest)
+
+    def samples_in(self, seconds: float) -> float:
+        """The most samples in so many seconds, a real number: the inverse of :meth:`seconds_of`."""
+        left = seconds - self.step_s
+        if left <= 0:
+            return 0.0
+        whole = self.micro_s(self.micro_batch)
+        full = int(left / whole)
+        return full * self.micro_batch + self._rest_in(left - full * whole)
+
+    def _rest_in(self, seconds: float) -> float:
+        """Samples of an incomplete micro-batch that fit into so many seconds."""
+        if seconds < self._rising[0]:
+            return 0.0
+        place = bisect_right(self._rising, seconds) - 1
+        if self.sizes[place] >= self.micro_batch:
+            return float(self.micro_batch)
+        (low, high), (start, end) = self.sizes[place : place + 2], self._rising[place : place + 2]
+        return low + (high - low) * (seconds - start) / (end - start)
+
+    def at_most(self, micro_batch: int) -> "Speed":
+        """The same with no micro-batch above this size."""
+        kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
+        memory = self.memory_mib or (None,) * len(self.sizes)
+        return (
+            Speed(
+                (*(self.sizes[index] for index in kept), micro_batch),
+                (*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
+                self.step_s,
+                (*(memory[index] for index in kept), None),
+            )
+            if micro_batch < self.sizes[-1]
+            else self
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json and for the cache; :meth:`from_json` reads it."""
+        return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
+                "memory_mib": self.memory_mib}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Speed":
+        """Raises ValueError, KeyError or TypeError for anything that is no such table."""
+        sizes = tuple(int(size) for size in content["sizes"])
+        seconds = tuple(float(value) for value in content["seconds"])
+        if not sizes or len(sizes) != len(seconds) or min(seconds) <= 0 or min(sizes) < 1:
+            raise ValueError("no table of speeds")
+        if list(sizes) != sorted(set(sizes)):
+            raise ValueError("sizes do not ascend")
+        return cls(sizes, seconds, float(content["step_s"]), tuple(content["memory_mib"]))
+
+
+def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
+    """Samples of each rank so that the slowest takes the shortest time; they sum to the batch.
+
+    Holds for thousands of ranks: one bisection over the time, and one sample after another
+    taken from who would be last.
+    """
+    enough = _time_for(global_batch, speeds, whole=True)
+    counts = [int(speed.samples_in(enough)) for speed in speeds]
+    last = [
+        (-speed.seconds_of(n), rank)
+        for rank, (speed, n) in enumerate(zip(speeds, counts, strict=True))
+        if n
+    ]
+    heapq.heapify(last)
+    for _ in range(sum(counts) - global_batch):
+        _, rank = heapq.heappop(last)
+        counts[rank] -= 1
+        if counts[rank]:
+            heapq.heappush(last, (-speeds[rank].seconds_of(counts[rank]), rank))
+    return tuple(counts)
+
+
+def limit_s(global_batch: int, speeds: Sequence[Speed]) -> float:
+    """Seconds of a step if nobody waited, nothing was sent, and samples could be cut."""
+    return _time_for(global_batch, speeds, whole=False)
+
+
+def _time_for(global_batch: int, speeds: Sequence[Speed], whole: bool) -> float:
+    """The smallest time, to 1e-12 of itself, in which the ranks do the batch together."""
+    if not speeds:
+        raise MotleyError("no rank is left to train; see why each was left out")
+
+    def done(seconds: float) -> float:
+        each = (speed.samples_in(seconds) for speed in speeds)
+        return sum(map(int, each)) if whole else sum(each)
+
+    low, high = 0.0, max(speed.seconds_of(global_batch) for speed in speeds)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if done(middle) >= global_batch else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan should do.
+
+    Attributes:
+        compute_s: of each rank in a step.
+        wire_s: one all-reduce of the whole gradient, measured.
+        exposed_s: the part of it that the backward pass cannot hide.
+        limit_s: a step's time if nobody waited and nothing was sent.
+    """
+
+    global_batch: int
+    compute_s: tuple[float, ...]
+    wire_s: float
+    exposed_s: float
+    limit_s: float
+
+    @property
+    def step_s(self) -> float:
+        """A step, predicted."""
+        return max(self.compute_s) + self.exposed_s
+
+    @property
+    def images_per_s(self) -> float:
+        """Predicted."""
+        return self.global_batch / self.step_s
+
+    @property
+    def fraction(self) -> float:
+        """Of the smaller of two bounds: the limit, and one all-reduce after the other."""
+        return max(self.limit_s, self.wire_s) / self.step_s
+
+    def sentence(self) -> str:
+        """What to expect, for the log."""
+        return (
+            f"predicted: {self.step_s:.3g} s a step, {self.images_per_s:,.0f} images/s, which is "
+            f"{self.fraction:.2f} of what these machines can do together "
+            f"({self.global_batch / self.limit_s:,.0f} images/s; one all-reduce takes "
+            f"{self.wire_s:.3g} s)"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json; :meth:`from_json` reads it."""
+        derived = {"step_s": self.step_s, "fraction": self.fraction}
+        return {**dataclasses.asdict(self), **derived}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Forecast":
+        """Reads :meth:`as_json`."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{**{name: content[name] for name in names},
+                      "compute_s": tuple(content["compute_s"])})  # fmt: skip
+
+
+def forecast(
+    counts: Sequence[int], speeds: Sequence[Speed], wire_s: float, buckets: int
+) -> Forecast:
+    """Predict a plan.
+
+    The wire works while the last micro-batch's backward pass (two thirds of its time) still
+    produces gradients; the last of the ``buckets`` is ready only when that ends.
+    """
+    total = sum(counts)
+    compute = tuple(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
+    last = max(range(len(counts)), key=lambda rank: compute[rank])
+    rest = counts[last] % speeds[last].micro_batch or speeds[last].micro_batch
+    hidden = speeds[last].micro_s(min(rest, counts[last])) * 2 / 3
+    exposed = max(wire_s - hidden, wire_s / buckets)
+    return Forecast(total, compute, wire_s, exposed, limit_s(total, speeds))
+
+
+def what_if(
+    global_batch: int, names: Sequence[str], speeds: Sequence[Speed], wire_s: float, buckets: int
+) -> dict[str, Forecast]:
+    """Other ways to do it, predicted: for a person who wonders.
+
+    Args:
+        names: of the ranks, for the rows.
+    """
+    ranks = range(len(speeds))
+    best = min(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
+    rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], 0.0, buckets)}
+    if len(speeds) == 1:
+        return rows
+    equal = [global_batch // len(speeds) + (rank < global_batch % len(speeds)) for rank in ranks]
+    rows["equal shares"] = forecast(equal, speeds, wire_s, buckets)
+    fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
+    for count in range(2, len(speeds)):
+        few = [speeds[rank] for rank in sorted(fast[:count])]
+        # A ring of n takes 2 (n - 1) / n of the gradient over each link.
+        wire = wire_s * (1 - 1 / count) / (1 - 1 / len(speeds))
+        rows[f"the fastest {count}"] = forecast(split(global_batch, few), few, wire, buckets)
+    twice = 2 * global_batch
+    rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire_s, buckets)
+    return rows

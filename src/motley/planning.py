@@ -1,0 +1,92 @@
+"""Makes the plan: from ``--shares``, from the run that is continued, or from measured speeds."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from motley.balance import Forecast, Speed, forecast, split
+from motley.data import load_images
+from motley.launch import World
+from motley.model import Classifier, build_model, image_size, set_matmul_precision
+from motley.options import Config
+from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
+from motley.runs import Run
+from motley.sampler import Loader
+from motley.speeds import measure_team
+from motley.team import Team
+
+BUCKETS = 4  # that DDP cuts a ViT-B/16's gradient into, and fewer than a larger model's
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank that trains has before there is a plan."""
+
+    loader: Loader
+    model: Classifier
+
+
+def open_parts(team: Team, config: Config) -> Parts:
+    """Open the data and build the model."""
+    assert team.rank is not None
+    img_size, precision = image_size(config), team.precisions[team.rank]
+    set_matmul_precision(precision)
+    images = load_images(config, img_size)
+    loader = Loader(images, config, img_size, team.rank, team.device)
+    net = build_model(config, images)
+    return Parts(loader, Classifier(net, images, img_size, precision, team.device))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what it was made from.
+
+    Attributes:
+        speeds: of each rank, measured; empty for a plan made by hand.
+        forecast: None for a plan made by hand.
+    """
+
+    plan: Plan
+    speeds: tuple[Speed, ...] = ()
+    forecast: Forecast | None = None
+
+
+def plan_batch(
+    world: World, run: Run | None, team: Team, parts: Parts | None, config: Config
+) -> Planned:
+    """Who does how much of every global batch. Every launched rank calls it.
+
+    Args:
+        run: may be a continued one; None if nothing is to be trained.
+        parts: None on a rank that is left out.
+    """
+    if config.shares is not None:
+        shares = parse_shares(config.shares, team.size)
+        sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
+        return Planned(make_plan(config.batch_size, shares, sizes))
+    if run is not None and (before := _plan_before(world, run, team, config)) is not None:
+        return before
+    measured = measure_team(world, team, parts.model if parts else None, config)
+    speeds = measured.speeds
+    if config.micro_batch is not None:
+        most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
+        speeds = tuple(speed.at_most(size) for speed, size in zip(speeds, most, strict=True))
+    counts = split(config.batch_size, speeds)
+    plan = make_plan(config.batch_size, counts, [speed.micro_batch for speed in speeds])
+    return Planned(plan, speeds, forecast(counts, speeds, measured.wire_s, BUCKETS))
+
+
+def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned | None:
+    """The plan of the run that is continued, if the same ranks go on: so, to the bit, do they."""
+    content = world.from_first(run.read_continued)
+    same = ("batch_size", "micro_batch", "shares")
+    old: dict[str, Any] = content.get("config", {})
+    members = [dataclasses.asdict(member) for member in team.members]
+    if content.get("ranks") != members or any(old.get(k) != getattr(config, k) for k in same):
+        return None
+    plan, speeds = content["plan"], [Speed.from_json(each) for each in content["plan"]["speeds"]]
+    known = plan["forecast"] and Forecast.from_json(plan["forecast"])
+    return Planned(
+        make_plan(plan["global_batch"], plan["shares"], plan["max_micro_batch"]),
+        tuple(speeds), known,
+    )  # fmt: skip

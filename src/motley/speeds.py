@@ -1,0 +1,122 @@
+"""The speeds of all ranks: measured, or remembered from an earlier run on the same device."""
+
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from motley.balance import Speed
+from motley.engine import make_optimizer
+from motley.launch import World, cache_folder
+from motley.measure import measure_speed, measure_wire, time_micro_batch
+from motley.model import Classifier, image_size
+from motley.options import Config
+from motley.runs import versions
+from motley.team import Team
+
+_BUSIER = 1.5  # a remembered speed is measured anew if the device is this much slower now
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the plan is made from.
+
+    Attributes:
+        speeds: by rank in the group.
+        wire_s: one all-reduce of the whole gradient.
+    """
+
+    speeds: tuple[Speed, ...]
+    wire_s: float
+
+
+def measure_team(world: World, team: Team, model: Classifier | None, config: Config) -> Measured:
+    """Measure all ranks at once; every launched rank calls it, those left out without a model."""
+    own = None
+    if model is not None and team.rank is not None:
+        speed = _speed_of(team, model, config)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        own = speed, measure_wire(parameters) if team.size > 1 else 0.0
+    found = [each for each in world.allgather(own) if each is not None]
+    return Measured(_alike(team, [speed for speed, _ in found]), found[0][1])
+
+
+def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
+    """CPU ranks of one machine share its cores and are equal: noise must not tell them apart."""
+    groups: dict[str, list[Speed]] = {}
+    for member, speed in zip(team.members, speeds, strict=True):
+        groups.setdefault(member.host, []).append(speed)
+    return tuple(
+        speed if member.uuid else _middle(groups[member.host])
+        for member, speed in zip(team.members, speeds, strict=True)
+    )
+
+
+def _middle(speeds: Sequence[Speed]) -> Speed:
+    """Median of tables, over the sizes that all have."""
+    shortest = min(speeds, key=lambda speed: len(speed.sizes))
+    columns = zip(*(speed.seconds[: len(shortest.sizes)] for speed in speeds), strict=True)
+    seconds = tuple(statistics.median(column) for column in columns)
+    return replace(
+        shortest, seconds=seconds, step_s=statistics.median(speed.step_s for speed in speeds)
+    )
+
+
+def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
+    """This rank's speed, remembered if the device still is as fast."""
+    path, key = _place(team, config)
+    if (speed := read_speed(path, key)) is not None:
+        try:
+            seconds, _ = time_micro_batch(model, speed.micro_batch)
+            if seconds < _BUSIER * speed.micro_s(speed.micro_batch):
+                return speed
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        finally:
+            model.zero_grad(set_to_none=True)
+    fused = team.device.type == "cuda"
+    speed = measure_speed(
+        model, lambda: make_optimizer(model.net, config, fused), config.batch_size
+    )
+    write_speed(path, key, speed)
+    return speed
+
+
+def _place(team: Team, config: Config) -> tuple[Path, dict[str, Any]]:
+    """Where a rank's speed is remembered, and all that it depends on."""
+    assert team.rank is not None
+    own = team.members[team.rank]
+    here = sum(member.host == own.host for member in team.members)
+    key = {
+        "device": own.device, "uuid": own.uuid, "precision": own.precision,
+        "ranks": 1 if own.uuid else here, "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)), "model": config.model,
+        "img_size": image_size(config), "dataset": config.dataset, "opt": config.opt,
+        "compile": config.compile, "most": config.batch_size, "versions": versions(),
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"speed-{digest[:20]}.json", key
+
+
+def read_speed(path: Path, key: Mapping[str, Any]) -> Speed | None:
+    """A remembered speed; None if there is none, or none that can be read."""
+    try:
+        content = json.loads(path.read_text())
+        if content["key"] != key:
+            return None
+        return Speed.from_json(content["speed"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_speed(path: Path, key: Mapping[str, Any], speed: Speed) -> None:
+    """Remember a speed, whole or not at all."""
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(json.dumps({"key": key, "speed": speed.as_json()}))
+    new.replace(path)

@@ -1,0 +1,80 @@
+"""Say who would do how much of every step, and how fast that would be; nothing is trained.
+
+mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py
+mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py --batch-size 512
+
+Takes the options of train_vit.py. Measures each rank's speed (remembered between runs) and
+one all-reduce, splits the batch, and predicts this and other ways to do it.
+"""
+
+import dataclasses
+
+from rich.table import Table
+
+from motley import launch
+from motley.balance import what_if
+from motley.data import prepare
+from motley.errors import MotleyError
+from motley.model import model_name
+from motley.options import Config, read_config, training_parser
+from motley.planning import BUCKETS, Planned, open_parts, plan_batch
+from motley.progress import console
+from motley.team import Team, join_team, leave_team
+
+
+def main(world: launch.World, config: Config) -> None:
+    """Plan on all ranks, print on rank 0."""
+    if config.shares is not None:
+        raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
+    config = dataclasses.replace(config, model=model_name(config))
+    world.once_per_node(lambda: prepare(config))
+    team = join_team(world, config.precision)
+    parts = None if team.rank is None else open_parts(team, config)
+    planned = plan_batch(world, None, team, parts, config)
+    if world.rank == 0:
+        show(team, planned)
+    if team.rank is not None:
+        leave_team()
+
+
+def show(team: Team, planned: Planned) -> None:
+    """One row a rank, then one row for each other way."""
+    plan, predicted, out = planned.plan, planned.forecast, console()
+    assert predicted is not None
+    table = Table("rank", "host", "device", "precision", "why", box=None, pad_edge=False)
+    for name in ("micro-batch", "samples", "compute", "waits"):
+        table.add_column(name, justify="right")
+    last = max(predicted.compute_s)
+    for member in team.members:
+        rank = member.group_rank
+        seconds = predicted.compute_s[rank]
+        table.add_row(
+            str(member.rank), member.host, member.device, member.precision, member.why,
+            str(plan.max_micro_batch[rank]), str(plan.counts[rank]), f"{seconds:.3g} s",
+            f"{last - seconds:.2g} s",
+        )  # fmt: skip
+    out.print(table)
+    for entry in team.left_out:
+        out.print(f"rank {entry.rank} on {entry.host} is left out: {entry.reason}")
+    out.print(f"\n{predicted.sentence()}\n")
+    if min(plan.counts) < 10 and len(plan.counts) > 1:
+        out.print(
+            f"the smallest share is {min(plan.counts)} samples, so rounding to whole samples "
+            "costs; a larger --batch-size would cost less\n"
+        )
+    others = Table("or", box=None, pad_edge=False)
+    for name in ("s a step", "images/s", "as planned is 1"):
+        others.add_column(name, justify="right")
+    names = [f"rank {member.rank} on {member.host}" for member in team.members]
+    rows = what_if(plan.global_batch, names, planned.speeds, predicted.wire_s, BUCKETS)
+    for label, forecast in {"as planned": predicted, **rows}.items():
+        times = forecast.images_per_s / predicted.images_per_s
+        others.add_row(
+            label, f"{forecast.step_s:.3g}", f"{forecast.images_per_s:,.0f}", f"{times:.2f}"
+        )
+    out.print(others)
+
+
+if __name__ == "__main__":
+    chosen = read_config(training_parser(str(__doc__)))
+    launch.run(lambda world: main(world, chosen))
