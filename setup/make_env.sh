@@ -94,9 +94,7 @@ settle_mpi() {
   install -m 755 "$launcher/prted.sh" "$venv/bin/motley_prted"
   # Open MPI 5 binds ranks to cores and refuses more ranks than cores; a lab's ranks are
   # one a GPU, and a laptop tries five on two cores. A link that is cut is noticed in 11 s in
-  # place of 8 minutes. plm_ssh_no_tree_spawn is left alone: with it, 5 of 260 starts over
-  # three hosts hung for good, without it 0 of 200, and up to 64 hosts the head starts all
-  # others itself anyway, so that they need no keys.
+  # place of 8 minutes. Up to 64 hosts the head starts all others itself: they need no keys.
   local line
   for line in 'hwloc_default_binding_policy = none' "plm_ssh_agent = $venv/bin/motley_ssh" \
     'oob_tcp_keepalive_time = 5' 'oob_tcp_keepalive_intvl = 2' 'oob_tcp_keepalive_probes = 3'; do
