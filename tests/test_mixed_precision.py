@@ -31,3 +31,15 @@ def test_an_overflow_on_the_fp16_rank_is_skipped_by_all_together(
     assert [step["grad_norm"] for step in ranks[0] if step["overflow"]] == [None] * sum(
         overflows[0]
     )
+
+
+@pytest.mark.parametrize("script", [DDP, ZERO])
+def test_the_scale_is_found_before_step_1(jobs: Jobs, script: str) -> None:
+    run = jobs.train(
+        3, script, "auto", "--precision", "fp16,bf16,fp32", "--shares", "1,2,2", "--max-steps", 30
+    )
+    scales = [step["loss_scale"] for step in run.steps()]
+    assert not any(step["overflow"] for step in run.steps())
+    (found,) = [event for event in run.events if event["event"] == "loss_scale"]
+    # 2^24 overflows (see above); far below 2^10 small gradients would vanish in fp16.
+    assert found["value"] == scales[0] and 2.0**10 <= scales[0] <= 2.0**22

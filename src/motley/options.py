@@ -205,7 +205,8 @@ def training_parser(description: str) -> OneVoice:
         "--loss-scale",
         default="auto",
         metavar="auto|dynamic|NUMBER",
-        help="a number is where it starts, as in 2^16",
+        help="shared by all ranks. auto (default): found on the first batches, 1 where no rank "
+        "computes in fp16; dynamic: from 2^16; a number: from there, as in 2^20",
     )
     group.add_argument("--seed", type=_natural, default=0, metavar="N", help="default 0")
 

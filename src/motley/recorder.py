@@ -45,6 +45,7 @@ class Recorder:
         self._pending: tuple[StepRecord, Laps] | None = None
         self._started = time.monotonic()
         self._samples = 0
+        self._scale: float | None = None  # of the last step
         self.progress = Progress()
 
     def __enter__(self) -> "Recorder":
@@ -96,8 +97,12 @@ class Recorder:
         self._samples += record.n_global
         self._reporter.step(record)
         self.progress = Progress(record.epoch, record.step, record.t_compute)
-        if record.overflow and self._rank == 0:  # all know of it
-            self._run.event("overflow", step=record.step, loss_scale=record.loss_scale)
+        if self._rank == 0:  # all know of it
+            if record.overflow:
+                self._run.event("overflow", step=record.step, loss_scale=record.loss_scale)
+            elif self._scale is not None and record.loss_scale > self._scale:
+                self._run.event("loss_scale", step=record.step, value=record.loss_scale)
+        self._scale = record.loss_scale
         if self._board is not None:
             for name in ("loss", "lr", "images_per_s", "loss_scale"):
                 self._board.add_scalar(name, getattr(record, name), record.step)

@@ -6,6 +6,7 @@ every step, an evaluation and a checkpoint after every epoch.
 """
 
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -31,8 +32,11 @@ from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.runs import Run
 from motley.sampler import Batch, Loader, seed_of
+from motley.scale_search import BATCHES, find_scale
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Team, gpu_logger, join_team, leave_team
+
+Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Job:
     Attributes:
         last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
         saved_config: what a checkpoint keeps of the options.
+        notes: what was found while it was made, for the records.
     """
 
     config: Config
@@ -55,6 +60,7 @@ class Job:
     last_step: int
     save_every: int
     saved_config: dict[str, Any]
+    notes: list[Note]
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:
@@ -85,6 +91,8 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     recorder = Recorder(run, team, config, tells_sync, position.step, job.last_step)
     for note in notes:
         recorder.note("resume", note)
+    for kind, text, content in job.notes:
+        recorder.note(kind, text, **content)
     with (
         gpu_logger(world, team, run.folder, lambda: recorder.progress, config.gpu_log_interval),
         recorder,
@@ -102,6 +110,11 @@ def assemble(
     img_size, loader, model = image_size(config), parts.loader, parts.model
     torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
     scale = parse_loss_scale(config.loss_scale, team.precisions)
+    notes: list[Note] = []
+    if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
+        scale.value = search_scale(team, parts, plan, config)
+        text = f"the loss scale starts at {scale.value:g}, found on the first batches"
+        notes.append(("loss_scale", text, {"value": scale.value}))
     engine = make_engine(
         model, Seating(config, team.rank, team.size, team.device, team.precisions, scale, plan)
     )
@@ -116,8 +129,20 @@ def assemble(
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep),
         last_step=min(total_steps, config.max_steps or total_steps),
         save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
-        saved_config={**dataclasses.asdict(config), "img_size": img_size},
+        saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
     )  # fmt: skip
+
+
+def search_scale(team: Team, parts: Parts, plan: Plan, config: Config) -> float:
+    """Find the loss scale on the first global batches of the first epoch."""
+    assert team.rank is not None
+    fp16, batches = team.precisions[team.rank] == "fp16", list[Batch]()
+    if fp16:
+        for _, micro_batches in itertools.islice(parts.loader.steps(0, 0, plan), BATCHES):
+            batches += [batch for batch, _ in micro_batches]
+    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not.
+    weight = team.size / plan.global_batch
+    return find_scale(parts.model, batches, weight, config.smoothing, fp16)
 
 
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:

@@ -1,0 +1,60 @@
+"""Finds the loss scale before step 1: the largest that does not overflow, less a margin.
+
+A scale that is too high costs skipped steps at the start (from 2^32 about fourteen), one that
+is too low costs small gradients. Both are seen on the first real batches.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from motley.engine import exchange, gradient_norm, load_random_state, random_state, sample_losses
+from motley.model import Classifier
+from motley.sampler import Batch
+
+HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow
+MARGIN = 2  # powers of two: gradients of later batches may be larger
+BATCHES = 2  # global batches that are tried
+
+
+def find_scale(
+    model: Classifier, batches: Sequence[Batch], weight: float, smoothing: float, fp16: bool
+) -> float:
+    """The scale that all ranks start with; all ranks of the group call it.
+
+    Parameters and random numbers are left as they were.
+
+    Args:
+        batches: this rank's first micro-batches.
+        weight: that a sample's loss is multiplied by besides the scale.
+        fp16: this rank computes in fp16; others have nothing to try.
+    """
+    power = HIGHEST
+    if fp16:
+        random = random_state(next(model.parameters()).device)
+        low, high = 0, HIGHEST + 1  # low is taken for good, high for bad
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _overflows(model, batches, weight * 2.0**middle, smoothing):
+                high = middle
+            else:
+                low = middle
+        power = low
+        load_random_state(random, next(model.parameters()).device)
+    lowest = min(found for (found,) in exchange([float(power)]))
+    return float(2.0 ** max(0.0, lowest - MARGIN))
+
+
+def _overflows(
+    model: Classifier, batches: Sequence[Batch], weight: float, smoothing: float
+) -> bool:
+    """Whether the gradient of any batch, or of all together, is not finite."""
+    model.zero_grad(set_to_none=True)
+    for batch in batches:
+        if len(batch.labels):
+            losses = sample_losses(model(batch.images), batch, smoothing)
+            torch.autograd.backward([losses.sum() * weight])
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    finite = bool(gradient_norm(parameters).isfinite()) if parameters else True
+    model.zero_grad(set_to_none=True)
+    return not finite
