@@ -32,6 +32,7 @@ class Config:
     batch_size: int
     micro_batch: str | None
     shares: str | None
+    replan: str
     max_steps: int | None
     opt: str
     lr: float
@@ -152,6 +153,13 @@ def training_parser(description: str) -> OneVoice:
         metavar="S,S,...|equal",
         help="samples of each rank in proportion, as in 5,4,3,2,1, or equal; default: by "
         "their speed, which is measured",
+    )
+    group.add_argument(
+        "--replan",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto (default): split anew when ranks become slower or faster while it runs; the "
+        "global batch never changes",
     )
     group.add_argument("--epochs", type=_positive, default=30, metavar="E", help="default 30")
     group.add_argument("--max-steps", type=_positive, metavar="K", help="stop after K steps")

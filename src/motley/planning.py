@@ -66,6 +66,7 @@ def plan_batch(
         return Planned(make_plan(config.batch_size, shares, sizes))
     if run is not None and (before := _plan_before(world, run, team, config)) is not None:
         return before
+    make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
     measured = measure_team(world, team, parts.model if parts else None, config)
     speeds = measured.speeds
     if config.micro_batch is not None:

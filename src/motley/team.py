@@ -13,7 +13,7 @@ from motley.gpu_log import GpuLogger, Progress
 from motley.launch import World
 from motley.measure import kernel_speed
 from motley.plan import LeftOut, Seat, choose_participants
-from motley.precision import best_precision, parse_precision
+from motley.precision import PRECISIONS, best_precision, parse_precision
 from motley.records import RunFolder
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the lifeline names a dead rank long before
@@ -76,6 +76,7 @@ def join_team(world: World, precision: str = "auto") -> Team:
     Args:
         precision: as ``--precision`` says it.
     """
+    check_versions(world)
     gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
     machine = world.machines[world.rank]
     seats = world.allgather(Seat(world.rank, world.host, machine, world.local_rank, gpus))
@@ -95,6 +96,24 @@ def join_team(world: World, precision: str = "auto") -> Team:
             backend, timeout=_TIMEOUT, device_id=device if backend == "nccl" else None
         )
     return Team(rank, team, left_out, device, backend)
+
+
+def check_versions(world: World) -> None:
+    """Raise MotleyError unless all ranks have the same torch and NCCL: others cannot talk."""
+    nccl = ""
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    found = world.allgather((str(torch.__version__), nccl))
+    for kind, column in (("torch", [each[0] for each in found]), ("NCCL", [e[1] for e in found])):
+        ranks = {version: rank for rank, version in reversed(list(enumerate(column))) if version}
+        if len(ranks) > 1:
+            listed = ", ".join(
+                f"{version} on {world.nodes[rank].host}" for version, rank in sorted(ranks.items())
+            )
+            raise MotleyError(
+                f"the hosts have different versions of {kind} ({listed}); make them the same with: "
+                "bash setup/install_cn.sh"
+            )
 
 
 def _uuid(index: int) -> str:
@@ -135,8 +154,13 @@ def _member(rank: int, world: World, device: torch.device, wanted: str) -> Membe
     precision, why = best_precision(capability) if wanted == "auto" else (wanted, "asked for")
     speed = kernel_speed(device, precision, seconds=0.02)
     if speed.tflops is None:
+        able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
+        fix = (
+            f"it can do {', '.join(able)}: choose one with --precision for rank {rank}"
+            if able
+            else "this torch has no kernels for it: bash setup/install_cn.sh chooses one that has"
+        )
         raise MotleyError(
-            f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); choose another "
-            f"--precision for rank {rank}, or install a torch built for this device"
+            f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
         )
     return Member(world.rank, rank, world.host, name, uuid, precision, why)

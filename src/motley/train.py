@@ -28,6 +28,7 @@ from motley.options import Config
 from motley.plan import Plan
 from motley.planning import Parts, Planned, open_parts, plan_batch
 from motley.precision import LossScale, parse_loss_scale
+from motley.rebalance import Proposal, Watch
 from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.runs import Run
@@ -47,6 +48,7 @@ class Job:
         last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
         saved_config: what a checkpoint keeps of the options.
         notes: what was found while it was made, for the records.
+        watch: proposes another split when this one fits no more.
     """
 
     config: Config
@@ -61,6 +63,7 @@ class Job:
     save_every: int
     saved_config: dict[str, Any]
     notes: list[Note]
+    watch: Watch
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:
@@ -76,7 +79,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     plan = planned.plan
     job, position, notes = None, Position(), list[str]()
     if team.rank is not None and parts is not None:
-        job = assemble(run, team, plan, config, make_engine, parts)
+        job = assemble(run, team, planned, config, make_engine, parts)
         plan = job.plan
         position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
     run.start(records_of(config, team, plan, planned))
@@ -103,11 +106,11 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
 
 def assemble(
-    run: Run, team: Team, plan: Plan, config: Config, make_engine: EngineMaker, parts: Parts
+    run: Run, team: Team, planned: Planned, config: Config, make_engine: EngineMaker, parts: Parts
 ) -> Job:
     """Set an engine on the model, and make what else training needs."""
     assert team.rank is not None
-    img_size, loader, model = image_size(config), parts.loader, parts.model
+    img_size, loader, model, plan = image_size(config), parts.loader, parts.model, planned.plan
     torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
     scale = parse_loss_scale(config.loss_scale, team.precisions)
     notes: list[Note] = []
@@ -130,6 +133,10 @@ def assemble(
         last_step=min(total_steps, config.max_steps or total_steps),
         save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
+        watch=Watch(
+            planned.speeds if config.replan == "auto" else (),
+            [member.uuid or member.host for member in team.members],
+        ),
     )  # fmt: skip
 
 
@@ -148,13 +155,13 @@ def search_scale(team: Team, parts: Parts, plan: Plan, config: Config) -> float:
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
     """Train from ``position`` to the last step; returns the last evaluation."""
     engine, loader = job.engine, job.loader
-    evaluated = None
+    evaluated, plan, watch = None, job.plan, job.watch
     if position.consumed >= loader.order.epoch_samples:  # the data set has become smaller
         position = Position(position.step, position.epoch + 1, 0)
     while position.step < job.last_step:
-        epoch = position.epoch
+        epoch, before = position.epoch, 0
         engine.clock.restart()
-        for part, micro_batches in loader.steps(epoch, position.consumed, job.plan):
+        for part, micro_batches in loader.steps(epoch, position.consumed, plan):
             world.lifeline.step = position.step
             job.schedule.step_update(position.step)
             lr = float(engine.optimizer.param_groups[0]["lr"])
@@ -180,9 +187,19 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 if job.save_every:
                     save(engine, job.checkpoints, position, job.saved_config)
                 engine.clock.restart()
-            if ended:
+            # Times arrive a step late, none after a pause, and a ragged batch says nothing.
+            full = before == plan.global_batch and all(result.ready_s)
+            before = part.global_batch
+            proposal = watch.step(result.ready_s, plan.counts) if full else None
+            if proposal:
+                plan = rebalance(plan, proposal, recorder, position)
+                engine.reconfigure(plan)
+                watch.forget()
+            if ended or (proposal and position.epoch == epoch):
                 break
         recorder.settle()
+        if position.epoch == epoch and position.step < job.last_step:
+            continue  # the rest of the epoch, as the new plan shares it
         evaluated = evaluate(job, position.step, epoch)
         recorder.epoch(evaluated)
     # A run that was finished before it was resumed has nothing left but its result.
@@ -282,6 +299,21 @@ def check_scale(result: StepResult, scale: LossScale) -> None:
             f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the "
             "losses are; lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
         )
+
+
+def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Position) -> Plan:
+    """The same batch, split anew; says what changed."""
+    changed = dataclasses.replace(plan, shares=proposal.counts)
+    slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
+    recorder.note(
+        "replan",
+        f"the ranks now take {' + '.join(map(str, changed.counts))} samples (before: "
+        f"{' + '.join(map(str, plan.counts))}): against their measured speed they need {slow} of "
+        f"the time, and this saves {proposal.gain:.0%} of a step's compute",
+        step=position.step, counts=changed.counts, before=plan.counts,
+        slowdown=proposal.slowdown, gain=proposal.gain,
+    )  # fmt: skip
+    return changed
 
 
 def advance(position: Position, samples: int, epoch_samples: int) -> Position:

@@ -1,0 +1,86 @@
+"""Watches whether the split still fits while training runs, and proposes a better one. Pure.
+
+Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from motley.balance import Speed, split
+
+WINDOW = 8  # steps; their median forgives single slow ones
+PATIENCE = 4  # steps in a row that must ask for another split: no oscillation
+DEAD_BAND = 0.08  # of a step that another split must save: less is not worth a change
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Another split.
+
+    Attributes:
+        counts: samples of each rank.
+        slowdown: of each rank, against its measured speed; 2.0 takes twice as long.
+        gain: part of the step's compute time that it should save.
+    """
+
+    counts: tuple[int, ...]
+    slowdown: tuple[float, ...]
+    gain: float
+
+
+class Watch:
+    """The last steps of all ranks.
+
+    Args:
+        speeds: as measured before training; empty for a plan made by hand, which stays.
+        kinds: ranks of one kind are equal (CPU ranks of one machine), noise must not tell
+            them apart; one a rank.
+    """
+
+    def __init__(self, speeds: Sequence[Speed], kinds: Sequence[Hashable]) -> None:
+        self._speeds, self._kinds = tuple(speeds), tuple(kinds)
+        self._slowdown = [1.0] * len(speeds)
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, after a change."""
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
+        self._asked = 0
+
+    def step(self, ready_s: Sequence[float], counts: Sequence[int]) -> Proposal | None:
+        """Take in a full step.
+
+        Args:
+            ready_s: each rank's data and compute until its gradient was ready, seconds.
+            counts: samples of each rank in it.
+        """
+        if len(self._speeds) < 2:
+            return None
+        self._steps.append(tuple(ready_s))
+        if len(self._steps) < WINDOW:
+            return None
+        proposal = self._propose(counts)
+        self._asked = self._asked + 1 if proposal.gain > DEAD_BAND else 0
+        return proposal if self._asked >= PATIENCE else None
+
+    def _propose(self, counts: Sequence[int]) -> Proposal:
+        took = [statistics.median(column) for column in zip(*self._steps, strict=True)]
+        for rank, (speed, n) in enumerate(zip(self._speeds, counts, strict=True)):
+            if n:  # who had nothing to do showed nothing
+                self._slowdown[rank] = max(took[rank] / (speed.seconds_of(n) - speed.step_s), 1e-6)
+        slowdown = [
+            statistics.median(
+                s for s, k in zip(self._slowdown, self._kinds, strict=True) if k == kind
+            )
+            for kind in self._kinds
+        ]
+        now = [
+            replace(speed, seconds=tuple(s * factor for s in speed.seconds))
+            for speed, factor in zip(self._speeds, slowdown, strict=True)
+        ]
+        better = split(sum(counts), now)
+        old = max(speed.seconds_of(n) for speed, n in zip(now, counts, strict=True))
+        new = max(speed.seconds_of(n) for speed, n in zip(now, better, strict=True))
+        return Proposal(better, tuple(slowdown), 1 - new / old)

@@ -1,0 +1,71 @@
+"""The split follows the ranks' speeds while it runs, and does not tremble."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motley.balance import Speed, limit_s, split
+from motley.rebalance import Watch
+
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def speed(sample_s: float) -> Speed:
+    return Speed(SIZES, tuple(0.002 + sample_s * size for size in SIZES), 0.001)
+
+
+class Lab:
+    """Ranks that compute as long as their speed, now, says, give or take some noise."""
+
+    def __init__(self, samples_s: list[float], noise: float, seed: int) -> None:
+        self.measured = [speed(each) for each in samples_s]
+        self.now, self.noise = list(self.measured), noise
+        self.random = random.Random(seed)
+        self.counts = split(180, self.measured)
+        self.watch = Watch(self.measured, range(len(samples_s)))
+        self.replans = 0
+
+    def run(self, steps: int) -> float:
+        """Take some steps; the last one's speed, without noise, as a part of the limit."""
+        for _ in range(steps):
+            ready = [
+                (s.seconds_of(n) - s.step_s) * self.random.uniform(1 - self.noise, 1 + self.noise)
+                for s, n in zip(self.now, self.counts, strict=True)
+            ]
+            if proposal := self.watch.step(ready, self.counts):
+                assert sum(proposal.counts) == 180
+                self.counts, self.replans = proposal.counts, self.replans + 1
+                self.watch.forget()
+        last = max(s.seconds_of(n) for s, n in zip(self.now, self.counts, strict=True))
+        return limit_s(180, self.now) / last
+
+
+@given(st.lists(st.floats(0.001, 0.008), min_size=2, max_size=6), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=40)
+def test_noise_alone_changes_nothing(samples_s: list[float], seed: int) -> None:
+    lab = Lab(samples_s, 0.05, seed)
+    lab.run(100)
+    assert lab.replans == 0
+
+
+@given(st.integers(0, 4), st.floats(1.5, 3.0), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=40)
+def test_a_host_at_half_speed_and_back(rank: int, factor: float, seed: int) -> None:
+    lab = Lab([0.001, 0.0014, 0.0023, 0.0035, 0.007], 0.03, seed)
+    assert lab.run(20) >= 0.93
+    for now in (factor, 1.0):
+        lab.replans = 0
+        lab.now[rank] = speed(lab.measured[rank].seconds[0] * now - 0.002)
+        assert lab.run(20) >= 0.90
+        assert lab.replans <= 2
+
+
+def test_a_plan_made_by_hand_stays() -> None:
+    watch = Watch((), ())
+    assert all(watch.step((1.0, 9.0), (5, 5)) is None for _ in range(50))
+
+
+def test_equal_ranks_of_one_machine_stay_equal() -> None:
+    watch = Watch([speed(0.001), speed(0.001)], ["a", "a"])
+    assert all(watch.step((0.1, 0.2), (90, 90)) is None for _ in range(50))

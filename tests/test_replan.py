@@ -1,0 +1,21 @@
+"""A rank becomes slower in mid-run: the others take over, and the model stays the same."""
+
+import pytest
+from conftest import DDP, Jobs
+
+pytestmark = pytest.mark.mpi
+
+
+def test_shares_follow_the_speed_and_the_losses_stay(jobs: Jobs) -> None:
+    options = ("--precision", "fp32", "--batch-size", 64, "--max-steps", 90)
+    one = jobs.train(1, DDP, "one", *options)
+    run = jobs.train(2, "tests/drivers/slowing.py", "two", *options)
+    assert run.losses == pytest.approx(one.losses, rel=2e-5)
+    replans = [event for event in run.events if event["event"] == "replan"]
+    slower = [event for event in replans if 30 <= event["step"] < 60]
+    faster = [event for event in replans if event["step"] >= 60]
+    assert 1 <= len(slower) <= 2 and 1 <= len(faster) <= 2, replans
+    assert slower[-1]["counts"][0] < 20 and slower[-1]["step"] <= 50
+    assert 27 <= faster[-1]["counts"][0] <= 37
+    assert all(step["n_global"] == sum(run.steps(r)[k]["n_local"] for r in range(2))
+               for k, step in enumerate(run.steps()))  # fmt: skip
