@@ -9,30 +9,46 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
+import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import launch, train
+from motley import launch, planning, train
+from motley.model import Classifier
 from motley.options import read_config, training_parser
 from motley.rebalance import Watch
 from motley.sampler import Batch
 
+SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 
-class Slowing(DdpEngine):
-    """Sleeps after each micro-batch, as a slower device would compute."""
+
+class Slow(Classifier):
+    """Takes its time for each sample, also while it is measured."""
+
+    factor = 1
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See Classifier."""
+        if torch.is_grad_enabled():
+            time.sleep(SAMPLE_S * Slow.factor * len(images))
+        return super().forward(images)
+
+
+class Counting(DdpEngine):
+    """Makes the first rank slow between two steps."""
 
     steps = 0
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See motley.engine.Engine."""
-        slow = 4 if self._seating.rank == 0 and 30 <= self.steps < 60 else 1
-        time.sleep(0.002 * slow * len(batch.labels))
+        Slow.factor = 4 if self._seating.rank == 0 and 30 <= self.steps < 60 else 1
         self.steps += last
         return super().accumulate(batch, n_global, last)
 
 
 if __name__ == "__main__":
+    planning.Classifier = Slow
     # CPU ranks of one machine count as equal, which these are not.
     train.Watch = lambda speeds, kinds: Watch(speeds, range(len(kinds)))
     config = read_config(training_parser(str(__doc__)))
-    launch.run(lambda world: train.train(world, config, Slowing))
+    launch.run(lambda world: train.train(world, config, Counting))
