@@ -203,13 +203,15 @@ class Forecast:
     Attributes:
         compute_s: of each rank in a step.
         wire_s: one all-reduce of the whole gradient, measured.
-        exposed_s: the part of it that the backward pass cannot hide.
+        buckets: that the gradient is sent in.
+        exposed_s: the part of the all-reduce that the backward pass cannot hide.
         limit_s: a step's time if nobody waited and nothing was sent.
     """
 
     global_batch: int
     compute_s: tuple[float, ...]
     wire_s: float
+    buckets: int
     exposed_s: float
     limit_s: float
 
@@ -264,7 +266,7 @@ def forecast(
     parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
     hidden = speeds[last].micro_s(counts[last] / parts) * 2 / 3
     exposed = max(wire_s - hidden, wire_s / buckets)
-    return Forecast(total, compute, wire_s, exposed, limit_s(total, speeds))
+    return Forecast(total, compute, wire_s, buckets, exposed, limit_s(total, speeds))
 
 
 def what_if(
