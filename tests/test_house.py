@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
-    "errors", "spelling", "hosts", "facts", "balance", "rebalance", "plan", "precision", "records",
+    "errors", "spelling", "hosts", "facts", "balance", "rebalance", "plan", "precision",
+    "records",
     "gpu_records", "gpu_log", "leftovers",
 }  # fmt: skip
 LAUNCH = {"lifeline", "launch"}

@@ -37,11 +37,12 @@ def test_apportion_follows_whole_shares_exactly() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 50))
-def test_cut_keeps_all_but_the_last_full(count: int, size: int) -> None:
+def test_cut_makes_few_parts_of_like_size(count: int, size: int) -> None:
     cuts = cut(count, size)
     assert sum(cuts) == count
-    assert all(part == size for part in cuts[:-1])
     assert all(0 < part <= size for part in cuts)
+    assert (len(cuts) - 1) * size < max(count, 1)
+    assert not cuts or max(cuts) - min(cuts) <= 1
 
 
 @given(st.integers(1, 500), shares, st.integers(1, 64), st.booleans())

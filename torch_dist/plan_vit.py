@@ -17,7 +17,7 @@ from motley.data import prepare
 from motley.errors import MotleyError
 from motley.model import model_name
 from motley.options import Config, read_config, training_parser
-from motley.planning import BUCKETS, Planned, open_parts, plan_batch
+from motley.planning import Planned, open_parts, plan_batch
 from motley.progress import console
 from motley.team import Team, join_team, leave_team
 
@@ -66,7 +66,7 @@ def show(team: Team, planned: Planned) -> None:
     for name in ("s a step", "images/s", "as planned is 1"):
         others.add_column(name, justify="right")
     names = [f"rank {member.rank} on {member.host}" for member in team.members]
-    rows = what_if(plan.global_batch, names, planned.speeds, predicted.wire_s, BUCKETS)
+    rows = what_if(plan.global_batch, names, planned.speeds, predicted.wire_s, predicted.buckets)
     for label, forecast in {"as planned": predicted, **rows}.items():
         times = forecast.images_per_s / predicted.images_per_s
         others.add_row(

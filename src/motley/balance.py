@@ -2,15 +2,16 @@
 
 Source of the arithmetic: ARITHMETIC.md. A rank needs
 
-    t(n) = step_s + micro(m) * (n // m) + micro(n % m)
+    t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
 
-seconds for n samples, from a measured table of micro(b), the time of one micro-batch of b.
-The split gives rank i the most samples that it can do in T, for the smallest T that serves
-the whole batch: an integer minimax split.
+seconds for n samples in k micro-batches of like size, from a measured table of micro(b), the
+time of one micro-batch of b. The split gives rank i the most samples that it can do in T, for
+the smallest T that serves the whole batch: an integer minimax split.
 """
 
 import dataclasses
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from typing import Any
 
 from motley.errors import MotleyError
 
-_AS_FAST = 0.98  # a smaller micro-batch is taken if its rate is this part of the best
-_BISECTIONS = 60
+_AS_FAST = 0.99  # of the best rate; what is less apart is the clock's noise
+_BISECTIONS = 45
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,34 @@ class Speed:
     memory_mib: tuple[float | None, ...] = ()
 
     @cached_property
-    def _rising(self) -> tuple[float, ...]:
-        """``seconds`` without the dips of a noisy clock: more samples never take less time."""
-        highest, rising = 0.0, []
-        for seconds in self.seconds:
-            highest = max(highest, seconds)
-            rising.append(highest)
-        return tuple(rising)
+    def micro_batch(self) -> int:
+        """m: the largest measured size that is as fast as any, per sample.
+
+        The largest, since most shares are no multiple of it: cut into few micro-batches, all
+        of them stay near the best rate.
+        """
+        rates = [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True)]
+        enough = _AS_FAST * max(rates)
+        return max(s for s, rate in zip(self.sizes, rates, strict=True) if rate >= enough)
 
     @cached_property
-    def micro_batch(self) -> int:
-        """m: the smallest measured size that is as fast as any, per sample."""
-        rates = [size / seconds for size, seconds in zip(self.sizes, self._rising, strict=True)]
-        enough = _AS_FAST * max(rates)
-        return next(s for s, rate in zip(self.sizes, rates, strict=True) if rate >= enough)
+    def rate(self) -> float:
+        """Samples a second, step by step without an end: the best that was measured."""
+        return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
+
+    @cached_property
+    def _rising(self) -> tuple[float, ...]:
+        """``seconds`` without the noise of a clock.
+
+        More samples never take less time, and none below m is faster per sample than m.
+        """
+        place = self.sizes.index(self.micro_batch)
+        least = self.seconds[place] / self.micro_batch
+        highest, rising = 0.0, []
+        for size, seconds in zip(self.sizes, self.seconds, strict=True):
+            highest = max(highest, seconds, least * min(size, self.micro_batch))
+            rising.append(highest)
+        return tuple(rising)
 
     def micro_s(self, samples: float) -> float:
         """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""
@@ -70,20 +85,20 @@ class Speed:
 
     def seconds_of(self, samples: float) -> float:
         """t(n): a rank's own time for its part of a step."""
-        full, rest = divmod(samples, self.micro_batch)
-        return self.step_s + full * self.micro_s(self.micro_batch) + self.micro_s(rest)
+        parts = max(1, math.ceil(samples / self.micro_batch))
+        return self.step_s + parts * self.micro_s(samples / parts)
 
     def samples_in(self, seconds: float) -> float:
         """The most samples in so many seconds, a real number: the inverse of :meth:`seconds_of`."""
         left = seconds - self.step_s
         if left <= 0:
             return 0.0
-        whole = self.micro_s(self.micro_batch)
-        full = int(left / whole)
-        return full * self.micro_batch + self._rest_in(left - full * whole)
+        full = int(left / self.micro_s(self.micro_batch))
+        more = (full + 1) * self._size_in(left / (full + 1))
+        return max(more, float(full * self.micro_batch))
 
-    def _rest_in(self, seconds: float) -> float:
-        """Samples of an incomplete micro-batch that fit into so many seconds."""
+    def _size_in(self, seconds: float) -> float:
+        """The largest micro-batch up to m that takes so many seconds."""
         if seconds < self._rising[0]:
             return 0.0
         place = bisect_right(self._rising, seconds) - 1
@@ -117,11 +132,14 @@ class Speed:
         """Raises ValueError, KeyError or TypeError for anything that is no such table."""
         sizes = tuple(int(size) for size in content["sizes"])
         seconds = tuple(float(value) for value in content["seconds"])
-        if not sizes or len(sizes) != len(seconds) or min(seconds) <= 0 or min(sizes) < 1:
+        step_s, memory = float(content["step_s"]), tuple(content["memory_mib"])
+        if not sizes or not len(sizes) == len(seconds) == len(memory or sizes):
             raise ValueError("no table of speeds")
-        if list(sizes) != sorted(set(sizes)):
+        if min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError("sizes do not ascend")
-        return cls(sizes, seconds, float(content["step_s"]), tuple(content["memory_mib"]))
+        if not all(0 < value < math.inf for value in seconds) or not 0 <= step_s < math.inf:
+            raise ValueError("no times")
+        return cls(sizes, seconds, step_s, memory)
 
 
 def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
@@ -130,8 +148,8 @@ def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
     Holds for thousands of ranks: one bisection over the time, and one sample after another
     taken from who would be last.
     """
-    enough = _time_for(global_batch, speeds, whole=True)
-    counts = [int(speed.samples_in(enough)) for speed in speeds]
+    enough = _time_for(global_batch, speeds)
+    counts = [_whole_in(enough, speed) for speed in speeds]
     last = [
         (-speed.seconds_of(n), rank)
         for rank, (speed, n) in enumerate(zip(speeds, counts, strict=True))
@@ -147,24 +165,35 @@ def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
 
 
 def limit_s(global_batch: int, speeds: Sequence[Speed]) -> float:
-    """Seconds of a step if nobody waited, nothing was sent, and samples could be cut."""
-    return _time_for(global_batch, speeds, whole=False)
+    """Seconds of a step if nobody waited, nothing was sent, samples could be cut, and every
+    rank had each of its samples at its best rate: the smallest T with
+    sum of rate_i * (T - step_s_i) = N, over the ranks whose step fits into T."""
+    rate, lost, shortest = 0.0, 0.0, math.inf
+    for speed in sorted(_some(speeds), key=lambda speed: speed.step_s):
+        rate, lost = rate + speed.rate, lost + speed.rate * speed.step_s
+        shortest = min(shortest, (global_batch + lost) / rate)
+    return shortest
 
 
-def _time_for(global_batch: int, speeds: Sequence[Speed], whole: bool) -> float:
+def _time_for(global_batch: int, speeds: Sequence[Speed]) -> float:
     """The smallest time, to 1e-12 of itself, in which the ranks do the batch together."""
-    if not speeds:
-        raise MotleyError("no rank is left to train; see why each was left out")
-
-    def done(seconds: float) -> float:
-        each = (speed.samples_in(seconds) for speed in speeds)
-        return sum(map(int, each)) if whole else sum(each)
-
-    low, high = 0.0, max(speed.seconds_of(global_batch) for speed in speeds)
+    low, high = 0.0, 1.000001 * max(speed.seconds_of(global_batch) for speed in _some(speeds))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if done(middle) >= global_batch else (middle, high)
+        done = sum(_whole_in(middle, speed) for speed in speeds)
+        low, high = (low, middle) if done >= global_batch else (middle, high)
     return high
+
+
+def _whole_in(seconds: float, speed: Speed) -> int:
+    """Whole samples; what is one but for rounding counts as one."""
+    return int(speed.samples_in(seconds) + 1e-8)
+
+
+def _some(speeds: Sequence[Speed]) -> Sequence[Speed]:
+    if not speeds:
+        raise MotleyError("no rank is left to train; see why each was left out")
+    return speeds
 
 
 @dataclass(frozen=True)
@@ -174,13 +203,15 @@ class Forecast:
     Attributes:
         compute_s: of each rank in a step.
         wire_s: one all-reduce of the whole gradient, measured.
-        exposed_s: the part of it that the backward pass cannot hide.
+        buckets: that the gradient is sent in.
+        exposed_s: the part of the all-reduce that the backward pass cannot hide.
         limit_s: a step's time if nobody waited and nothing was sent.
     """
 
     global_batch: int
     compute_s: tuple[float, ...]
     wire_s: float
+    buckets: int
     exposed_s: float
     limit_s: float
 
@@ -232,10 +263,10 @@ def forecast(
     total = sum(counts)
     compute = tuple(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
     last = max(range(len(counts)), key=lambda rank: compute[rank])
-    rest = counts[last] % speeds[last].micro_batch or speeds[last].micro_batch
-    hidden = speeds[last].micro_s(min(rest, counts[last])) * 2 / 3
+    parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
+    hidden = speeds[last].micro_s(counts[last] / parts) * 2 / 3
     exposed = max(wire_s - hidden, wire_s / buckets)
-    return Forecast(total, compute, wire_s, exposed, limit_s(total, speeds))
+    return Forecast(total, compute, wire_s, buckets, exposed, limit_s(total, speeds))
 
 
 def what_if(

@@ -1,5 +1,6 @@
 """Measures what a device really does: its kernels by precision, a model by micro-batch."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,7 @@ def time_micro_batch(model: Classifier, size: int) -> tuple[float, float | None]
     Leaves gradients behind.
     """
     device = next(model.parameters()).device
-    images = model.blank_images(size)
+    images = model.noise_images(size)
     labels = torch.zeros(size, dtype=torch.int64, device=device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -187,14 +188,23 @@ def _fits(memory: Sequence[float | None], device: torch.device) -> bool:
     return known[-1] + 2 * (known[-1] - known[-2]) < _MEMORY_MARGIN * room
 
 
-def measure_wire(parameters: Sequence[torch.Tensor], bucket_mib: float = 25.0) -> float:
+_FIRST_MIB, _BUCKET_MIB = 1.0, 25.0  # DDP's first bucket, which is ready first, and the others
+
+
+def count_buckets(parameters: Sequence[torch.Tensor]) -> int:
+    """How many buckets DDP cuts the gradient of these parameters into."""
+    mib = sum(parameter.numel() for parameter in parameters) * 4 / 2**20
+    return 1 + math.ceil(max(0.0, mib - _FIRST_MIB) / _BUCKET_MIB)
+
+
+def measure_wire(parameters: Sequence[torch.Tensor]) -> float:
     """Seconds of one all-reduce of the gradient of these parameters, in buckets, over all ranks.
 
     All ranks of the process group must call it, and get the same answer.
     """
     device = parameters[0].device
     left = sum(parameter.numel() for parameter in parameters)
-    size = int(bucket_mib * 2**20 / 4)
+    size = int(_BUCKET_MIB * 2**20 / 4)
     bucket = torch.zeros(min(size, left), device=device)
     dist.all_reduce(bucket[:1])  # makes the connections
     _wait(device)

@@ -1,9 +1,9 @@
 """Plan: who computes how much of every global batch. Pure arithmetic.
 
 The global batch N is the user's and never changes by itself. Rank i takes n_i of its
-samples, sum n_i = N, in micro-batches of at most m_i samples, the last one possibly
-smaller. Every rank derives the same plan from the same facts, so nothing here may read
-a clock, the environment or hardware.
+samples, sum n_i = N, in micro-batches of at most m_i samples and like size. Every rank
+derives the same plan from the same facts, so nothing here may read a clock, the
+environment or hardware.
 """
 
 from collections.abc import Sequence
@@ -137,9 +137,15 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def cut(count: int, size: int) -> tuple[int, ...]:
-    """Cut ``count`` samples into micro-batches of ``size``, the last one possibly smaller."""
-    full, rest = divmod(count, size)
-    return (size,) * full + ((rest,) if rest else ())
+    """Cut ``count`` samples into as few micro-batches of at most ``size`` as can be.
+
+    They are of like size, for a small rest would take a device more time than its share.
+    """
+    parts = -(-count // size)
+    if parts == 0:
+        return ()
+    least, more = divmod(count, parts)
+    return (least + 1,) * more + (least,) * (parts - more)
 
 
 @dataclass(frozen=True)

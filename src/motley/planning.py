@@ -12,10 +12,8 @@ from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
 from motley.sampler import Loader
-from motley.speeds import measure_team
+from motley.speeds import Measured, measure_team
 from motley.team import Team
-
-BUCKETS = 4  # that DDP cuts a ViT-B/16's gradient into, and fewer than a larger model's
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,21 @@ def plan_batch(
         return before
     make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
     measured = measure_team(world, team, parts.model if parts else None, config)
-    speeds = measured.speeds
     if config.micro_batch is not None:
         most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
-        speeds = tuple(speed.at_most(size) for speed, size in zip(speeds, most, strict=True))
-    counts = split(config.batch_size, speeds)
-    plan = make_plan(config.batch_size, counts, [speed.micro_batch for speed in speeds])
-    return Planned(plan, speeds, forecast(counts, speeds, measured.wire_s, BUCKETS))
+        pairs = zip(measured.speeds, most, strict=True)
+        measured = dataclasses.replace(
+            measured, speeds=tuple(speed.at_most(size) for speed, size in pairs)
+        )
+    return balance(config.batch_size, measured)
+
+
+def balance(global_batch: int, measured: Measured) -> Planned:
+    """Shares by measured speed, and what to expect of them."""
+    speeds = measured.speeds
+    counts = split(global_batch, speeds)
+    plan = make_plan(global_batch, counts, [speed.micro_batch for speed in speeds])
+    return Planned(plan, speeds, forecast(counts, speeds, measured.wire_s, measured.buckets))
 
 
 def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned | None:

@@ -14,7 +14,7 @@ import torch
 from motley.balance import Speed
 from motley.engine import make_optimizer
 from motley.launch import World, cache_folder
-from motley.measure import measure_speed, measure_wire, time_micro_batch
+from motley.measure import count_buckets, measure_speed, measure_wire, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.runs import versions
@@ -30,10 +30,12 @@ class Measured:
     Attributes:
         speeds: by rank in the group.
         wire_s: one all-reduce of the whole gradient.
+        buckets: that the gradient is sent in.
     """
 
     speeds: tuple[Speed, ...]
     wire_s: float
+    buckets: int
 
 
 def measure_team(world: World, team: Team, model: Classifier | None, config: Config) -> Measured:
@@ -42,9 +44,10 @@ def measure_team(world: World, team: Team, model: Classifier | None, config: Con
     if model is not None and team.rank is not None:
         speed = _speed_of(team, model, config)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        own = speed, measure_wire(parameters) if team.size > 1 else 0.0
+        wire_s = measure_wire(parameters) if team.size > 1 else 0.0
+        own = speed, wire_s, count_buckets(parameters)
     found = [each for each in world.allgather(own) if each is not None]
-    return Measured(_alike(team, [speed for speed, _ in found]), found[0][1])
+    return Measured(_alike(team, [speed for speed, _, _ in found]), *found[0][1:])
 
 
 def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:

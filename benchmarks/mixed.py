@@ -1,0 +1,163 @@
+"""What the ranks of the mixed benchmarks share: plain DDP and ours, timed in one job.
+
+Each mode builds the same model from the same seed. A subclass says which model.
+"""
+
+import statistics
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "torch_dist"))
+
+from ddp_engine import DdpEngine  # noqa: E402
+
+from motley import launch  # noqa: E402
+from motley.balance import Speed  # noqa: E402
+from motley.data import load_images  # noqa: E402
+from motley.engine import EngineMaker, Laps, Seating, make_optimizer  # noqa: E402
+from motley.measure import count_buckets, measure_speed, measure_wire  # noqa: E402
+from motley.model import Classifier, image_size, model_name, set_matmul_precision  # noqa: E402
+from motley.options import Config, read_config, training_parser  # noqa: E402
+from motley.planning import balance  # noqa: E402
+from motley.precision import parse_loss_scale  # noqa: E402
+from motley.sampler import Batch  # noqa: E402
+from motley.speeds import Measured  # noqa: E402
+from motley.team import Team  # noqa: E402
+
+
+class Bench(ABC):
+    """What all modes share on one rank.
+
+    Args:
+        words: the options of train_vit.py that describe the training.
+        warm, steps: not timed, and timed.
+    """
+
+    def __init__(
+        self, world: launch.World, team: Team, words: list[str], warm: int, steps: int
+    ) -> None:
+        assert team.rank is not None
+        self.world, self.team, self.rank, self.warm, self.steps = (
+            world,
+            team,
+            team.rank,
+            warm,
+            steps,
+        )
+        config = read_config(training_parser(""), words)
+        self.config: Config = replace(config, model=model_name(config))
+        self.images = load_images(self.config, image_size(self.config))
+        set_matmul_precision(team.precisions[team.rank])
+
+    @abstractmethod
+    def model(self) -> Classifier:
+        """A fresh one, the same on all ranks."""
+
+    def batch(self, model: Classifier, count: int) -> Batch:
+        """Images and labels, the same every time."""
+        labels = torch.arange(count, device=self.team.device) % 10
+        return Batch(model.noise_images(count), labels, tuple(range(count)))
+
+    def optimizer(self, model: Classifier) -> torch.optim.Optimizer:
+        """As the engine makes it."""
+        return make_optimizer(model.net, self.config, fused=self.team.device.type == "cuda")
+
+    def time_steps(self, step: Callable[[], None], warm: int = 0, steps: int = 0) -> float:
+        """Seconds a step, over the timed ones, all ranks together."""
+        for _ in range(warm or self.warm):
+            step()
+        self._meet()
+        start = time.perf_counter()
+        for _ in range(steps or self.steps):
+            step()
+        self._meet()
+        return (time.perf_counter() - start) / (steps or self.steps)
+
+    def _meet(self) -> None:
+        if self.team.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def speeds(self, most: int) -> list[Speed]:
+        """Every rank alone at its best, all ranks busy at once."""
+        model = self.model()
+        self._meet()
+        return self.world.allgather(measure_speed(model, lambda: self.optimizer(model), most))
+
+    def ours(
+        self, n: int, speeds: list[Speed], make_engine: EngineMaker = DdpEngine, **options: Any
+    ) -> dict[str, Any]:
+        """Our engine and plan; the loop's own way to take a step.
+
+        Args:
+            n: the global batch.
+            options: of the training, which the engine reads.
+        """
+        model = self.model()
+        start = time.perf_counter()
+        parameters = list(model.parameters())
+        wire_s = measure_wire(parameters)
+        measured_s = time.perf_counter() - start
+        planned = balance(n, Measured(tuple(speeds), wire_s, count_buckets(parameters)))
+        plan, predicted = planned.plan, planned.forecast
+        assert predicted is not None
+        scale = parse_loss_scale(self.config.loss_scale, self.team.precisions)
+        seating = Seating(
+            replace(self.config, batch_size=n, **options), self.rank, self.team.size,
+            self.team.device, self.team.precisions, scale, plan,
+        )  # fmt: skip
+        engine = make_engine(model, seating)
+        sizes = plan.micro_batches[self.rank]
+        batches = [self.batch(model, size) for size in sizes]
+        laps: list[Laps] = []
+
+        def step() -> None:
+            losses: list[Tensor] = []
+            for place, batch in enumerate(batches):
+                losses.append(engine.accumulate(batch, plan.global_batch, place == len(sizes) - 1))
+            engine.step(torch.cat(losses).sum(), 0.0)
+            laps.append(engine.clock.cut())
+
+        step_s = self.time_steps(step)
+        own = {
+            name: statistics.median(lap.seconds(name) for lap in laps[self.warm :])
+            for name in ("compute", "sync", "opt")
+        }
+        return {
+            "step_s": step_s, "predicted_s": predicted.step_s, "counts": plan.counts,
+            "micro_batches": plan.max_micro_batch, "wire_s": wire_s, "wire_measured_s": measured_s,
+            "predicted_compute_s": predicted.compute_s, "laps": self.world.allgather(own),
+        }  # fmt: skip
+
+    def plain_ddp(self, n: int, **timing: int) -> dict[str, Any]:
+        """DDP as its documentation has it: N / ranks samples each, and the mean of the losses."""
+        model = self.model()
+        return {
+            "step_s": self.time_steps(
+                self.plain_ddp_step(model, self.batch(model, n // self.team.size)), **timing
+            )
+        }
+
+    def plain_ddp_step(self, model: Classifier, batch: Batch) -> Callable[[], None]:
+        """One step of it."""
+        ddp = DistributedDataParallel(model)
+        optimizer = self.optimizer(model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            functional.cross_entropy(ddp(batch.images), batch.labels).backward()
+            optimizer.step()
+
+        return step

@@ -1,0 +1,167 @@
+"""Shares by measured speed: pure arithmetic, by property."""
+
+import json
+import math
+import random
+import time
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motley.balance import Forecast, Speed, forecast, limit_s, split, what_if
+from motley.errors import MotleyError
+from motley.plan import cut
+
+CLOSE = 1 + 1e-9
+
+
+@st.composite
+def speeds(draw: st.DrawFn) -> Speed:
+    """As measured: doubling from 1, an overhead, a noisy clock, and any length."""
+    sizes = [2**power for power in range(draw(st.integers(1, 8)))]
+    if draw(st.booleans()):
+        sizes.append(sizes[-1] + draw(st.integers(1, sizes[-1])))
+    overhead, sample = draw(st.floats(0, 0.05)), draw(st.floats(1e-4, 0.1))
+    noise = draw(st.lists(st.floats(0.7, 1.4), min_size=len(sizes), max_size=len(sizes)))
+    times = [(overhead + sample * s) * n for s, n in zip(sizes, noise, strict=True)]
+    return Speed(tuple(sizes), tuple(times), draw(st.floats(0, 0.05)))
+
+
+teams = st.lists(speeds(), min_size=1, max_size=6)
+
+
+def linear(samples_per_s: float, step_s: float = 0.0) -> Speed:
+    sizes = (1, 2, 4, 8, 16)
+    return Speed(sizes, tuple(size / samples_per_s for size in sizes), step_s)
+
+
+@given(speeds(), st.integers(0, 600))
+def test_the_time_is_that_of_the_micro_batches_that_the_plan_cuts(speed: Speed, n: int) -> None:
+    parts = cut(n, speed.micro_batch) or (0,)
+    assert speed.seconds_of(n) == pytest.approx(speed.step_s + sum(map(speed.micro_s, parts)))
+    assert speed.seconds_of(n) <= speed.seconds_of(n + 1) * CLOSE
+
+
+@given(speeds(), st.floats(0, 3))
+def test_samples_in_is_the_most_that_seconds_of_allows(speed: Speed, seconds: float) -> None:
+    most = speed.samples_in(seconds)
+    if most:
+        assert speed.seconds_of(most) <= seconds * CLOSE
+    assert speed.seconds_of(most * (1 + 1e-6) + 1e-6) >= seconds / CLOSE
+
+
+@given(speeds(), st.integers(1, 600))
+def test_samples_in_inverts_seconds_of(speed: Speed, n: int) -> None:
+    assert speed.samples_in(speed.seconds_of(n) * CLOSE) >= n * (1 - 1e-6)
+
+
+@given(st.integers(0, 2000), teams)
+def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(n: int, team: list[Speed]) -> None:
+    counts = split(n, team)
+    assert sum(counts) == n and min(counts) >= 0
+    slowest = max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c or not n)
+    for speed, count in zip(team, counts, strict=True):
+        # One sample more on any rank would take as long as the slowest does now.
+        assert speed.seconds_of(count + 1) >= slowest / CLOSE
+
+
+@given(st.integers(1, 12), st.lists(speeds(), min_size=1, max_size=3))
+def test_shares_are_the_best_of_all(n: int, team: list[Speed]) -> None:
+    def slowest(counts: tuple[int, ...]) -> float:
+        return max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c)
+
+    every = product(range(n + 1), repeat=len(team))
+    best = min(slowest(counts) for counts in every if sum(counts) == n)
+    assert slowest(split(n, team)) <= best * CLOSE
+
+
+@given(st.integers(1, 2000), teams)
+def test_nothing_beats_the_limit(n: int, team: list[Speed]) -> None:
+    counts = split(n, team)
+    slowest = max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c)
+    assert limit_s(n, team) <= slowest * CLOSE
+    assert limit_s(n, team) <= limit_s(n, team[:1]) * CLOSE
+
+
+def test_the_limit_of_linear_machines_is_the_sum_of_their_rates() -> None:
+    team = [linear(rate, 0.1) for rate in (700, 500, 300, 200, 100)]
+    assert limit_s(180, team) == pytest.approx(180 / 1800 + 0.1)
+    assert split(180, team) == (70, 50, 30, 20, 10)
+    # A rank whose optimizer alone takes longer than the step does not help, nor hurt.
+    assert limit_s(180, [*team, linear(1e6, 9.0)]) == limit_s(180, team)
+
+
+def test_a_share_that_is_no_multiple_is_cut_evenly_and_stays_fast() -> None:
+    # A GPU: a launch-bound floor of 8 ms, then 400 samples a second.
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    speed = Speed(sizes, tuple(max(0.008, size / 400) for size in sizes), 0.0)
+    assert speed.micro_batch == 64
+    assert speed.seconds_of(66) == pytest.approx(66 / 400)
+
+
+@given(speeds(), st.integers(1, 600))
+def test_at_most_keeps_what_is_below(speed: Speed, size: int) -> None:
+    less = speed.at_most(size)
+    assert less.micro_batch <= max(less.sizes) <= max(size, 1)
+    assert less.step_s == speed.step_s and len(less.sizes) == len(less.seconds)
+    assert less.rate <= speed.rate * CLOSE
+    assert Speed.from_json(json.loads(json.dumps(less.as_json()))) == less
+
+
+def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
+    dice = random.Random(0)
+    sizes = tuple(2**power for power in range(9))
+    rates = [dice.uniform(50, 3000) for _ in range(1000)]
+    team = [Speed(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
+    start = time.perf_counter()
+    counts = split(100_000, team)
+    forecast(counts, team, 0.1, 15)
+    assert time.perf_counter() - start < 1
+    assert sum(counts) == 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sizes": []}, {"sizes": [1, 2]}, {"sizes": [2, 1, 4]}, {"sizes": [0, 1, 2]},
+        {"sizes": "abc"}, {"seconds": [1, 2, 0]}, {"seconds": [1, 2, math.nan]},
+        {"seconds": [1, 2, math.inf]}, {"seconds": None}, {"step_s": -1}, {"step_s": math.nan},
+        {"step_s": "soon"}, {"memory_mib": [1]}, {"memory_mib": 3},
+    ],
+)  # fmt: skip
+def test_a_table_that_is_none_is_refused(change: dict[str, object]) -> None:
+    good = {"sizes": [1, 2, 4], "seconds": [1, 1.5, 2], "step_s": 0.1, "memory_mib": []}
+    assert Speed.from_json(good).micro_batch == 4
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Speed.from_json({**good, **change})
+    for name in good:
+        with pytest.raises(KeyError):
+            Speed.from_json({key: value for key, value in good.items() if key != name})
+
+
+def test_no_ranks_are_refused() -> None:
+    for function in (split, limit_s):
+        with pytest.raises(MotleyError, match="no rank is left"):
+            function(10, [])
+
+
+@given(st.integers(1, 500), teams, st.floats(0, 0.5), st.integers(1, 20))
+def test_a_forecast_is_within_its_bounds(
+    n: int, team: list[Speed], wire: float, buckets: int
+) -> None:
+    predicted = forecast(split(n, team), team, wire, buckets)
+    assert predicted.step_s >= max(predicted.compute_s)
+    assert 0 < predicted.fraction <= CLOSE
+    assert wire / buckets <= predicted.exposed_s <= max(wire, wire / buckets)
+    assert Forecast.from_json(json.loads(json.dumps(predicted.as_json()))) == predicted
+
+
+def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
+    team = [linear(700), linear(100)]
+    rows = what_if(80, ["fast", "slow"], team, 0.0, 4)
+    planned = forecast(split(80, team), team, 0.0, 4)
+    assert rows["fast alone"].images_per_s == pytest.approx(700)
+    assert rows["equal shares"].images_per_s == pytest.approx(200)
+    assert planned.images_per_s == pytest.approx(800)
