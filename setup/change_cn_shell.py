@@ -8,8 +8,9 @@ from functools import partial
 
 from cn import Parser, ask, ask_password, need_terminal, print_troubles, read_hostfile, run, table
 
-from motley.errors import MotleyError
-from motley.remote import HostTrouble, Remote, connect, on_all
+from motley.at_once import on_all
+from motley.errors import HostTrouble, MotleyError
+from motley.remote import Remote, connect
 
 LIMIT_S = 30.0  # for all hosts together
 TRIES = 3

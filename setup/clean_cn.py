@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import cn
 from cn_report import printable
 
+from motley.at_once import on_all
+from motley.errors import HostTrouble
 from motley.leftovers import Found, Survey, state, survey_from_json
-from motley.remote import HostTrouble, connect, on_all
+from motley.remote import connect
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
 

@@ -17,7 +17,10 @@ from pathlib import Path
 from cn import ROOT, VENV
 from cn_report import Asked, HostReport, Python, parse, printable
 
-from motley.remote import Finished, HostTrouble, Remote, connect, on_all
+from motley.at_once import on_all
+from motley.errors import HostTrouble
+from motley.remote import Remote, connect
+from motley.shell import Finished
 
 __all__ = ["HostReport", "Python", "probe", "probe_all", "token_file"]
 

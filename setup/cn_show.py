@@ -9,10 +9,10 @@ from cn import table
 from cn_judge import Finding, Here, differences
 from cn_report import HostReport
 
-from motley.facts import DeviceFacts
+from motley.errors import HostTrouble
+from motley.gpus import DeviceFacts
 from motley.launch import Network
 from motley.precision import best_precision
-from motley.remote import HostTrouble
 
 _CELL = 24  # characters; what is longer goes on in the next line
 _GAP = 2

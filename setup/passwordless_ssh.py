@@ -13,16 +13,10 @@ from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ss
 from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
-from motley.errors import MotleyError
-from motley.remote import (
-    HostKey,
-    HostTrouble,
-    Remote,
-    UnknownHostKey,
-    connect,
-    login_of,
-    on_all,
-)
+from motley.at_once import on_all
+from motley.errors import HostTrouble, MotleyError
+from motley.login import HostKey, UnknownHostKey
+from motley.remote import Remote, connect, login_of
 
 HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"
 TRIES = 3

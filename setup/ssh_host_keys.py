@@ -6,8 +6,10 @@ from pathlib import Path
 from cn import ask, need_terminal, table
 from ssh_files import LIMIT_S
 
-from motley.errors import MotleyError
-from motley.remote import HostKey, HostTrouble, host_key, known_keys, login_of, on_all
+from motley.at_once import on_all
+from motley.errors import HostTrouble, MotleyError
+from motley.login import HostKey
+from motley.remote import host_key, known_keys, login_of
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:

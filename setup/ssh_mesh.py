@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from cn import print_troubles, table
 from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
 
-from motley.remote import HostKey, HostTrouble, Remote, connect, host_key, login_of, on_all
+from motley.at_once import on_all
+from motley.errors import HostTrouble
+from motley.login import HostKey
+from motley.remote import Remote, connect, host_key, login_of
 
 
 def tag_of(public: str) -> str:

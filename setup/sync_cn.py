@@ -6,7 +6,9 @@ from cn import ROOT, Parser, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
 from cn_probe import probe, token_file
 
-from motley.remote import HostTrouble, connect, on_all
+from motley.at_once import on_all
+from motley.errors import HostTrouble
+from motley.remote import connect
 
 LIMIT_S = 600
 

@@ -31,7 +31,8 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
 
-from motley.remote import HostTrouble, login_of
+from motley.errors import HostTrouble
+from motley.remote import login_of
 
 _HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off

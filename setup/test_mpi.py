@@ -19,9 +19,10 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
-from motley.errors import MotleyError
+from motley.at_once import on_all
+from motley.errors import HostTrouble, MotleyError
 from motley.hosts import Host
-from motley.remote import HostTrouble, Remote, connect, on_all
+from motley.remote import Remote, connect
 
 LIMIT_S = 60
 HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on all hosts

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, Done, venv, wait_until
 from lab_door import Door, new_door
 
-from motley import leftovers
+from motley import processes
 from motley.leftovers import Found, state
 
 SCRIPT = ROOT / "setup" / "clean_cn.sh"
@@ -46,10 +46,10 @@ def test_a_leftover_is_what_nobody_waits_for(
 def test_a_pid_that_was_used_again_is_left_alone() -> None:
     job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        start = leftovers.ticks(job.pid)
-        assert leftovers.end([(job.pid, start - 1)]) == {job.pid: "gone"}
+        start = processes.ticks(job.pid)
+        assert processes.end([(job.pid, start - 1)]) == {job.pid: "gone"}
         assert job.poll() is None
-        assert leftovers.end([(job.pid, start)]) == {job.pid: "ended"}
+        assert processes.end([(job.pid, start)]) == {job.pid: "ended"}
     finally:
         job.kill()
         job.communicate()
@@ -59,7 +59,7 @@ def test_a_pid_that_was_used_again_is_left_alone() -> None:
 def test_a_process_of_another_user_is_left_alone() -> None:
     job = subprocess.Popen(["sleep", "60"], user=65534)
     try:
-        assert leftovers.end([(job.pid, leftovers.ticks(job.pid))]) == {job.pid: "gone"}
+        assert processes.end([(job.pid, processes.ticks(job.pid))]) == {job.pid: "gone"}
         assert job.poll() is None
     finally:
         job.kill()

@@ -10,7 +10,7 @@ from conftest import ROOT
 from lab_door import Door, new_door
 from lab_terminal import Terminal
 
-from motley.remote import HostTrouble
+from motley.errors import HostTrouble
 
 SCRIPT = ROOT / "setup" / "change_cn_shell.sh"
 ALL = {"local", "exists", "listed", "listed_now", "chsh"}
