@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cn
 from cn_report import printable
 
-from motley.at_once import on_all
+from motley.at_once import on_all, split
 from motley.errors import HostTrouble
 from motley.leftovers import Found, Survey, state, survey_from_json
 from motley.remote import connect
@@ -55,17 +55,7 @@ def ask(host: str, *words: object) -> str:
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
     """Look at all hosts at once."""
-    counter = cn.Counter("looked at", len(hosts))
-
-    def one(host: str) -> Survey:
-        try:
-            return survey_from_json(ask(host))
-        finally:
-            counter.one(host)
-
-    results = on_all(hosts, one, LIMIT_S)
-    counter.end()
-    return results
+    return cn.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
 def rows_of(surveys: Mapping[str, Survey]) -> list[Row]:
@@ -151,9 +141,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--running", action="store_true")
     parser.add_argument("--yes", action="store_true")
     options = parser.parse_args(words)
-    results = survey_all([host.name for host in cn.read_hostfile(options)])
-    surveys = {host: each for host, each in results.items() if isinstance(each, Survey)}
-    troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
+    surveys, troubles = split(survey_all([host.name for host in cn.read_hostfile(options)]))
     rows = rows_of(surveys)
     show(rows, surveys)
     cn.print_troubles(troubles)
@@ -161,11 +149,12 @@ def main(words: Sequence[str]) -> int:
         print("\nno host that was asked knows the unknown ones; --running ends them too")
     doomed = [row for row in rows if options.running or row.state == "leftover"]
     many = f"{len(doomed)} process{'es' if len(doomed) > 1 else ''}"
+    if rows or troubles or any(each.others for each in surveys.values()):
+        print()
     if not doomed:
         if surveys:
-            print(f"\nnothing is left over{' on the others' if troubles else ''}")
+            print(f"nothing is left over{' on the others' if troubles else ''}")
         return int(bool(troubles))
-    print()
     if options.dry_run:
         print(f"would end {many}: {', '.join(f'{row.host} {row.process.pid}' for row in doomed)}")
         return int(bool(troubles))

@@ -18,7 +18,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from torch_builds import PYPI, HostGpu, build_of, choose_build
 
-from motley.at_once import on_all
+from motley.at_once import on_all, split
 from motley.errors import HostTrouble, MotleyError
 from motley.remote import Remote, connect
 
@@ -33,11 +33,9 @@ def main(words: Sequence[str]) -> int:
     """Install what is missing everywhere, and see that it works."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
-    print(f"asking {len(hosts)} hosts")
     with token_file() as token:
         found = probe_all(hosts, token=token, limit=20)
-    reports = {host: each for host, each in found.items() if isinstance(each, HostReport)}
-    troubles = {host: each for host, each in found.items() if isinstance(each, HostTrouble)}
+    reports, troubles = split(found)
     if not reports:
         print_troubles(troubles)
         return 1
@@ -45,16 +43,18 @@ def main(words: Sequence[str]) -> int:
     print(table(("host", "Python", "environment"), [describe(each) for each in reports.values()]))
 
     work = functools.partial(prepare, reports=reports, options=options)
-    done = on_all(reports, work, INSTALL_S)
-    ready = [host for host, each in done.items() if not isinstance(each, HostTrouble)]
-    troubles |= {host: each for host, each in done.items() if isinstance(each, HostTrouble)}
-    if not options.dry_run:
-        print(f"importing the packages and running a kernel on {len(ready)} hosts")
-        verified = on_all(ready, verify, VERIFY_S)
-        troubles |= {host: each for host, each in verified.items() if isinstance(each, HostTrouble)}
-        rows = [(host, *each) for host, each in verified.items() if isinstance(each, tuple)]
-        print(table(("host", "torch", "computes"), rows))
+    ready, failed = split(on_all(reports, work, INSTALL_S))
+    troubles |= failed
+    if ready and not options.dry_run:
+        print(f"importing the packages and running a kernel on {', '.join(ready)}")
+        verified, failed = split(on_all(ready, verify, VERIFY_S))
+        troubles |= failed
+        if verified:
+            rows = [(host, *each) for host, each in verified.items()]
+            print(table(("host", "torch", "computes"), rows))
     print_troubles(troubles)
+    if not troubles and not options.dry_run:
+        print("\nall is well")
     return 1 if troubles else 0
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from cn import ROOT, Parser, print_troubles, read_hostfile, run, table
+from cn import ROOT, Parser, ask_all, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
 from cn_probe import probe, token_file
 
-from motley.at_once import on_all
+from motley.at_once import split
 from motley.errors import HostTrouble
 from motley.remote import connect
 
@@ -29,8 +29,8 @@ def main(words: Sequence[str]) -> int:
             return f"sent {_count(sent)}" if sent else "already the same"
 
     with token_file() as token:
-        found = on_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
-    troubles = {host: each for host, each in found.items() if isinstance(each, HostTrouble)}
+        found = ask_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
+    troubles = split(found)[1]
     rows = [(h, each.kind if isinstance(each, HostTrouble) else each) for h, each in found.items()]
     print(table(("host", f"files of {ROOT}"), rows))
     print_troubles(troubles)

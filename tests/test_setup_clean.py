@@ -146,7 +146,7 @@ def test_leftovers_on_two_hosts_are_ended_and_nothing_else(lab: Door) -> None:
 
         assert clean(lab, "--running", "--yes").code == 0
         assert set(lingering(lab, "c0")) == {"other"} and not lingering(lab, "c1")
-        assert clean(lab).output == "\nnothing is left over\n"
+        assert clean(lab).output == "nothing is left over\n"
     finally:
         for job in jobs:
             job.kill()

@@ -86,7 +86,8 @@ MPI = "setup/test_mpi.sh --hostfile ~/hosts.txt"
 @pytest.mark.mpi
 def test_mpi_works_under_mixed_login_shells_and_a_plain_mpirun_line(ready: Door) -> None:
     dry = at_head(ready, f"{MPI} --dry-run")
-    assert "alone3: would write prte_if_include = 10.97.94.0/24" in dry
+    assert "would write on alone1, alone2, alone3:\n" in dry
+    assert "  prte_if_include = 10.97.94.0/24\n" in dry
     settings = ready.home("alone2") / "motley" / ".deepspeed_env"
     assert not settings.exists()
     settings.write_text("MINE=kept\nNCCL_IB_DISABLE=0\n")

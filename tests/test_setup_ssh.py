@@ -153,7 +153,7 @@ def test_a_refused_password_names_its_hosts_and_a_full_disk_is_said(private: Doo
     assert done.code == 1, done.output
     assert re.search(r"alone2 +key installed +works", done.output)
     assert re.search(r"alone3 +password refused +no", done.output)
-    assert "alone3: alone3 does not take this password" in done.output
+    assert "\nalone3 does not take this password" in done.output
 
     # A disk that has room for part of the line alone.
     fill = """
@@ -232,7 +232,7 @@ def test_a_mesh_of_private_homes_and_its_end(private: Door) -> None:
     assert "already done" in start(private, "--remove").answer().output
 
 
-@pytest.mark.parametrize("moment", ["alone3: ", "block of ~/.ssh/config", "alone2: added"])
+@pytest.mark.parametrize("moment", ["alone3: ", "block of ~/.ssh/config", "alone2: keys added"])
 def test_killed_half_way_the_same_command_finishes(private: Door, moment: str) -> None:
     job = start(private)
     at = job.await_text("right? [y/N]")
