@@ -91,7 +91,7 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
 
 
 def _what(process: Found) -> str:
-    workers = f" and {len(process.workers)} data workers" if process.workers else ""
+    workers = f" and {cn.many(len(process.workers), 'data worker')}" if process.workers else ""
     return textwrap.shorten(printable(process.what), 50, placeholder=" ...") + workers
 
 
@@ -148,7 +148,7 @@ def main(words: Sequence[str]) -> int:
     if any(row.state == "unknown" for row in rows) and not options.running:
         print("\nno host that was asked knows the unknown ones; --running ends them too")
     doomed = [row for row in rows if options.running or row.state == "leftover"]
-    many = f"{len(doomed)} process{'es' if len(doomed) > 1 else ''}"
+    many = cn.many(len(doomed), "process", "es")
     if rows or troubles or any(each.others for each in surveys.values()):
         print()
     if not doomed:

@@ -53,6 +53,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
+def many(number: int, noun: str, more: str = "s") -> str:
+    """1 file, 2 files."""
+    return f"{number} {noun}{more if number != 1 else ''}"
+
+
 class Trouble(Protocol):
     """What was found, and the fix."""
 

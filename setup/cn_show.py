@@ -94,7 +94,7 @@ def describe(report: HostReport, network: Network | None, here: Here) -> dict[st
         "address": network.address if network else "",
         "link": "" if speed is None else f"{speed:,} Mbit/s",
         "InfiniBand": "yes" if report.infiniband else "no",
-        "ssh to next": {True: "yes", False: "no (not needed)"}.get(report.next_ssh, ""),
+        "ssh to next": {None: "", True: "yes", False: "no (not needed)"}[report.next_ssh],
     }
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
+from cn import ROOT, VENV, Parser, many, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
 from cn_probe import probe_all, token_file
 from cn_report import HostReport
@@ -150,7 +150,7 @@ def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespa
     with connect(host) as remote:
         if options.dry_run:
             missing = differing(remote, ROOT, tracked_files(), ROOT)
-            print(f"{host}: would send {len(missing)} files, then")
+            print(f"{host}: would send {many(len(missing), 'file')}, then")
             print(f"{host}: would run: {shlex.join(make_env(report, options))}")
         else:
             bring(remote, report, options)
@@ -178,7 +178,7 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
             print(f"{remote.host}: {line}")
 
     sent = send(remote, ROOT, tracked_files(), ROOT)
-    tell(f"{len(sent)} files sent" if sent else "files are already the same")
+    tell(f"{many(len(sent), 'file')} sent" if sent else "files are already the same")
     send(remote, VENV, [LOCK.name], STAGE)
     plain = make_env(report, argparse.Namespace(python_archive=None, offline=None))
     if "is current" in remote.run('"$@"', *plain, "--dry-run").output:
@@ -188,7 +188,8 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
         send(remote, options.python_archive.parent, [options.python_archive.name], STAGE)
     if options.offline:
         wheels = sorted(each.name for each in options.offline.iterdir() if each.is_file())
-        tell(f"{len(send(remote, options.offline, wheels, STAGE / 'wheels'))} wheels sent")
+        sent = send(remote, options.offline, wheels, STAGE / "wheels")
+        tell(f"{many(len(sent), 'wheel')} sent")
     done = remote.run('"$@"', *make_env(report, options), limit=INSTALL_S, tell=tell)
     if done.code != 0:
         said = [line for line in done.errors.splitlines() if line.startswith("motley: ")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cn import ROOT, Parser, ask_all, print_troubles, read_hostfile, run, table
+from cn import ROOT, Parser, ask_all, many, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
 from cn_probe import probe, token_file
 
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
 
 def _count(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
-    return f"{len(names)} files" + (f": {shown}" if len(names) <= 3 else f": {shown}, ...")
+    return many(len(names), "file") + (f": {shown}" if len(names) <= 3 else f": {shown}, ...")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, Done, venv, wait_until
-from lab_door import Door, new_door
+from lab_door import Door, lab_up
 
 from motley import processes
 from motley.leftovers import Found, state
@@ -66,12 +65,6 @@ def test_a_process_of_another_user_is_left_alone() -> None:
         job.wait()
 
 
-KEYS = """
-mkdir -m 700 .ssh
-ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
-cp .ssh/id_ed25519.pub .ssh/authorized_keys
-ssh-keyscan -t ed25519 c0 c1 >.ssh/known_hosts 2>/dev/null
-"""
 HOSTS = "[defaults]\nshell = 'tcsh'\n" + "".join(
     f"[[host]]\nname = 'c{number}'\naddress = '10.97.91.{number + 1}/24'\n" for number in range(2)
 )
@@ -83,12 +76,9 @@ PATH={venv()}/bin:$PATH exec mpirun -np 2 --map-by node --hostfile ~/hosts.txt -
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Door]:
+def lab() -> Iterator[Door]:
     """Two hosts."""
-    (tmp_path / "two.toml").write_text(HOSTS)
-    with new_door() as made:
-        made.do("up", "--profile", tmp_path / "two.toml")
-        made.on("c0", "bash", stdin=KEYS)
+    with lab_up(HOSTS, keys=True) as made:
         yield made
 
 
