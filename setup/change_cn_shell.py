@@ -175,6 +175,7 @@ def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
 
 
 def parse(words: Sequence[str]) -> Namespace:
+    """The options, checked before anything begins."""
     parser = Parser("change_cn_shell")
     parser.add_argument("--shell", default="/bin/bash")
     options = parser.parse_args(words)
@@ -203,6 +204,7 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
 
 
 def main(words: Sequence[str]) -> int:
+    """Show what each host has, ask, change."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     visits = ask_all(hosts, lambda host: Visit(host, options.shell), LIMIT_S)

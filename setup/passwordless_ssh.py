@@ -31,6 +31,7 @@ States = dict[str, str | HostTrouble]
 
 
 def parse(words: Sequence[str]) -> Namespace:
+    """The options, checked before anything begins."""
     parser = Parser("passwordless_ssh")
     parser.add_argument("--known-hosts", type=Path)
     parser.add_argument("--mesh", action="store_true")
@@ -176,6 +177,7 @@ def report(states: States, reached: dict[str, str]) -> int:
 
 
 def main(words: Sequence[str]) -> int:
+    """See who needs a key, bring it there, see that it works."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     for program in ("ssh", "ssh-keygen"):

@@ -14,7 +14,7 @@ from motley.remote import host_key, known_keys, login_of
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
     """Show the keys and ask; MotleyError without a yes to all. A dry run asks nothing."""
-    print("These hosts are not in ~/.ssh/known_hosts. Compare with what their administrator says:")
+    print("Not in ~/.ssh/known_hosts yet; compare with what their administrator says:")
     rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
     print(table(("host", "type", "fingerprint"), rows))
     if dry_run:

@@ -153,7 +153,16 @@ def try_pairs(
     finally:
         for remote in remotes.values():
             remote.close()
-    return {
+    deaf = {
+        (host, "all"): HostTrouble(
+            "cannot talk",
+            f"it opens no port on {shared.at[host].address}",
+            f"see whether that address is still there: ssh -- {host} ip addr",
+        )
+        for host in reports
+        if host not in ports
+    }
+    return deaf | {
         (host, peer): HostTrouble(
             "cannot talk",
             said,
@@ -171,7 +180,7 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
     if shutil.which("cc") is None:
         print("no C compiler on this machine: hello_mpi.c is not tried")
         return False
-    compiler = [VENV / "bin/mpicc", "-o", VENV / HELLO, ROOT / "setup/hello_mpi.c"]
+    compiler = [str(VENV / "bin/mpicc"), "-o", str(VENV / HELLO), str(ROOT / "setup/hello_mpi.c")]
     made = subprocess.run(compiler, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         raise MotleyError(f"hello_mpi.c does not compile: {made.stderr.strip()}")
@@ -207,14 +216,24 @@ def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
     try:
         output, _ = job.communicate(timeout=LIMIT_S)
         end = f"ended with status {job.returncode}"
-    except BaseException as error:  # an impatient Ctrl-C too
-        os.killpg(job.pid, signal.SIGTERM)  # so that it ends its daemons too
-        output, _ = job.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
+    except subprocess.TimeoutExpired:
+        output = end_mpirun(job)
         end = f"hung for {LIMIT_S} s"
+    except KeyboardInterrupt:
+        end_mpirun(job)
+        raise
     found = re.findall(r"hello from rank \d+ of \d+ on (\S+)", output)
     return Answer(Counter(found), asked, end, "\n".join(output.splitlines()[-12:]))
+
+
+def end_mpirun(job: subprocess.Popen[str]) -> str:
+    """End an mpirun that leads a session, and with it its daemons; all that it said."""
+    os.killpg(job.pid, signal.SIGTERM)
+    try:
+        return job.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:  # a signal while it launches makes Open MPI 5.0.11 hang
+        os.killpg(job.pid, signal.SIGKILL)  # its daemons end when they miss it
+        return job.communicate()[0]
 
 
 if __name__ == "__main__":

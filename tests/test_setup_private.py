@@ -1,16 +1,19 @@
 """Hosts with homes, Pythons and login shells of their own get environments, files and MPI."""
 
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT, processes_of, venv, wait_until
 from lab_door import PRIVATE, Door, lab_up
+from test_mpi import end_mpirun
 
 HEAD, OTHERS = "alone1", ("alone2", "alone3")
 OFFLINE = "--offline ~/wheels --python-archive ~/wheels/python.tar.gz --hostfile ~/hosts.txt"
@@ -131,6 +134,19 @@ def test_a_pair_that_cannot_talk_is_named(ready: Door) -> None:
     assert "btl_tcp_if_include = nosuch0" in done.output
     left = ready.on("alone3", "ps", "-ef")
     assert "hello_mpi" not in left and "prted" not in left
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("after_s", [0.1, 2.0])
+def test_an_mpirun_that_is_stopped_ends(after_s: float) -> None:
+    mark = f"60.{secrets.randbelow(10**9)}"
+    job = subprocess.Popen(
+        [venv() / "bin/mpirun", "-np", "2", "sleep", mark], start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    time.sleep(after_s)
+    end_mpirun(job)
+    wait_until(lambda: not processes_of(mark), 2)
 
 
 @pytest.mark.mpi
