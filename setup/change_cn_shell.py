@@ -2,17 +2,27 @@
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cn import Parser, ask, ask_password, need_terminal, print_troubles, read_hostfile, run, table
+from cn import (
+    Parser,
+    ask,
+    ask_all,
+    need_terminal,
+    print_troubles,
+    read_hostfile,
+    run,
+    table,
+    try_password,
+)
 
-from motley.errors import MotleyError
-from motley.remote import HostTrouble, Remote, connect, on_all
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble, MotleyError
+from motley.remote import Remote, connect
 
 LIMIT_S = 30.0  # for all hosts together
-TRIES = 3
 DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"
 UNNEEDED = "launching works under any shell, tcsh too"
 
@@ -153,32 +163,19 @@ class Visit:
 
 
 def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
-    """Ask for the password, again for those alone that refuse it, and change all at once."""
+    """Ask for the password, where one is needed, and change all at once."""
     by_host = {visit.host: visit for visit in visits}
-    done: dict[str, str | HostTrouble] = {}
-    left = list(by_host)
-    for _ in range(TRIES):
-        users = sorted({by_host[host].account.user for host in left})
-        rooted = all("root" in by_host[host].account.facts for host in left)
-        prompt = f"Password of {', '.join(users)} on {', '.join(left)}: "
-        password = "" if rooted else ask_password(prompt)
-        answers = on_all(left, partial(_change, by_host, password), LIMIT_S)
-        done |= answers
-        left = [
-            host for host, answer in answers.items()
-            if isinstance(answer, HostTrouble) and answer.kind == "password refused"
-        ]  # fmt: skip
-        if not left:
-            break
-        print(f"refused by {', '.join(left)}")
-    return done
 
+    def change(password: str, host: str) -> str:
+        return by_host[host].change(password)
 
-def _change(visits: Mapping[str, Visit], password: str, host: str) -> str:
-    return visits[host].change(password)
+    if all("root" in visit.account.facts for visit in visits):
+        return on_all(by_host, partial(change, ""), LIMIT_S)
+    return try_password({visit.host: visit.account.user for visit in visits}, change, LIMIT_S)
 
 
 def parse(words: Sequence[str]) -> Namespace:
+    """The options, checked before anything begins."""
     parser = Parser("change_cn_shell")
     parser.add_argument("--shell", default="/bin/bash")
     options = parser.parse_args(words)
@@ -197,24 +194,24 @@ def show(visits: dict[str, Visit | HostTrouble], wanted: str) -> None:
         for host, visit in visits.items()
     ]  # fmt: skip
     print(table(("host", "account", "login shell", "to do"), rows))
-    kept = [host for host, v in visits.items() if isinstance(v, Visit) and v.state == DIRECTORY]
+    kept = [host for host, visit in split(visits)[0].items() if visit.state == DIRECTORY]
     if kept:
         print(
             f"\n{', '.join(kept)}: a directory (LDAP, NIS) keeps the account, so the shell cannot "
             f"be changed there. It need not be: {UNNEEDED}."
         )
-    print_troubles(
-        {host: visit for host, visit in visits.items() if isinstance(visit, HostTrouble)}
-    )
+    print_troubles(split(visits)[1])
 
 
 def main(words: Sequence[str]) -> int:
+    """Show what each host has, ask, change."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
-    visits = on_all(hosts, lambda host: Visit(host, options.shell), LIMIT_S)
+    visits = ask_all(hosts, lambda host: Visit(host, options.shell), LIMIT_S)
     show(visits, options.shell)
-    status = 1 if any(isinstance(visit, HostTrouble) for visit in visits.values()) else 0
-    todo = [v for v in visits.values() if isinstance(v, Visit) and v.state == CHANGE]
+    met, troubles = split(visits)
+    status = 1 if troubles else 0
+    todo = [visit for visit in met.values() if visit.state == CHANGE]
     if not todo:
         return status
     names = ", ".join(visit.host for visit in todo)
@@ -227,9 +224,9 @@ def main(words: Sequence[str]) -> int:
     done = change_all(todo)
     rows = [(h, s.kind if isinstance(s, HostTrouble) else s) for h, s in done.items()]
     print("\n" + table(("host", "state"), rows))
-    troubles = {host: state for host, state in done.items() if isinstance(state, HostTrouble)}
-    print_troubles(troubles)
-    return 1 if troubles else status
+    failed = split(done)[1]
+    print_troubles(failed)
+    return 1 if failed else status
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import cn
 from cn_report import printable
 
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble
 from motley.leftovers import Found, Survey, state, survey_from_json
-from motley.remote import HostTrouble, connect, on_all
+from motley.remote import connect
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
 
@@ -53,17 +55,7 @@ def ask(host: str, *words: object) -> str:
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
     """Look at all hosts at once."""
-    counter = cn.Counter("looked at", len(hosts))
-
-    def one(host: str) -> Survey:
-        try:
-            return survey_from_json(ask(host))
-        finally:
-            counter.one(host)
-
-    results = on_all(hosts, one, LIMIT_S)
-    counter.end()
-    return results
+    return cn.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
 def rows_of(surveys: Mapping[str, Survey]) -> list[Row]:
@@ -99,7 +91,7 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
 
 
 def _what(process: Found) -> str:
-    workers = f" and {len(process.workers)} data workers" if process.workers else ""
+    workers = f" and {cn.many(len(process.workers), 'data worker')}" if process.workers else ""
     return textwrap.shorten(printable(process.what), 50, placeholder=" ...") + workers
 
 
@@ -149,21 +141,20 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--running", action="store_true")
     parser.add_argument("--yes", action="store_true")
     options = parser.parse_args(words)
-    results = survey_all([host.name for host in cn.read_hostfile(options)])
-    surveys = {host: each for host, each in results.items() if isinstance(each, Survey)}
-    troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
+    surveys, troubles = split(survey_all([host.name for host in cn.read_hostfile(options)]))
     rows = rows_of(surveys)
     show(rows, surveys)
     cn.print_troubles(troubles)
     if any(row.state == "unknown" for row in rows) and not options.running:
         print("\nno host that was asked knows the unknown ones; --running ends them too")
     doomed = [row for row in rows if options.running or row.state == "leftover"]
-    many = f"{len(doomed)} process{'es' if len(doomed) > 1 else ''}"
+    many = cn.many(len(doomed), "process", "es")
+    if rows or troubles or any(each.others for each in surveys.values()):
+        print()
     if not doomed:
         if surveys:
-            print(f"\nnothing is left over{' on the others' if troubles else ''}")
+            print(f"nothing is left over{' on the others' if troubles else ''}")
         return int(bool(troubles))
-    print()
     if options.dry_run:
         print(f"would end {many}: {', '.join(f'{row.host} {row.process.pid}' for row in doomed)}")
         return int(bool(troubles))

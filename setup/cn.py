@@ -1,4 +1,4 @@
-"""What setup's scripts share: their options, the hosts, a table, a question, and the end.
+"""What setup's scripts share: options, all hosts at once, a table, a question, and the end.
 
 Each script visits all hosts of a hostfile at once, prints one table, and for each host that
 is not well what was found and the fix. Exit status: 0 all is well, 1 some host is not, 2
@@ -10,16 +10,22 @@ import getpass
 import os
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
-from motley.errors import MotleyError
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble, MotleyError
 from motley.hosts import Host, read_hosts
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+TRIES = 3  # for a password
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,10 +53,50 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def print_troubles(troubles: Mapping[str, object]) -> None:
-    """A paragraph for each host that is not well: what was found, and the fix."""
+def many(number: int, noun: str, more: str = "s") -> str:
+    """1 file, 2 files."""
+    return f"{number} {noun}{more if number != 1 else ''}"
+
+
+class Trouble(Protocol):
+    """What was found, and the fix."""
+
+    @property
+    def found(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+
+
+def print_troubles(troubles: Mapping[str, Trouble]) -> None:
+    """For each host that is not well a line on what was found, and one on the fix.
+
+    The fix is never broken into lines: it may be a command to copy.
+    """
     for host, trouble in troubles.items():
-        print(f"\n{host}: {trouble}")
+        named = trouble.found.partition(" ")[0].rstrip(":") == host
+        said = trouble.found if named else f"{host}: {trouble.found}"
+        if sys.stdout.isatty():
+            said = textwrap.fill(said, width(), break_long_words=False, break_on_hyphens=False)
+        print(f"\n{said}\n  {trouble.fix}")
+
+
+def ask_all(
+    hosts: Iterable[str], work: Callable[[str], T], limit: float
+) -> dict[str, T | HostTrouble]:
+    """As :func:`on_all`; on a terminal a line counts the hosts that have answered."""
+    names = list(hosts)
+    counter = _Counter(len(names))
+
+    def one(host: str) -> T:
+        try:
+            return work(host)
+        finally:
+            counter.one()
+
+    try:
+        return on_all(names, one, limit)
+    finally:
+        counter.end()
 
 
 def ask(question: str) -> bool:
@@ -77,22 +123,48 @@ def ask_password(prompt: str) -> str:
         raise KeyboardInterrupt from None
 
 
+def try_password(
+    users: Mapping[str, str], work: Callable[[str, str], T], limit: float
+) -> dict[str, T | HostTrouble]:
+    """Ask for the password, and again for those hosts alone that refuse it.
+
+    Args:
+        users: the account's name by host.
+        work: called with password and host, for all hosts at once; HostTrouble of the kind
+            ``password refused`` is what asks again.
+        limit: seconds for all hosts together.
+    """
+    done: dict[str, T | HostTrouble] = {}
+    left = list(users)
+    for _ in range(TRIES):
+        names = ", ".join(sorted({users[host] for host in left}))
+        password = ask_password(f"Password of {names} on {', '.join(left)}: ")
+        answers = on_all(left, partial(work, password), limit)
+        done |= answers
+        troubles = split(answers)[1]
+        left = [host for host, each in troubles.items() if each.kind == "password refused"]
+        if not left:
+            break
+        print(f"refused by {', '.join(left)}")
+    return done
+
+
 def need_terminal(what: str, fix: str) -> None:
     """Raise MotleyError where nobody can be asked."""
     if not sys.stdin.isatty():
         raise MotleyError(f"there is no terminal to ask for {what} on; {fix}")
 
 
-class Counter:
+class _Counter:
     """On a terminal, one line that counts hosts as they are done: "asked 3 of 8 hosts"."""
 
-    def __init__(self, verb: str, total: int) -> None:
-        self._verb, self._total, self._done = verb, total, 0
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
         self._lock = threading.Lock()
-        self._shown = sys.stderr.isatty()
+        self._shown = total > 1 and sys.stderr.isatty()
         self._show()
 
-    def one(self, _host: str) -> None:
+    def one(self) -> None:
         """One more is done; from any thread."""
         with self._lock:
             self._done += 1
@@ -107,7 +179,7 @@ class Counter:
 
     def _show(self) -> None:
         if self._shown:
-            line = f"\r{self._verb} {self._done} of {self._total} hosts"
+            line = f"\rasked {self._done} of {self._total} hosts"
             print(line, end="", file=sys.stderr, flush=True)
 
 

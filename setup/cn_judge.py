@@ -240,11 +240,11 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
 def judge_networks(
     reports: Iterable[HostReport],
 ) -> tuple[Mapping[str, Network], Finding | None]:
-    """Where each host sits on the subnet that they share, by host; or that there is none."""
+    """Where each of several hosts sits on the subnet that they share; or that there is none."""
     found = list(reports)
     names = {number: report.host for number, report in enumerate(found)}
     machines = {number: report.interfaces for number, report in enumerate(found)}
-    if not machines:
+    if len(machines) < 2:
         return {}, None
     try:
         networks = choose_networks(machines, names, {})

@@ -11,13 +11,15 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cn import ROOT, VENV
+from cn import ROOT, VENV, ask_all
 from cn_report import Asked, HostReport, Python, parse, printable
 
-from motley.remote import Finished, HostTrouble, Remote, connect, on_all
+from motley.errors import HostTrouble
+from motley.remote import Remote, connect
+from motley.shell import Finished
 
 __all__ = ["HostReport", "Python", "probe", "probe_all", "token_file"]
 
@@ -97,25 +99,20 @@ def probe_all(
     token: str = "",
     ring: bool = False,
     limit: float = 9.5,
-    seen: Callable[[str], None] = lambda host: None,
 ) -> dict[str, HostReport | HostTrouble]:
     """Connect to all hosts at once and probe them.
 
     Args:
         ring: each also tries to ssh to the next.
         limit: seconds for all of them together.
-        seen: called, from several threads, with each host that is done.
     """
     names = list(hosts)
     after = dict(zip(names, names[1:] + names[:1], strict=True)) if ring and len(names) > 1 else {}
     end = time.monotonic() + limit
 
     def one(host: str) -> HostReport:
-        try:
-            with connect(host) as remote:
-                left = end - time.monotonic() - 0.3
-                return probe(remote, token=token, next_host=after.get(host, ""), limit=left)
-        finally:
-            seen(host)
+        with connect(host) as remote:
+            left = end - time.monotonic() - 0.3
+            return probe(remote, token=token, next_host=after.get(host, ""), limit=left)
 
-    return on_all(names, one, limit)
+    return ask_all(names, one, limit)

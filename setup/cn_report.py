@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from motley.facts import DeviceFacts, Interface, node_from_json
+from motley.facts import Interface, node_from_json
+from motley.gpus import DeviceFacts
 
 _SMI = re.compile(r"(\d+), *(\S+), *([^,]+), *([^,]+), *([^,]+), *([^,]*), *(.+)")
 

@@ -9,10 +9,10 @@ from cn import table
 from cn_judge import Finding, Here, differences
 from cn_report import HostReport
 
-from motley.facts import DeviceFacts
+from motley.errors import HostTrouble
+from motley.gpus import DeviceFacts
 from motley.launch import Network
 from motley.precision import best_precision
-from motley.remote import HostTrouble
 
 _CELL = 24  # characters; what is longer goes on in the next line
 _GAP = 2
@@ -29,7 +29,7 @@ def show(
     columns: dict[str, dict[str, list[str]]] = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):
-            told = {"reached": f"no: {result.kind}"}
+            told = {"reached": "no", "verdict": result.kind}
         else:
             kinds = [finding.kind for finding in findings.get(host, ()) if finding.wrong]
             told = describe(result, networks.get(host), here)
@@ -38,6 +38,7 @@ def show(
     labels = list(dict.fromkeys(label for cells in columns.values() for label in cells))
     # What is known of no host needs no row: the capability where nobody has a GPU.
     labels = [label for label in labels if any(cells.get(label) for cells in columns.values())]
+    labels.sort(key=lambda label: label == "verdict")  # the last, whichever host was first
     room = width - max(map(len, labels))
     blocks: list[list[str]] = [[]]
     left = room
@@ -89,10 +90,11 @@ def describe(report: HostReport, network: Network | None, here: Here) -> dict[st
         "driver": report.driver or ("fails" if report.gpu_error else "none"),
         "GPU memory free": _each(report, _memory),
         "precision": _each(report, _precision) or " ".join(_reasoned(None)),
-        "interface": f"{network.interface} {network.address}" if network else "none shared",
+        "interface": network.interface if network else "",
+        "address": network.address if network else "",
         "link": "" if speed is None else f"{speed:,} Mbit/s",
         "InfiniBand": "yes" if report.infiniband else "no",
-        "ssh to next": "" if report.next_ssh is None else "yes" if report.next_ssh else "no",
+        "ssh to next": {None: "", True: "yes", False: "no (not needed)"}[report.next_ssh],
     }
 
 
@@ -130,7 +132,7 @@ def _environment(report: HostReport, here: Here) -> str:
         return "absent"
     names = [each.split()[0] for each in differences(report, here)]
     if not names:
-        return "same path and versions"
+        return "same versions"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"differs: {', '.join(names[:3])}{more}"
 

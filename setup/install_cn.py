@@ -12,14 +12,15 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
+from cn import ROOT, VENV, Parser, many, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
 from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from torch_builds import PYPI, HostGpu, build_of, choose_build
 
-from motley.errors import MotleyError
-from motley.remote import HostTrouble, Remote, connect, on_all
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble, MotleyError
+from motley.remote import Remote, connect
 
 LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -32,11 +33,9 @@ def main(words: Sequence[str]) -> int:
     """Install what is missing everywhere, and see that it works."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
-    print(f"asking {len(hosts)} hosts")
     with token_file() as token:
         found = probe_all(hosts, token=token, limit=20)
-    reports = {host: each for host, each in found.items() if isinstance(each, HostReport)}
-    troubles = {host: each for host, each in found.items() if isinstance(each, HostTrouble)}
+    reports, troubles = split(found)
     if not reports:
         print_troubles(troubles)
         return 1
@@ -44,16 +43,18 @@ def main(words: Sequence[str]) -> int:
     print(table(("host", "Python", "environment"), [describe(each) for each in reports.values()]))
 
     work = functools.partial(prepare, reports=reports, options=options)
-    done = on_all(reports, work, INSTALL_S)
-    ready = [host for host, each in done.items() if not isinstance(each, HostTrouble)]
-    troubles |= {host: each for host, each in done.items() if isinstance(each, HostTrouble)}
-    if not options.dry_run:
-        print(f"importing the packages and running a kernel on {len(ready)} hosts")
-        verified = on_all(ready, verify, VERIFY_S)
-        troubles |= {host: each for host, each in verified.items() if isinstance(each, HostTrouble)}
-        rows = [(host, *each) for host, each in verified.items() if isinstance(each, tuple)]
-        print(table(("host", "torch", "computes"), rows))
+    ready, failed = split(on_all(reports, work, INSTALL_S))
+    troubles |= failed
+    if ready and not options.dry_run:
+        print(f"importing the packages and running a kernel on {', '.join(ready)}")
+        verified, failed = split(on_all(ready, verify, VERIFY_S))
+        troubles |= failed
+        if verified:
+            rows = [(host, *each) for host, each in verified.items()]
+            print(table(("host", "torch", "computes"), rows))
     print_troubles(troubles)
+    if not troubles and not options.dry_run:
+        print("\nall is well")
     return 1 if troubles else 0
 
 
@@ -149,7 +150,7 @@ def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespa
     with connect(host) as remote:
         if options.dry_run:
             missing = differing(remote, ROOT, tracked_files(), ROOT)
-            print(f"{host}: would send {len(missing)} files, then")
+            print(f"{host}: would send {many(len(missing), 'file')}, then")
             print(f"{host}: would run: {shlex.join(make_env(report, options))}")
         else:
             bring(remote, report, options)
@@ -177,7 +178,7 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
             print(f"{remote.host}: {line}")
 
     sent = send(remote, ROOT, tracked_files(), ROOT)
-    tell(f"{len(sent)} files sent" if sent else "files are already the same")
+    tell(f"{many(len(sent), 'file')} sent" if sent else "files are already the same")
     send(remote, VENV, [LOCK.name], STAGE)
     plain = make_env(report, argparse.Namespace(python_archive=None, offline=None))
     if "is current" in remote.run('"$@"', *plain, "--dry-run").output:
@@ -187,7 +188,8 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
         send(remote, options.python_archive.parent, [options.python_archive.name], STAGE)
     if options.offline:
         wheels = sorted(each.name for each in options.offline.iterdir() if each.is_file())
-        tell(f"{len(send(remote, options.offline, wheels, STAGE / 'wheels'))} wheels sent")
+        sent = send(remote, options.offline, wheels, STAGE / "wheels")
+        tell(f"{many(len(sent), 'wheel')} sent")
     done = remote.run('"$@"', *make_env(report, options), limit=INSTALL_S, tell=tell)
     if done.code != 0:
         said = [line for line in done.errors.splitlines() if line.startswith("motley: ")]

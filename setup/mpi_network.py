@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from cn import ROOT, VENV
 from cn_report import HostReport
 
+from motley.errors import HostTrouble
 from motley.launch import Network, choose_networks
-from motley.remote import HostTrouble, Remote
+from motley.remote import Remote
 
 # Prints the lines of the user's own parameter files that choose interfaces, as FILE:LINE, and
 # .deepspeed_env after a line "--".

@@ -5,31 +5,33 @@ import shutil
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from cn import Parser, ask_password, need_terminal, print_troubles, read_hostfile, run, table
+from cn import (
+    Parser,
+    ask_all,
+    need_terminal,
+    print_troubles,
+    read_hostfile,
+    run,
+    table,
+    try_password,
+)
 from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
 from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
-from motley.errors import MotleyError
-from motley.remote import (
-    HostKey,
-    HostTrouble,
-    Remote,
-    UnknownHostKey,
-    connect,
-    login_of,
-    on_all,
-)
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble, MotleyError
+from motley.login import HostKey, UnknownHostKey
+from motley.remote import Remote, connect, login_of
 
 HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"
-TRIES = 3
 States = dict[str, str | HostTrouble]
 
 
 def parse(words: Sequence[str]) -> Namespace:
+    """The options, checked before anything begins."""
     parser = Parser("passwordless_ssh")
     parser.add_argument("--known-hosts", type=Path)
     parser.add_argument("--mesh", action="store_true")
@@ -66,29 +68,16 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
         if options.dry_run:
             states |= dict.fromkeys(shown, "host key to be confirmed")
         return confirm(shown, options.dry_run)
-    found = match_all(shown, options.known_hosts)
-    states |= {host: key for host, key in found.items() if isinstance(key, HostTrouble)}
-    return {host: key for host, key in found.items() if isinstance(key, HostKey)}
+    found, troubles = split(match_all(shown, options.known_hosts))
+    states |= troubles
+    return found
 
 
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
-    """Ask for the password, again for those alone that refuse it, and try it on all at once."""
-    done: dict[str, Remote | HostTrouble] = {}
-    left = list(hosts)
+    """Ask for the password and log in with it, to all at once."""
     print("The password goes to these hosts alone, once, and is kept nowhere.")
-    for _ in range(TRIES):
-        users = sorted({login_of(host).user for host in left})
-        password = ask_password(f"Password of {', '.join(users)} on {', '.join(left)}: ")
-        answers = on_all(left, partial(connect, password=password), LIMIT_S)
-        done |= answers
-        left = [
-            host for host, answer in answers.items()
-            if isinstance(answer, HostTrouble) and answer.kind == "password refused"
-        ]  # fmt: skip
-        if not left:
-            break
-        print(f"refused by {', '.join(left)}")
-    return done
+    users = {host: login_of(host).user for host in hosts}
+    return try_password(users, lambda password, host: connect(host, password), LIMIT_S)
 
 
 def install(remote: Remote, public: str) -> str:
@@ -125,20 +114,19 @@ def install_all(states: States) -> str:
     here = this_machine()
     public = do(here, "make_key", f"motley {getpass.getuser()}@{socket.gethostname()}")[-1]
     closed = [host for host, state in states.items() if state == CLOSED]
-    logins = log_in(closed) if closed else {}
-    states |= {host: login for host, login in logins.items() if isinstance(login, HostTrouble)}
-    remotes = [login for login in logins.values() if isinstance(login, Remote)]
+    remotes, troubles = split(log_in(closed) if closed else {})
+    states |= troubles
     # Written first: it is also the list of the hosts where --remove must look.
     named = [host for host, state in states.items() if state == KEYED]
-    if named := [*named, *(remote.host for remote in remotes)]:
+    if named := [*named, *remotes]:
         for note in do(here, "add_to_block", *named):
             print(f"here: {note}")
-    for remote in remotes:
+    for host, remote in remotes.items():
         try:
             with remote:
-                states[remote.host] = install(remote, public)
+                states[host] = install(remote, public)
         except HostTrouble as trouble:
-            states[remote.host] = trouble
+            states[host] = trouble
     return public
 
 
@@ -161,8 +149,8 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
 
 def check(states: States) -> dict[str, str]:
     """Reach every host by OpenSSH, as mpirun will; what fails becomes its state."""
-    reached = try_ssh(this_machine(), [h for h, s in states.items() if s not in (HERE, CLOSED)
-                                       and not isinstance(s, HostTrouble)])  # fmt: skip
+    met = split(states)[0]
+    reached = try_ssh(this_machine(), [h for h, s in met.items() if s not in (HERE, CLOSED)])
     for host, said in reached.items():
         if said != "works":
             states[host] = HostTrouble(
@@ -173,7 +161,7 @@ def check(states: States) -> dict[str, str]:
 
 def report(states: States, reached: dict[str, str]) -> int:
     """Print the table; the exit status."""
-    troubles = {host: s for host, s in states.items() if isinstance(s, HostTrouble)}
+    troubles = split(states)[1]
     rows = []
     for host, state in states.items():
         if reached.get(host) == "works":
@@ -189,6 +177,7 @@ def report(states: States, reached: dict[str, str]) -> int:
 
 
 def main(words: Sequence[str]) -> int:
+    """See who needs a key, bring it there, see that it works."""
     options = parse(words)
     hosts = [host.name for host in read_hostfile(options)]
     for program in ("ssh", "ssh-keygen"):
@@ -196,7 +185,7 @@ def main(words: Sequence[str]) -> int:
             raise MotleyError(f"{program} is not on this machine; install OpenSSH's client")
     if options.remove:
         return remove(options.dry_run)
-    states: States = on_all(hosts, look, LIMIT_S)
+    states: States = ask_all(hosts, look, LIMIT_S)
     if all(state == HERE for state in states.values()):
         print(f"{', '.join(hosts)}: this machine; nothing is to be done")
         return 0
@@ -215,9 +204,7 @@ def main(words: Sequence[str]) -> int:
         public = install_all(states)
     reached = check(states)
     if options.mesh:
-        states |= make_mesh(
-            [h for h, s in states.items() if not isinstance(s, HostTrouble)], public
-        )
+        states |= make_mesh(list(split(states)[0]), public)
     return report(states, reached)
 
 

@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from motley.remote import HostKey, HostTrouble, Remote
+from motley.errors import HostTrouble
+from motley.login import HostKey
+from motley.remote import Remote
 
 KEY = Path("~/.ssh/id_ed25519_motley").expanduser()
 LIMIT_S = 20.0  # for all hosts together to answer, or to refuse

@@ -81,7 +81,7 @@ authorize() {
     append "$keys" "$line"
     added=$((added + 1))
   done
-  [ "$added" = 0 ] || echo "added to ~/$keys: $added"
+  [ "$added" = 0 ] || echo "keys added to ~/$keys: $added"
   tighten "$keys" 0177
   if command -v restorecon >/dev/null; then restorecon -F .ssh "$keys" 2>/dev/null || true; fi
 }

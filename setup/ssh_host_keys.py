@@ -6,13 +6,15 @@ from pathlib import Path
 from cn import ask, need_terminal, table
 from ssh_files import LIMIT_S
 
-from motley.errors import MotleyError
-from motley.remote import HostKey, HostTrouble, host_key, known_keys, login_of, on_all
+from motley.at_once import on_all
+from motley.errors import HostTrouble, MotleyError
+from motley.login import HostKey
+from motley.remote import host_key, known_keys, login_of
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
     """Show the keys and ask; MotleyError without a yes to all. A dry run asks nothing."""
-    print("These hosts are not in ~/.ssh/known_hosts. Compare with what their administrator says:")
+    print("Not in ~/.ssh/known_hosts yet; compare with what their administrator says:")
     rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
     print(table(("host", "type", "fingerprint"), rows))
     if dry_run:

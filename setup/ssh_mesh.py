@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from cn import print_troubles, table
 from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
 
-from motley.remote import HostKey, HostTrouble, Remote, connect, host_key, login_of, on_all
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble
+from motley.login import HostKey
+from motley.remote import Remote, connect, host_key, login_of
 
 
 def tag_of(public: str) -> str:
@@ -24,9 +27,7 @@ def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
         The hosts that cannot take part, or cannot reach all others.
     """
     members = [host for host in hosts if host != "localhost"]
-    visits = on_all(members, _visit, LIMIT_S)
-    troubles = {host: visit for host, visit in visits.items() if isinstance(visit, HostTrouble)}
-    met = {host: visit for host, visit in visits.items() if not isinstance(visit, HostTrouble)}
+    met, troubles = split(on_all(members, _visit, LIMIT_S))
     remotes = {host: remote for host, (remote, _) in met.items()}
     keys: dict[str, str] = {}
     # One by one, here and below: homes may be shared.
@@ -61,11 +62,8 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
     """Reach each host from each other one."""
-    said = on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
-    troubles = {host: answer for host, answer in said.items() if isinstance(answer, HostTrouble)}
+    said, troubles = split(on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S))
     for host, answer in said.items():
-        if isinstance(answer, HostTrouble):
-            continue
         if failed := {other: why for other, why in answer.items() if why != "works"}:
             pairs = "; ".join(f"to {other}: {why}" for other, why in failed.items())
             first = next(iter(failed))

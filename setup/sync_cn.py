@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
-from cn import ROOT, Parser, print_troubles, read_hostfile, run, table
+from cn import ROOT, Parser, ask_all, many, print_troubles, read_hostfile, run, table
 from cn_files import differing, send, tracked_files
 from cn_probe import probe, token_file
 
-from motley.remote import HostTrouble, connect, on_all
+from motley.at_once import split
+from motley.errors import HostTrouble
+from motley.remote import connect
 
 LIMIT_S = 600
 
@@ -27,8 +29,8 @@ def main(words: Sequence[str]) -> int:
             return f"sent {_count(sent)}" if sent else "already the same"
 
     with token_file() as token:
-        found = on_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
-    troubles = {host: each for host, each in found.items() if isinstance(each, HostTrouble)}
+        found = ask_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
+    troubles = split(found)[1]
     rows = [(h, each.kind if isinstance(each, HostTrouble) else each) for h, each in found.items()]
     print(table(("host", f"files of {ROOT}"), rows))
     print_troubles(troubles)
@@ -37,7 +39,7 @@ def main(words: Sequence[str]) -> int:
 
 def _count(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
-    return f"{len(names)} files" + (f": {shown}" if len(names) <= 3 else f": {shown}, ...")
+    return many(len(names), "file") + (f": {shown}" if len(names) <= 3 else f": {shown}, ...")
 
 
 if __name__ == "__main__":

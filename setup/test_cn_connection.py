@@ -31,7 +31,9 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
 
-from motley.remote import HostTrouble, login_of
+from motley.at_once import split
+from motley.errors import HostTrouble
+from motley.remote import login_of
 
 _HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
@@ -128,12 +130,10 @@ def main(words: Sequence[str]) -> int:
         print(f"would write and remove a file in {cn.ROOT} and in ~, there and here")
         return 0
     start = time.monotonic()
-    counter = cn.Counter("asked", len(names))
     with token_file() as token:
-        results = probe_all(names, token=token, ring=True, limit=LIMIT_S, seen=counter.one)
-    counter.end()
+        results = probe_all(names, token=token, ring=True, limit=LIMIT_S)
     here = this_machine()
-    reports = {name: each for name, each in results.items() if isinstance(each, HostReport)}
+    reports, troubles = split(results)
     away = [name for name in names if name not in reports or not reports[name].here]
     findings = {_HERE: list(judge_keys(away)) if away else []}
     for name, report in reports.items():
@@ -148,11 +148,10 @@ def main(words: Sequence[str]) -> int:
         print(as_json(results, groups, well))
         return int(not well)
     print(show(results, findings, networks, here, cn.width()))
-    cn.print_troubles({h: each for h, each in results.items() if isinstance(each, HostTrouble)})
+    cn.print_troubles(troubles)
     for finding in sorted(groups, key=lambda each: not each.wrong):
-        cn.print_troubles(
-            {", ".join(groups[finding]): f"{'' if finding.wrong else 'note: '}{finding}"}
-        )
+        named = ", ".join(groups[finding])
+        cn.print_troubles({named if finding.wrong else f"note on {named}": finding})
     if well:
         print(f"\nall is well ({time.monotonic() - start:.1f} s)")
     return int(not well)

@@ -19,13 +19,14 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
-from motley.errors import MotleyError
+from motley.at_once import on_all, split
+from motley.errors import HostTrouble, MotleyError
 from motley.hosts import Host
-from motley.remote import HostTrouble, Remote, connect, on_all
+from motley.remote import Remote, connect
 
 LIMIT_S = 60
 HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on all hosts
-_TALK = 'python=$1/bin/python talk=$2/setup/talk_cn.py; shift 2; "$python" "$talk" "$@"'
+_TALK = 'python=$1/bin/python talk=$2/setup/cn_talk.py; shift 2; "$python" "$talk" "$@"'
 
 
 def main(words: Sequence[str]) -> int:
@@ -34,10 +35,13 @@ def main(words: Sequence[str]) -> int:
     hosts = read_hostfile(options)
     with token_file() as token:
         found = probe_all([host.name for host in hosts], token=token)
-    reports = {name: each for name, each in found.items() if isinstance(each, HostReport)}
-    troubles: dict[str, object] = {n: e for n, e in found.items() if isinstance(e, HostTrouble)}
+    reports, troubles = split(found)
     troubles |= {
-        name: f"no environment at {VENV} ({each.broken or 'none'}); bash setup/install_cn.sh"
+        name: HostTrouble(
+            "no environment",
+            f"{name} has no environment at {VENV}" + (f" ({each.broken})" if each.broken else ""),
+            "make it with: bash setup/install_cn.sh",
+        )
         for name, each in reports.items()
         if not each.environment
     }
@@ -47,7 +51,12 @@ def main(words: Sequence[str]) -> int:
     shared = find_shared(reports)
     if shared.subnet:
         print(f"the hosts share {shared.subnet}")
-    own = tell_hosts(reports, shared, options.dry_run)
+    if options.dry_run:
+        show_parameters(reports, shared)
+    own, troubles = tell_hosts(reports, shared, options.dry_run)
+    if troubles:
+        print_troubles(troubles)
+        return 1
     if options.dry_run:
         return 0
 
@@ -68,35 +77,52 @@ def main(words: Sequence[str]) -> int:
     if failed:
         print_troubles(own)
         print(f"\nmpirun {failed[0].end}; its last words:\n{failed[0].words}")
-    return 1 if failed or silent else 0
+    if failed or silent:
+        return 1
+    print("\nall is well")
+    return 0
 
 
 def tell_hosts(
     reports: Mapping[str, HostReport], shared: Shared, dry_run: bool
-) -> dict[str, object]:
-    """Settle the parameters on all hosts; returns what their users' own files say otherwise."""
+) -> tuple[dict[str, HostTrouble], dict[str, HostTrouble]]:
+    """Settle the parameters on all hosts; where they are the user's own, and where it failed."""
 
     def one(host: str) -> str:
         lines = parameters(reports[host], reports, shared)
         with connect(host) as remote:
             return settle(remote, lines, write=not dry_run)
 
-    if dry_run:
-        for host, report in reports.items():
-            for line in chain(*parameters(report, reports, shared)):
-                print(f"{host}: would write {line}")
-    found = on_all(reports, one, LIMIT_S)
-    for result in found.values():
-        if isinstance(result, HostTrouble):
-            raise result
-    return {
-        host: f"these lines of your own go before what is found here: {said}; remove them"
+    found, troubles = split(on_all(reports, one, LIMIT_S))
+    own = {
+        host: HostTrouble(
+            "own parameters",
+            f"lines of your own there go before what is found here: {said}",
+            "remove them",
+        )
         for host, said in found.items()
         if said
     }
+    return own, troubles
 
 
-def try_pairs(reports: Mapping[str, HostReport], shared: Shared) -> dict[tuple[str, str], str]:
+def show_parameters(reports: Mapping[str, HostReport], shared: Shared) -> None:
+    """Print what would be written, once for all hosts where it is the same."""
+    hosts: dict[tuple[str, ...], list[str]] = {}
+    for host, report in reports.items():
+        hosts.setdefault(tuple(chain(*parameters(report, reports, shared))), []).append(host)
+    for lines, names in hosts.items():
+        if not lines:
+            print("one host alone needs no parameters")
+            continue
+        print(f"would write on {', '.join(names)}:")
+        for line in lines:
+            print(f"  {line}")
+
+
+def try_pairs(
+    reports: Mapping[str, HostReport], shared: Shared
+) -> dict[tuple[str, str], HostTrouble]:
     """Open a connection from each host to each other; returns who cannot reach whom, and why."""
     if len(reports) == 1:
         return {}
@@ -127,9 +153,22 @@ def try_pairs(reports: Mapping[str, HostReport], shared: Shared) -> dict[tuple[s
     finally:
         for remote in remotes.values():
             remote.close()
-    return {
-        (host, peer): f"{said}; open the ports between them (MPI takes any above 1023), or see "
-        f"whether {shared.at[peer].address} is on {peer}'s way to {host}"
+    deaf = {
+        (host, "all"): HostTrouble(
+            "cannot talk",
+            f"it opens no port on {shared.at[host].address}",
+            f"see whether that address is still there: ssh -- {host} ip addr",
+        )
+        for host in reports
+        if host not in ports
+    }
+    return deaf | {
+        (host, peer): HostTrouble(
+            "cannot talk",
+            said,
+            "open the ports between them (MPI takes any above 1023), or see whether "
+            f"{shared.at[peer].address} is on {peer}'s way to {host}",
+        )
         for host, lines in told.items()
         for peer, said in ([("it", str(lines))] if isinstance(lines, HostTrouble) else lines)
         if said != "ok"
@@ -141,7 +180,7 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
     if shutil.which("cc") is None:
         print("no C compiler on this machine: hello_mpi.c is not tried")
         return False
-    compiler = [VENV / "bin/mpicc", "-o", VENV / HELLO, ROOT / "setup/hello_mpi.c"]
+    compiler = [str(VENV / "bin/mpicc"), "-o", str(VENV / HELLO), str(ROOT / "setup/hello_mpi.c")]
     made = subprocess.run(compiler, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         raise MotleyError(f"hello_mpi.c does not compile: {made.stderr.strip()}")
@@ -178,11 +217,23 @@ def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
         output, _ = job.communicate(timeout=LIMIT_S)
         end = f"ended with status {job.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGTERM)  # so that it ends its daemons too
-        output, _ = job.communicate()
+        output = end_mpirun(job)
         end = f"hung for {LIMIT_S} s"
+    except KeyboardInterrupt:
+        end_mpirun(job)
+        raise
     found = re.findall(r"hello from rank \d+ of \d+ on (\S+)", output)
     return Answer(Counter(found), asked, end, "\n".join(output.splitlines()[-12:]))
+
+
+def end_mpirun(job: subprocess.Popen[str]) -> str:
+    """End an mpirun that leads a session, and with it its daemons; all that it said."""
+    os.killpg(job.pid, signal.SIGTERM)
+    try:
+        return job.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:  # a signal while it launches makes Open MPI 5.0.11 hang
+        os.killpg(job.pid, signal.SIGKILL)  # its daemons end when they miss it
+        return job.communicate()[0]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# See that MPI works over all hosts of hosts.txt, and make the plain mpirun line work there.
+# See that MPI works over all hosts of hosts.txt, and make the plain mpirun line
+# work there.
 #
 #   bash setup/test_mpi.sh
 #   bash setup/test_mpi.sh --dry-run        # what would be written, and where
 #   bash setup/test_mpi.sh --hostfile my_hosts.txt
 #
-# Finds the subnet that the hosts share and writes it, on every host, into the environment's
-# own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf, and into .deepspeed_env; your
-# own ~/.openmpi, ~/.prte and ~/.pmix go before these, and are read but never changed. Then
-# each host opens a connection to each other, and a rank for each slot says hello: in C (where
-# there is a compiler here), and in Python through entry_cn.sh.
+# Finds the subnet that the hosts share and writes it, on every host, into the
+# environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
+# and into .deepspeed_env; your own ~/.openmpi, ~/.prte and ~/.pmix go before
+# these, and are read but never changed. Then each host opens a connection to
+# each other, and a rank for each slot says hello: in C (where there is a
+# compiler here), and in Python through entry_cn.sh.
 #
-# options: --hostfile FILE (default: hosts.txt in the repository), --dry-run
-# exit status: 0 every host answered, 1 some host did not, 2 nothing was begun
+# Options:
+#   --hostfile FILE   default: hosts.txt in the repository
+#   --dry-run         print every change, do none
+#
+# Exit status: 0 every host answered, 1 some host did not, 2 nothing was begun.
 source "$(dirname -- "${BASH_SOURCE[0]}")/door.sh"

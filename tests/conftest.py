@@ -133,6 +133,25 @@ def module_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     started.end()
 
 
+@pytest.fixture(scope="session")
+def python_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A standalone Python, packed."""
+    from lab_wheels import make_python_archive  # which needs this file
+
+    return make_python_archive(tmp_path_factory.mktemp("python") / "python.tar.gz")
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory, python_archive: Path) -> Path:
+    """A folder with wheels, their requirements.lock, and python.tar.gz."""
+    from lab_wheels import make_wheels
+
+    folder = tmp_path_factory.mktemp("parts")
+    make_wheels(folder)
+    shutil.copy(python_archive, folder)
+    return folder
+
+
 def wait_until(condition: Callable[[], bool], limit: float) -> None:
     """Poll; the test fails after ``limit`` seconds."""
     deadline = time.monotonic() + limit

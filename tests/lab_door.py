@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, Done, environment, venv
 
 TESLA = ROOT / "lab" / "tesla.toml"
+PRIVATE = ROOT / "lab" / "private.toml"
 NAMES = [f"ecetesla{number}" for number in range(5)]
 
 # Two hosts with little of everything.
@@ -119,11 +120,15 @@ class Door:
         hosts = list(self.states())
         home = self.home(hosts[0])
         self.on(hosts[0], "bash", stdin=_KEYS)
-        key = (home / ".ssh" / "id_ed25519.pub").read_text()
-        for host in hosts if self.home(hosts[-1]) != home else hosts[:1]:
-            self.on(
-                host, "sh", "-c", "mkdir -p -m 700 ~/.ssh; cat >>~/.ssh/authorized_keys", stdin=key
-            )
+        key = (home / ".ssh" / "id_ed25519.pub").read_text().strip()
+        let_in = f"mkdir -p -m 700 .ssh; echo '{key}' >>.ssh/authorized_keys"
+        homes = hosts if self.home(hosts[-1]) != home else hosts[:1]
+        jobs = [self.start("exec", host, "--", "sh", "-c", let_in) for host in homes]
+        assert [job.wait(20) for job in jobs] == [0] * len(jobs)
+
+    def password(self) -> str:
+        """The lab's user's, on all hosts."""
+        return re.findall(r"password (\w+)", self.do("status"))[0]
 
     def processes(self) -> list[int]:
         """Its processes, by the mark that they carry."""
@@ -147,6 +152,24 @@ def new_door() -> Iterator[Door]:
         yield made
     finally:
         made.run("down")
+
+
+@contextmanager
+def lab_up(profile: Path | str, *, keys: bool = False) -> Iterator[Door]:
+    """A lab that is up.
+
+    Args:
+        profile: a file, or the text of one.
+        keys: the user may log in from the first host to all.
+    """
+    with tempfile.TemporaryDirectory() as folder, new_door() as made:
+        if isinstance(profile, str):
+            text, profile = profile, Path(folder, "profile.toml")
+            profile.write_text(text)
+        made.do("up", "--profile", profile)
+        if keys:
+            made.give_keys()
+        yield made
 
 
 def machine() -> dict[str, object]:

@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
-    "errors", "spelling", "hosts", "facts", "balance", "rebalance", "plan", "precision",
-    "records",
-    "gpu_records", "gpu_log", "leftovers",
+    "errors", "spelling", "hosts", "gpus", "facts", "balance", "rebalance", "plan", "precision",
+    "records", "gpu_records", "gpu_log", "processes", "leftovers", "at_once", "login", "shell",
+    "remote",
 }  # fmt: skip
 LAUNCH = {"lifeline", "launch"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
@@ -57,8 +57,8 @@ def test_the_library_knows_no_engine_and_one_user_of_each(path: Path) -> None:
     for package, owners in {
         "mpi4py": {"launch"},
         "paramiko": {"remote"},
-        "GPUtil": {"facts"},
-        "pynvml": {"facts"},
+        "GPUtil": {"gpus"},
+        "pynvml": {"gpus"},
     }.items():
         assert package not in tops(path) or path.stem in owners
     text = path.read_text()

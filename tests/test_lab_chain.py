@@ -5,14 +5,13 @@ interface names, docker0 listed first; all as an unprivileged user.
 """
 
 import json
-import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import Done
-from lab_door import NAMES, TESLA, Door, new_door
+from lab_door import NAMES, TESLA, Door, lab_up
 from lab_terminal import Terminal
-from lab_wheels import make_python_archive, make_wheels
 
 pytestmark = pytest.mark.mpi
 
@@ -28,13 +27,9 @@ def at(door: Door, host: str, script: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, dict[str, str]]]:
+def told(parts: Path) -> Iterator[tuple[Door, dict[str, str]]]:
     """The lab, and what each script said that made it ready, in the order of the README."""
-    parts = tmp_path_factory.mktemp("parts")
-    make_wheels(parts)
-    make_python_archive(parts / "python.tar.gz")
-    with new_door() as door:
-        door.do("up", "--profile", TESLA)
+    with lab_up(TESLA) as door:
         door.give_repository(HEAD)
         door.give(HEAD, parts, "parts")
         said = {}
@@ -50,9 +45,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, dict[
 
 
 def type_password(door: Door, script: str) -> Done:
-    password = re.findall(r"password (\w+)", door.do("status"))[0]
     terminal = Terminal(door, HEAD, "bash", "-c", AT_HOME + script)
-    return terminal.answer(("[y/N]", "y"), ("Password of", password))
+    return terminal.answer(("[y/N]", "y"), ("Password of", door.password()))
 
 
 def test_every_script_says_that_all_is_well(told: tuple[Door, dict[str, str]]) -> None:
@@ -67,8 +61,7 @@ def test_every_script_says_that_all_is_well(told: tuple[Door, dict[str, str]]) -
     rows = [line.split() for line in said["mpi"].splitlines() if line.startswith("ecetesla")]
     assert [row[1] for row in rows] == ["eno1", "enp4s0f1", "enp4s0f1", "enp0s31f6", "enp4s0f1"]
     assert all(row[3:] == ["yes", "1", "of", "1", "1", "of", "1"] for row in rows)
-    password = re.findall(r"password (\w+)", door.do("status"))[0]
-    assert not any(password in text for text in said.values())
+    assert not any(door.password() in text for text in said.values())
 
 
 @pytest.mark.parametrize("engine", ["torch_dist", "deepspeed"])

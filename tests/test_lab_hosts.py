@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, venv, wait_until
-from lab_door import NAMES, SMALL, TESLA, Door, new_door
+from conftest import venv, wait_until
+from lab_door import NAMES, PRIVATE, SMALL, TESLA, Door, lab_up, new_door
 
 pytestmark = pytest.mark.mpi
 
@@ -22,8 +22,7 @@ def door() -> Iterator[Door]:
 @pytest.fixture(scope="module")
 def tesla() -> Iterator[Door]:
     """The lab that the project is for."""
-    with new_door() as made:
-        made.do("up", "--profile", TESLA)
+    with lab_up(TESLA) as made:
         yield made
 
 
@@ -183,7 +182,7 @@ def test_limits_hold_beside_another_lab(tesla: Door, door: Door, tmp_path: Path)
 
 
 def test_homes_can_be_private_and_python_absent(door: Door) -> None:
-    door.do("up", "--profile", ROOT / "lab" / "private.toml")
+    door.do("up", "--profile", PRIVATE)
     door.on("alone1", "touch", "mine")
     assert door.run("exec", "alone2", "--", "ls", "mine").code != 0
     assert door.run("exec", "alone3", "--", "bash", "-c", "command -v python3").code != 0

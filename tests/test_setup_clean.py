@@ -5,13 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, Done, venv, wait_until
-from lab_door import Door, new_door
+from lab_door import Door, lab_up
 
-from motley import leftovers
+from motley import processes
 from motley.leftovers import Found, state
 
 SCRIPT = ROOT / "setup" / "clean_cn.sh"
@@ -46,10 +45,10 @@ def test_a_leftover_is_what_nobody_waits_for(
 def test_a_pid_that_was_used_again_is_left_alone() -> None:
     job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        start = leftovers.ticks(job.pid)
-        assert leftovers.end([(job.pid, start - 1)]) == {job.pid: "gone"}
+        start = processes.ticks(job.pid)
+        assert processes.end([(job.pid, start - 1)]) == {job.pid: "gone"}
         assert job.poll() is None
-        assert leftovers.end([(job.pid, start)]) == {job.pid: "ended"}
+        assert processes.end([(job.pid, start)]) == {job.pid: "ended"}
     finally:
         job.kill()
         job.communicate()
@@ -59,19 +58,13 @@ def test_a_pid_that_was_used_again_is_left_alone() -> None:
 def test_a_process_of_another_user_is_left_alone() -> None:
     job = subprocess.Popen(["sleep", "60"], user=65534)
     try:
-        assert leftovers.end([(job.pid, leftovers.ticks(job.pid))]) == {job.pid: "gone"}
+        assert processes.end([(job.pid, processes.ticks(job.pid))]) == {job.pid: "gone"}
         assert job.poll() is None
     finally:
         job.kill()
         job.wait()
 
 
-KEYS = """
-mkdir -m 700 .ssh
-ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
-cp .ssh/id_ed25519.pub .ssh/authorized_keys
-ssh-keyscan -t ed25519 c0 c1 >.ssh/known_hosts 2>/dev/null
-"""
 HOSTS = "[defaults]\nshell = 'tcsh'\n" + "".join(
     f"[[host]]\nname = 'c{number}'\naddress = '10.97.91.{number + 1}/24'\n" for number in range(2)
 )
@@ -83,12 +76,9 @@ PATH={venv()}/bin:$PATH exec mpirun -np 2 --map-by node --hostfile ~/hosts.txt -
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Door]:
+def lab() -> Iterator[Door]:
     """Two hosts."""
-    (tmp_path / "two.toml").write_text(HOSTS)
-    with new_door() as made:
-        made.do("up", "--profile", tmp_path / "two.toml")
-        made.on("c0", "bash", stdin=KEYS)
+    with lab_up(HOSTS, keys=True) as made:
         yield made
 
 
@@ -146,7 +136,7 @@ def test_leftovers_on_two_hosts_are_ended_and_nothing_else(lab: Door) -> None:
 
         assert clean(lab, "--running", "--yes").code == 0
         assert set(lingering(lab, "c0")) == {"other"} and not lingering(lab, "c1")
-        assert clean(lab).output == "\nnothing is left over\n"
+        assert clean(lab).output == "nothing is left over\n"
     finally:
         for job in jobs:
             job.kill()

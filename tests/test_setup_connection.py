@@ -11,9 +11,10 @@ import pytest
 from cn_judge import Here, judge, judge_networks
 from cn_report import Asked, HostReport, parse
 from conftest import ROOT, environment, venv
-from lab_door import Door, new_door
+from lab_door import Door, lab_up
 
-from motley.facts import DeviceFacts, Interface
+from motley.facts import Interface
+from motley.gpus import DeviceFacts
 
 EIGHT = "[defaults]\nshell = 'tcsh'\nhome = 'private'\n" + "".join(
     f"[[host]]\nname = 'e{number}'\naddress = '10.97.93.{number + 1}/24'\n" for number in range(8)
@@ -130,26 +131,12 @@ def test_this_machine_as_shipped_is_well() -> None:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def lab() -> Iterator[Door]:
     """Eight hosts with homes of their own; e0's key opens all."""
-    profile = tmp_path_factory.mktemp("profile") / "eight.toml"
-    profile.write_text(EIGHT)
-    with new_door() as made:
-        made.do("up", "--profile", profile)
-        made.on("e0", "bash", stdin=KEYS)
-        line = made.on("e0", "cat", ".ssh/id_ed25519.pub")
-        script = f"mkdir -p -m 700 .ssh; echo '{line}' >{AUTHORIZED}"
-        jobs = [made.start("exec", f"e{number}", "--", "sh", "-c", script) for number in range(8)]
-        assert [job.wait(20) for job in jobs] == [0] * 8
+    with lab_up(EIGHT, keys=True) as made:
         yield made
 
 
-AUTHORIZED = ".ssh/authorized_keys"
-KEYS = """
-mkdir -m 700 .ssh
-ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
-ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
-"""
 FILL = """
 cp -a $1/.ssh /run/kept
 mount -t tmpfs -o size=64k,mode=755 tmpfs $1
@@ -189,7 +176,7 @@ def test_eight_hosts_each_with_its_own_trouble(lab: Door) -> None:
     lab.do("exec", "--root", "e1", "--", "pkill", "sshd")
     lab.do("cut", "e2")
     lab.do("freeze", "e3")
-    lab.on("e4", "rm", AUTHORIZED)
+    lab.on("e4", "rm", ".ssh/authorized_keys")
     lab.on("e0", "sh", "-c", FORGET)
     lab.do("exec", "--root", "e6", "--", "sh", "-c", FILL, "fill", home)
     lab.on("e7", "sh", "-c", "echo 'echo good morning' >.cshrc")

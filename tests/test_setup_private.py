@@ -1,33 +1,30 @@
 """Hosts with homes, Pythons and login shells of their own get environments, files and MPI."""
 
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, wait_until
-from lab_door import Door, new_door
-from lab_wheels import make_python_archive, make_wheels
+from conftest import ROOT, processes_of, venv, wait_until
+from lab_door import PRIVATE, Door, lab_up
+from test_mpi import end_mpirun
 
 HEAD, OTHERS = "alone1", ("alone2", "alone3")
 OFFLINE = "--offline ~/wheels --python-archive ~/wheels/python.tar.gz --hostfile ~/hosts.txt"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def lab(parts: Path) -> Iterator[Door]:
     """Three hosts with keys, and the first with this repository, wheels and an environment."""
-    wheels = tmp_path_factory.mktemp("wheels")
-    make_wheels(wheels)
-    make_python_archive(wheels / "python.tar.gz")
-    with new_door() as door:
-        door.do("up", "--profile", ROOT / "lab" / "private.toml")
-        door.give_keys()
+    with lab_up(PRIVATE, keys=True) as door:
         door.give_repository(HEAD)
-        door.give(HEAD, wheels, "wheels")
+        door.give(HEAD, parts, "wheels")
         told = at_head(
             door, "setup/make_env.sh --wheels ~/wheels --lock ~/wheels/requirements.lock"
         )
@@ -43,8 +40,9 @@ def at_head(door: Door, script: str) -> str:
     return door.do(*command(script), limit=120)
 
 
-@pytest.mark.mpi
-def test_install_finishes_what_a_killed_one_began(lab: Door) -> None:
+@pytest.fixture(scope="module")
+def ready(lab: Door) -> Door:
+    """The same, with all installed, by a second try: the first one is killed half-way."""
     dry = at_head(lab, f"setup/install_cn.sh {OFFLINE} --dry-run")
     assert "alone3: would send" in dry and "--python-archive" in dry
     assert not any((lab.home(host) / "motley").exists() for host in OTHERS)
@@ -58,26 +56,28 @@ def test_install_finishes_what_a_killed_one_began(lab: Door) -> None:
 
     told = at_head(lab, f"setup/install_cn.sh {OFFLINE}")
     assert told.count("environment: ready") == 2 and told.count("cpu fp32") == 3
-    packages = [(lab.home(host) / "motley/.venv/requirements.lock").read_text()
+    return lab
+
+
+@pytest.mark.mpi
+def test_installed_is_the_same_everywhere_and_stays(ready: Door) -> None:
+    packages = [(ready.home(host) / "motley/.venv/requirements.lock").read_text()
                 for host in (HEAD, *OTHERS)]  # fmt: skip
     assert packages[0] == packages[1] == packages[2] and "mpi4py==" in packages[0]
-    assert not (lab.home("alone3") / "motley/.venv-parcels").exists()
-    assert at_head(lab, f"setup/install_cn.sh {OFFLINE}").count("environment is current") == 2
+    assert not (ready.home("alone3") / "motley/.venv-parcels").exists()
+    again = at_head(ready, f"setup/install_cn.sh {OFFLINE}")
+    assert again.count("environment is current") == 2
 
-    changed = lab.home("alone2") / "motley" / "hosts.txt"
+
+@pytest.mark.mpi
+def test_sync_sends_what_differs_and_removes_nothing(ready: Door) -> None:
+    changed = ready.home("alone2") / "motley" / "hosts.txt"
     changed.write_text("other slots=1\n")
-    (lab.home("alone2") / "motley" / "mine.txt").touch()
-    told = at_head(lab, "setup/sync_cn.sh --hostfile ~/hosts.txt")
-    assert "sent 1 files: hosts.txt" in told and "already the same" in told
+    (ready.home("alone2") / "motley" / "mine.txt").touch()
+    told = at_head(ready, "setup/sync_cn.sh --hostfile ~/hosts.txt")
+    assert "sent 1 file: hosts.txt" in told and "already the same" in told
     assert changed.read_bytes() == (ROOT / "hosts.txt").read_bytes()
-    assert (lab.home("alone2") / "motley" / "mine.txt").exists()
-
-
-@pytest.fixture(scope="module")
-def ready(lab: Door) -> Door:
-    """The same, with all installed."""
-    at_head(lab, f"setup/install_cn.sh {OFFLINE}")
-    return lab
+    assert (ready.home("alone2") / "motley" / "mine.txt").exists()
 
 
 MPI = "setup/test_mpi.sh --hostfile ~/hosts.txt"
@@ -86,7 +86,8 @@ MPI = "setup/test_mpi.sh --hostfile ~/hosts.txt"
 @pytest.mark.mpi
 def test_mpi_works_under_mixed_login_shells_and_a_plain_mpirun_line(ready: Door) -> None:
     dry = at_head(ready, f"{MPI} --dry-run")
-    assert "alone3: would write prte_if_include = 10.97.94.0/24" in dry
+    assert "would write on alone1, alone2, alone3:\n" in dry
+    assert "  prte_if_include = 10.97.94.0/24\n" in dry
     settings = ready.home("alone2") / "motley" / ".deepspeed_env"
     assert not settings.exists()
     settings.write_text("MINE=kept\nNCCL_IB_DISABLE=0\n")
@@ -140,6 +141,19 @@ def test_a_pair_that_cannot_talk_is_named(ready: Door) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("after_s", [0.1, 2.0])
+def test_an_mpirun_that_is_stopped_ends(after_s: float) -> None:
+    mark = f"60.{secrets.randbelow(10**9)}"
+    job = subprocess.Popen(
+        [venv() / "bin/mpirun", "-np", "2", "sleep", mark], start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    time.sleep(after_s)
+    end_mpirun(job)
+    wait_until(lambda: not processes_of(mark), 2)
+
+
+@pytest.mark.mpi
 def test_install_says_what_is_missing_before_it_begins(lab: Door) -> None:
     for words, said in (
         ("--offline /usr", "lacks"),
@@ -150,13 +164,15 @@ def test_install_says_what_is_missing_before_it_begins(lab: Door) -> None:
         assert done.code == 2 and said in done.output and len(done.output.splitlines()) == 1
 
 
-def test_a_standalone_python_comes_from_a_mirror_and_is_checked(tmp_path: Path) -> None:
+def test_a_standalone_python_comes_from_a_mirror_and_is_checked(
+    tmp_path: Path, python_archive: Path
+) -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     machine = subprocess.check_output(["uname", "-m"], text=True).strip()
     name = f"cpython-{version}.9+20990101-{machine}-unknown-linux-gnu-install_only.tar.gz"
     mirror, target = tmp_path / "mirror", tmp_path / "python"
     mirror.mkdir()
-    make_python_archive(mirror / name)
+    shutil.copy(python_archive, mirror / name)
     digest = subprocess.check_output(["sha256sum", mirror / name], text=True).split()[0]
     older = name.replace(".9+", ".10+").replace("install_only", "debug")
 

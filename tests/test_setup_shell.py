@@ -7,10 +7,10 @@ import change_cn_shell
 import pytest
 from change_cn_shell import Account, decide
 from conftest import ROOT
-from lab_door import Door, new_door
+from lab_door import PRIVATE, Door, lab_up
 from lab_terminal import Terminal
 
-from motley.remote import HostTrouble
+from motley.errors import HostTrouble
 
 SCRIPT = ROOT / "setup" / "change_cn_shell.sh"
 ALL = {"local", "exists", "listed", "listed_now", "chsh"}
@@ -19,9 +19,7 @@ ALL = {"local", "exists", "listed", "listed_now", "chsh"}
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
     """Three hosts, the second with tcsh, and keys from the first to all."""
-    with new_door() as made:
-        made.do("up", "--profile", ROOT / "lab" / "private.toml")
-        made.give_keys()
+    with lab_up(PRIVATE, keys=True) as made:
         yield made
 
 
@@ -36,7 +34,7 @@ def shells(door: Door) -> list[str]:
 
 @pytest.mark.mpi
 def test_the_shell_is_changed_by_password_and_back(door: Door) -> None:
-    secret = re.findall(r"password (\w+)", door.do("status"))[0]
+    secret = door.password()
     yes = ("[y/N]", "y")
     assert shells(door) == ["bash", "tcsh", "bash"]
     done = start(door).answer(yes, ("on alone2: ", "wrong"), ("on alone2: ", secret))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, venv
-from lab_door import Door, new_door
+from lab_door import PRIVATE, Door, lab_up
 from lab_terminal import Terminal
 
 pytestmark = pytest.mark.mpi
@@ -31,20 +31,16 @@ YES = ("right? [y/N]", "y")
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def shared() -> Iterator[Door]:
     """Three hosts with tcsh and one home."""
-    profile = tmp_path_factory.mktemp("shared") / "shared.toml"
-    profile.write_text(SHARED)
-    with new_door() as made:
-        made.do("up", "--profile", profile)
+    with lab_up(SHARED) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Door]:
     """Three hosts with homes of their own."""
-    with new_door() as made:
-        made.do("up", "--profile", ROOT / "lab" / "private.toml")
+    with lab_up(PRIVATE) as made:
         yield made
 
 
@@ -54,10 +50,6 @@ def private(lab: Door) -> Door:
     for host in ALONE:
         lab.on(host, "rm", "-rf", ".ssh")
     return lab
-
-
-def password(door: Door) -> str:
-    return re.findall(r"password (\w+)", door.do("status"))[0]
 
 
 def start(door: Door, *options: object) -> Terminal:
@@ -103,7 +95,7 @@ def test_one_password_opens_all_hosts_and_stays_secret(shared: Door) -> None:
     ln -s ../dotfiles/config .ssh/config
     """
     shared.on("one1", "sh", "-c", prepare)
-    secret = password(shared)
+    secret = shared.password()
     spy = Spy(secret)
     done = start(shared).answer(YES, ("one2, one3: ", secret), meanwhile=spy)
     assert done.code == 0, done.output
@@ -146,14 +138,14 @@ def test_one_password_opens_all_hosts_and_stays_secret(shared: Door) -> None:
 def test_a_refused_password_names_its_hosts_and_a_full_disk_is_said(private: Door) -> None:
     other = 'user=$(ls /home); echo "$user:other" | chpasswd'
     private.do("exec", "--root", "alone3", "--", "sh", "-c", other)
-    secret = password(private)
+    secret = private.password()
     done = start(private).answer(
         YES, ("alone2, alone3: ", secret), ("on alone3: ", "no"), ("on alone3: ", "")
     )
     assert done.code == 1, done.output
     assert re.search(r"alone2 +key installed +works", done.output)
     assert re.search(r"alone3 +password refused +no", done.output)
-    assert "alone3: alone3 does not take this password" in done.output
+    assert "\nalone3 does not take this password" in done.output
 
     # A disk that has room for part of the line alone.
     fill = """
@@ -189,7 +181,7 @@ def test_host_keys_come_from_a_yes_or_a_file_and_a_changed_one_is_refused(privat
     assert ssh_files(private, "alone1") == {}
 
     fingerprint = re.compile(r"SHA256:\S{43}")
-    listed = start(private, "--known-hosts", "lab_keys").answer(("on alone2: ", password(private)))
+    listed = start(private, "--known-hosts", "lab_keys").answer(("on alone2: ", private.password()))
     assert listed.code == 1, listed.output
     assert re.search(r"alone2 +key installed +works", listed.output)
     assert re.search(r"alone3 +host key differs +no", listed.output)
@@ -199,7 +191,7 @@ def test_host_keys_come_from_a_yes_or_a_file_and_a_changed_one_is_refused(privat
     three = keyscan(private, "alone3", "alone1")
     known.write_text(f"a line cut sho\n@cert-authority * ssh-rsa AAAA\n{three}\n{three}\n".replace(
         three, three.replace("alone3", "alone2"), 1))  # fmt: skip
-    changed = start(private).answer(("on alone3: ", password(private)))
+    changed = start(private).answer(("on alone3: ", private.password()))
     assert changed.code == 1, changed.output
     assert re.search(r"alone2 +host key changed +no", changed.output)
     assert re.search(r"alone3 +key installed +works", changed.output)
@@ -209,7 +201,7 @@ def test_host_keys_come_from_a_yes_or_a_file_and_a_changed_one_is_refused(privat
 def test_a_mesh_of_private_homes_and_its_end(private: Door) -> None:
     private.on("alone3", "sh", "-c", "mkdir .ssh; echo '# mine' >.ssh/authorized_keys")
     before = {host: ssh_files(private, host) for host in ALONE}
-    done = start(private, "--mesh").answer(YES, ("alone3: ", password(private)))
+    done = start(private, "--mesh").answer(YES, ("alone3: ", private.password()))
     assert done.code == 0 and "each of alone1, alone2, alone3 reaches each other" in done.output
     hop = "ssh -o BatchMode=yes alone3 'ssh -o BatchMode=yes alone1 uname -n'"
     assert private.on("alone2", "sh", "-c", hop) == "alone1"
@@ -232,19 +224,19 @@ def test_a_mesh_of_private_homes_and_its_end(private: Door) -> None:
     assert "already done" in start(private, "--remove").answer().output
 
 
-@pytest.mark.parametrize("moment", ["alone3: ", "block of ~/.ssh/config", "alone2: added"])
+@pytest.mark.parametrize("moment", ["alone3: ", "block of ~/.ssh/config", "alone2: keys added"])
 def test_killed_half_way_the_same_command_finishes(private: Door, moment: str) -> None:
     job = start(private)
     at = job.await_text("right? [y/N]")
     job.type("y")
     at = job.await_text("Password of", at)
     if moment != "alone3: ":
-        job.type(password(private))
+        job.type(private.password())
     job.await_text(moment, at)
     job.kill()
 
     again = start(private)
-    done = again.answer_if_asked("Password of", password(private))
+    done = again.answer_if_asked("Password of", private.password())
     assert done.code == 0 and done.output.count("works") == 2, done.output
     for host in ALONE[1:]:
         assert ssh_files(private, host)["authorized_keys"].count("\n") == 1

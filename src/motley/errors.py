@@ -1,4 +1,4 @@
-"""The one error that a user is meant to read."""
+"""The errors that a user is meant to read."""
 
 
 class MotleyError(Exception):
@@ -7,3 +7,18 @@ class MotleyError(Exception):
     The message says the cause, what was found and the fix, in that order. Scripts
     print it as one line without a traceback; every other exception keeps its own.
     """
+
+
+class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault
+    """One host cannot take part.
+
+    Attributes:
+        kind: in one to three words, for a table: ``no answer``, ``host key changed``.
+        found, fix: in a sentence each.
+    """
+
+    def __init__(self, kind: str, found: str, fix: str) -> None:
+        super().__init__(f"{found}; {fix}")
+        self.kind = kind
+        self.found = found
+        self.fix = fix

@@ -1,9 +1,5 @@
 """What this machine is: CPU, memory, network interfaces and GPUs, asked without torch.
 
-GPUtil names the GPUs and their load, as the lab's logs always did; NVML adds what
-GPUtil cannot know (power, other users' memory) where there is a driver. A question that
-nobody answers gives None, never 0.
-
 python -m motley.facts                  # this machine's, as one line of JSON
 """
 
@@ -12,44 +8,13 @@ import ipaddress
 import json
 import os
 import platform
-import pwd
 import socket
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import GPUtil  # type: ignore[import-untyped]
 import psutil
-import pynvml  # type: ignore[import-untyped]
 
-MIB = 2**20
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """One GPU.
-
-    Attributes:
-        index: number on its machine, in PCI order as nvidia-smi counts.
-        capability: CUDA compute capability, for example (8, 6).
-        memory_total_mib, memory_used_mib: of everybody.
-        others_mib: held by other users' processes; None where the driver does not tell.
-        others: their names, for example ("alice",).
-        load: 0 to 1. temperature_c: degrees Celsius. power_w: watts.
-    """
-
-    index: int
-    uuid: str
-    name: str
-    capability: tuple[int, int] | None
-    memory_total_mib: float | None
-    memory_used_mib: float | None
-    load: float | None
-    temperature_c: float | None
-    power_w: float | None
-    others_mib: float | None
-    others: tuple[str, ...]
+from motley.gpus import MIB, DeviceFacts, read_devices, read_driver
 
 
 @dataclass(frozen=True)
@@ -86,14 +51,12 @@ class NodeFacts:
 
 def read_node() -> NodeFacts:
     """Ask this machine for everything; half a second where there is a GPU."""
-    with _nvml() as nvml_works:
-        driver = str(pynvml.nvmlSystemGetDriverVersion()) if nvml_works else None
     return NodeFacts(
         host=socket.gethostname(),
         cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         memory_total_mib=psutil.virtual_memory().total / MIB,
-        driver=driver,
+        driver=read_driver(),
         devices=read_devices(),
         interfaces=read_interfaces(),
     )
@@ -138,152 +101,6 @@ def read_interfaces() -> tuple[Interface, ...]:
         for entry in addresses
         if entry.family == socket.AF_INET and entry.netmask and name in up
     )
-
-
-def read_devices() -> tuple[DeviceFacts, ...]:
-    """The GPUs of this machine, with their load at this moment; () if there is none.
-
-    Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi.
-    """
-    gpus: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # it takes nvidia-smi's "has failed" for numbers
-        gpus = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
-    with _nvml() as nvml_works:
-        if nvml_works:
-            found = [_nvml_device(index, gpus) for index in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(device for device in found if device is not None)
-    return tuple(_gputil_device(gpu) for gpu in gpus.values())
-
-
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that holds memory of a GPU.
-
-    Attributes:
-        gpu: index as in :class:`DeviceFacts`. user: its owner; "?" where that is hidden.
-        mib: memory that it holds there; None where the driver does not tell.
-    """
-
-    gpu: int
-    pid: int
-    user: str
-    mib: float | None
-
-
-def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
-    """Who holds memory of this machine's GPUs; None where there is no driver to ask."""
-    found = []
-    with _nvml() as nvml_works:
-        if not nvml_works:
-            return None
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
-            running = handle and _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
-            for process in running or ():
-                held = process.usedGpuMemory
-                user = _user_name(_owner(process.pid))
-                mib = None if held is None else held / MIB
-                found.append(GpuProcess(index, process.pid, user, mib))
-    return tuple(found)
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[bool]:
-    """NVML open for the duration; False where there is no driver to ask."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _ask(question: Any, *arguments: Any) -> Any:
-    """NVML's answer, or None where this card or driver has none."""
-    try:
-        return question(*arguments)
-    except pynvml.NVMLError:
-        return None
-
-
-def _nvml_device(index: int, gpus: dict[str, Any]) -> DeviceFacts | None:
-    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
-    uuid = None if handle is None else _ask(pynvml.nvmlDeviceGetUUID, handle)
-    if uuid is None:
-        return None  # a lost card does not hide the others
-    uuid = str(uuid)
-    gpu = gpus.get(uuid)
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-    processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    others_mib, others = _others(processes)
-    return DeviceFacts(
-        index=index,
-        uuid=uuid,
-        name=str(gpu.name if gpu else _ask(pynvml.nvmlDeviceGetName, handle)),
-        capability=_ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
-        memory_total_mib=memory.total / MIB if memory else None,
-        memory_used_mib=memory.used / MIB if memory else None,
-        load=_known(gpu.load) if gpu else None,
-        temperature_c=_known(gpu.temperature) if gpu else None,
-        power_w=None if milliwatts is None else milliwatts / 1000,
-        others_mib=others_mib,
-        others=others,
-    )
-
-
-def _gputil_device(gpu: Any) -> DeviceFacts:
-    return DeviceFacts(
-        index=int(gpu.id),
-        uuid=str(gpu.uuid),
-        name=str(gpu.name),
-        capability=None,
-        memory_total_mib=_known(gpu.memoryTotal),
-        memory_used_mib=_known(gpu.memoryUsed),
-        load=_known(gpu.load),
-        temperature_c=_known(gpu.temperature),
-        power_w=None,
-        others_mib=None,
-        others=(),
-    )
-
-
-def _known(value: float) -> float | None:
-    """GPUtil says NaN for what nvidia-smi does not support."""
-    return None if value != value else float(value)
-
-
-def _others(processes: Iterable[Any] | None) -> tuple[float | None, tuple[str, ...]]:
-    """Memory (MiB) and names of the users, other than this one, with processes on a GPU."""
-    if processes is None:
-        return None, ()
-    used, names = 0.0, set()
-    for process in processes:
-        uid = _owner(process.pid)
-        if uid != os.getuid():
-            used += (process.usedGpuMemory or 0) / MIB
-            names.add(_user_name(uid))
-    return used, tuple(sorted(names))
-
-
-def _owner(pid: int) -> int | None:
-    """User id of a process; None where this machine hides it (another container's, say)."""
-    try:
-        return Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return None
-
-
-def _user_name(uid: int | None) -> str:
-    if uid is None:
-        return "?"
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def main() -> None:

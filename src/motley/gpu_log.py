@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 
-from motley.facts import MIB, DeviceFacts, cpu_name, read_devices
+from motley.facts import cpu_name
 from motley.gpu_records import GpuLog
+from motley.gpus import MIB, DeviceFacts, read_devices
 
 
 @dataclass(frozen=True)

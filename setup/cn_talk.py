@@ -1,7 +1,7 @@
 """See whether hosts can open connections to each other, as MPI and NCCL must; needs no MPI.
 
-python setup/talk_cn.py listen ADDRESS               # prints its port, until it is ended
-python setup/talk_cn.py connect NAME=ADDRESS:PORT... # prints "NAME ok", or "NAME why not"
+python setup/cn_talk.py listen ADDRESS               # prints its port, until it is ended
+python setup/cn_talk.py connect NAME=ADDRESS:PORT... # prints "NAME ok", or "NAME why not"
 """
 
 import socket

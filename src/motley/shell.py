@@ -1,0 +1,184 @@
+"""An sh script for whatever login shell a host has, and what comes back of it."""
+
+import contextlib
+import secrets
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import IO, Any
+
+_CHUNK = 2**15
+
+# What a login shell of any kind (tcsh, fish) is asked to run: read a script of so many bytes
+# from stdin, and run that. So nothing is quoted for the login shell, and nothing but this
+# line is ever in an argv.
+_LOADER = 'exec sh -c \'read -r n; s=$(dd bs=1 count="$n" 2>/dev/null); eval "$s"\' motley'
+
+# Ends all that a script started when it ends, or when whoever asked is gone.
+_TIED = """exec 3<&0 </dev/null
+{ trap '' HUP; cat <&3 >/dev/null; kill -TERM 0; } >/dev/null 2>&1 &
+exec 3<&-
+trap 'status=$?; trap "" TERM; kill -TERM 0; exit $status' EXIT
+"""
+
+
+class TooLong(Exception):  # noqa: N818 - not a fault of ours
+    """A script did not end within its limit."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A script that ended.
+
+    Attributes:
+        output, errors: what it printed to stdout and stderr.
+        chatter: what the login shell had printed before it; normally nothing.
+    """
+
+    code: int
+    output: str
+    errors: str
+    chatter: str
+
+
+class Talk:
+    """A script on its way, and its output as it comes.
+
+    What precedes the mark in the output is the login shell's, the rest the script's.
+
+    Attributes:
+        tied: stdin stays open, and all that the script starts ends with it or with that.
+        sent: what goes to stdin.
+        errors: what came from stderr.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        words: tuple[object, ...],
+        payload: bytes | IO[bytes] | None,
+        tell: Callable[[str], None] | None,
+    ) -> None:
+        mark = f"motley-{secrets.token_hex(8)}"
+        self.tied = payload is None
+        start = f"export LC_ALL=C\nset -- {shlex.join(map(str, words))}\necho {mark}\n"
+        text = (start + (_TIED if self.tied else "") + script).encode()
+        head = b"%d\n" % len(text) + text
+        self.sent: Iterator[bytes]
+        if payload is None or isinstance(payload, bytes):
+            self.sent = iter([head + (payload or b"")])
+        else:
+            self.sent = chain([head], iter(lambda: payload.read(_CHUNK), b""))
+        self.errors = bytearray()
+        self._mark = mark.encode() + b"\n"
+        self._tell = tell
+        self._data = bytearray()
+        self._told: int | None = None  # offset of the first byte of a line not told yet
+
+    def take(self, data: bytes) -> None:
+        """More of stdout."""
+        self._data += data
+        if self._tell is None:
+            return
+        if self._told is None:
+            at = self._data.find(self._mark)
+            if at < 0:
+                return
+            self._told = at + len(self._mark)
+        while (end := self._data.find(b"\n", self._told)) >= 0:
+            self._tell(self._data[self._told : end].decode(errors="replace").rstrip("\r"))
+            self._told = end + 1
+
+    def finish(self, code: int) -> Finished:
+        """All that was said."""
+        before, _, after = bytes(self._data).partition(self._mark)
+        said = (each.decode(errors="replace") for each in (after, self.errors, before))
+        return Finished(code, *said)
+
+
+def run_here(talk: Talk, limit: float) -> int:
+    """Run it on this machine; its exit status. Raises TooLong after ``limit`` seconds."""
+    job = subprocess.Popen(
+        ["sh", "-c", _LOADER], start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert job.stdin and job.stdout and job.stderr
+    stdin = job.stdin
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # it may end without reading all
+            for piece in talk.sent:
+                stdin.write(piece)
+                stdin.flush()
+            if not talk.tied:
+                stdin.close()
+
+    def read(stream: Any, take: Callable[[bytes], None]) -> None:
+        while data := stream.read1(_CHUNK):
+            take(data)
+
+    threads = [
+        threading.Thread(target=write, daemon=True),
+        threading.Thread(target=read, args=(job.stdout, talk.take), daemon=True),
+        threading.Thread(target=read, args=(job.stderr, talk.errors.extend), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        code = job.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise TooLong from None
+    finally:
+        with contextlib.suppress(OSError):
+            stdin.close()  # to a tied script: end
+        if job.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(2)
+            job.kill()
+            job.wait()
+    for thread in threads[1:]:
+        thread.join(2)
+    return code
+
+
+def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) -> int:
+    """Run it at the other end of an open session of ssh; its exit status.
+
+    Args:
+        channel: like paramiko's.
+        alive: whether the connection is.
+
+    Raises:
+        TooLong: after ``limit`` seconds.
+        EOFError: the connection is gone.
+    """
+    deadline = time.monotonic() + limit
+    channel.exec_command(_LOADER)
+    left = memoryview(next(talk.sent))
+    while True:
+        # Asked before the streams: what came before the status is then read.
+        idle, ended = True, channel.exit_status_ready()
+        if left and not ended and channel.send_ready():
+            left = left[channel.send(left[:_CHUNK].tobytes()) :]
+            left = left or memoryview(next(talk.sent, b""))
+            if not left and not talk.tied:
+                channel.shutdown_write()
+            idle = False
+        while channel.recv_ready():
+            talk.take(channel.recv(_CHUNK))
+            idle = False
+        while channel.recv_stderr_ready():
+            talk.errors += channel.recv_stderr(_CHUNK)
+            idle = False
+        if ended and idle:
+            return int(channel.recv_exit_status())
+        if not alive():
+            raise EOFError
+        if time.monotonic() > deadline:
+            raise TooLong
+        if idle:
+            time.sleep(0.01)
