@@ -16,6 +16,7 @@ from motley.plan import LeftOut, Seat, choose_participants
 from motley.precision import PRECISIONS, best_precision, parse_precision
 from motley.records import RunFolder
 
+_FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the lifeline names a dead rank long before
 
 
@@ -151,7 +152,9 @@ def _member(rank: int, world: World, device: torch.device, wanted: str) -> Membe
         properties = torch.cuda.get_device_properties(device)
         name, uuid = f"{device} {properties.name}", _uuid(device.index)
         capability = (properties.major, properties.minor)
-    precision, why = best_precision(capability) if wanted == "auto" else (wanted, "asked for")
+    precision, why = wanted, "asked for"
+    if wanted == "auto":
+        precision, why = confirmed(*best_precision(capability), device)
     speed = kernel_speed(device, precision, seconds=0.02)
     if speed.tflops is None:
         able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
@@ -164,3 +167,17 @@ def _member(rank: int, world: World, device: torch.device, wanted: str) -> Membe
             f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
         )
     return Member(world.rank, rank, world.host, name, uuid, precision, why)
+
+
+def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
+    """The precision that a capability promises, if a real kernel keeps it; else fp32.
+
+    A claim of support can be emulation, slower than fp32.
+    """
+    if precision == "fp32":
+        return precision, why
+    fast = kernel_speed(device, precision, seconds=0.02).tflops or 0.0
+    plain = kernel_speed(device, "fp32", seconds=0.02).tflops or 0.0
+    if fast > _FASTER * plain:
+        return precision, why
+    return "fp32", f"{why}, but {precision} does {fast:.3g} TFLOP/s here and fp32 {plain:.3g}"
