@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from motley.balance import Speed
-from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
+from motley.engine import Clock, gradient_norm, load_random_state, random_state, unscale_and_clip
 from motley.errors import MotleyError
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
 
@@ -68,8 +68,9 @@ def _wait(device: torch.device) -> None:
 
 # -- how long a model computes, by micro-batch
 
-_BUDGET_S = 12.0  # for one rank's table; all ranks measure at once
-_REPEATS = 3
+_BUDGET_S = 13.0  # for one rank's table; all ranks measure at once
+_REPEATS = 3  # at least, after a warm run
+_LOAD_S = 0.5  # at least, on a GPU: under load it lowers its clock, by 3 % after a second or two
 _PLATEAU = 1.02  # twice the micro-batch that is less than this faster per sample ends the table
 _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
 
@@ -105,7 +106,8 @@ def measure_speed(
     step_s = 0.0
     try:
         for size in _doubling(most):
-            if sizes and time.perf_counter() - start + _REPEATS * 2.2 * seconds[-1] > budget_s:
+            next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
+            if time.perf_counter() - start + next_s > budget_s:
                 break
             if not _fits(memory, device):
                 break
@@ -145,37 +147,50 @@ def _doubling(most: int) -> Iterator[int]:
 
 
 def time_micro_batch(model: Classifier, size: int) -> tuple[float, float | None]:
-    """Median of some runs after a warm one, seconds, and the peak of memory, MiB.
-
-    Leaves gradients behind.
-    """
+    """Seconds of a micro-batch, and the peak of memory, MiB. Leaves gradients behind."""
     device = next(model.parameters()).device
     images = model.noise_images(size)
     labels = torch.zeros(size, dtype=torch.int64, device=device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
+
+    def run() -> None:
         loss = functional.cross_entropy(model(images), labels, reduction="sum")
         torch.autograd.backward([loss])
-        _wait(device)
-        times.append(time.perf_counter() - start)
+
+    seconds = _time(run, device)
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
-    return statistics.median(times[1:]), peak
+    return seconds, peak
 
 
 def _time_step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad(set_to_none=False)  # 0 times the gradient must be 0 in fp16 too
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
+
+    def run() -> None:
         unscale_and_clip(parameters, gradient_norm(parameters), 1.0, 1.0)
         optimizer.step()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        optimizer.zero_grad(set_to_none=False)
+
+    return _time(run, device)
+
+
+def _time(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds of a run, once warm: the median of some, back to back as in training."""
+    clock = Clock(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    first = time.perf_counter() - start
+    load = _LOAD_S if device.type == "cuda" else 0.0
+    repeats = max(_REPEATS, min(round(load / first), 8 * _REPEATS))
+    laps = []
+    clock.restart()
+    for _ in range(repeats):
+        run()
+        clock.lap("run")
+        laps.append(clock.cut())
+    return statistics.median(lap.seconds("run") for lap in laps[-max(_REPEATS, repeats // 2) :])
 
 
 def _fits(memory: Sequence[float | None], device: torch.device) -> bool:
