@@ -13,7 +13,7 @@ PURE = {
     "errors", "spelling", "hosts", "facts", "plan", "precision", "records", "gpu_records",
     "gpu_log", "leftovers",
 }  # fmt: skip
-LAUNCH = {"lifeline", "launch"}
+LAUNCH = {"faults", "vigil", "lifeline", "launch"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
 
