@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
     "errors", "spelling", "hosts", "facts", "plan", "precision", "records", "gpu_records",
-    "gpu_log", "leftovers",
+    "gpu_log", "escort", "leftovers",
 }  # fmt: skip
 LAUNCH = {"faults", "vigil", "lifeline", "launch"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")

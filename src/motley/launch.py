@@ -172,7 +172,7 @@ class World:
         door = self.from_first(lambda: self.lifeline.listen(master))
         # Rank 0's deputy should not freeze with its machine.
         elsewhere = [rank for rank in range(self.size) if self.machines[rank] != 0]
-        self.lifeline.join(master, door, deputy=min(elsewhere, default=1))
+        self.lifeline.join(master, door, min(elsewhere, default=1), self.first_here)
 
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
+from motley.escort import Escort
 from motley.faults import Fault, died, fault_of, silent
 from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil
 
@@ -56,6 +57,8 @@ class Lifeline:
         self._pulse = Pulse()
         self._awake = Awake()
         self._next_beat = 0.0
+        self._stopped = False  # some rank, by a signal
+        self._escort: Escort | None = None
         self._watching = False
         self._finished = threading.Event()
         self._own: list[dict[str, Any]] = []  # messages of this rank, not yet sent
@@ -73,14 +76,16 @@ class Lifeline:
         self._word = secrets.token_hex(16)
         return self._door.getsockname()[1], self._word, self.host
 
-    def join(self, address: str, door: tuple[int, str, str], deputy: int) -> None:
+    def join(self, address: str, door: tuple[int, str, str], deputy: int, first_here: bool) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``.
 
         Args:
             deputy: the rank that speaks when rank 0 cannot; best on another machine.
+            first_here: this is the lowest rank of its machine.
         """
         port, word, self._first_host = door
         self._deputy = deputy
+        self._escort = Escort() if first_here else None
         for number in _STOPS:
             signal.signal(number, _leave_to_watcher)
         # The C-level handler writes the signal's number here at once, even while the main
@@ -105,8 +110,8 @@ class Lifeline:
             fault = fault_of(error, self.rank, self.host, self.step)
             if self.rank == 0:
                 self._condemn(fault)
-            _print(f"motley: {fault.line()}")
-            _leave(fault.code)
+            self._print(f"motley: {fault.line()}")
+            self._leave(fault.code)
 
     # -- what a rank says
 
@@ -124,6 +129,8 @@ class Lifeline:
         if not self._finished.is_set():
             self._say({"done": True})
             self._finished.wait()
+            if self._escort:
+                self._escort.dismiss()
 
     def tell(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
@@ -136,7 +143,7 @@ class Lifeline:
         self._say({"fault": asdict(fault_of(error, self.rank, self.host, self.step))})
         time.sleep(3 * _PATIENCE)  # rank 0 ends this process before that
         traceback.print_exception(error)
-        _leave(1)
+        self._leave(1)
 
     def _say(self, message: dict[str, Any]) -> None:
         self._own.append(message)
@@ -156,6 +163,20 @@ class Lifeline:
         if due:
             self._next_beat = time.monotonic() + TICK
         return due
+
+    def _print(self, text: str) -> None:
+        """Say something to the user, after whom there is nobody to say it."""
+        with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
+            if not (self._stopped and self._escort and self._escort.say(text)):
+                print(text, file=sys.stderr, flush=True)
+
+    def _leave(self, code: int) -> NoReturn:
+        """End now: the main thread may be stuck in a collective that never returns."""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
     def _signals(self) -> list[int]:
         """Numbers of the stop signals that came since the last call."""
@@ -178,7 +199,7 @@ class Lifeline:
                 self._hear_first()  # before speaking: rank 0 may have said stop, and left
                 for number in self._signals():
                     self._line.sendall(_encode({"signal": number}))
-                    _leave(128 + number)
+                    self._leave(128 + number)
                 while self._own:
                     self._line.sendall(_encode(self._own.pop(0)))
                 if self._beat_due():
@@ -203,7 +224,7 @@ class Lifeline:
             messages, self._heard = _decode(self._heard + data)
             for message in messages:
                 if "stop" in message:
-                    _leave(message["stop"])
+                    self._leave(message["stop"])
                 if "finish" in message:
                     self._finished.set()
             if not data and not self._finished.is_set():
@@ -212,10 +233,10 @@ class Lifeline:
     def _replace_first(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
         if self.rank == self._deputy:
-            _print(f"motley: {fault.line()}")
+            self._print(f"motley: {fault.line()}")
             with contextlib.suppress(Exception):
                 self.on_fault(fault)
-        _leave(1)
+        self._leave(1)
 
     # -- rank 0
 
@@ -289,7 +310,7 @@ class Lifeline:
         if "beat" in message:
             self._vigil.beat(peer, Pulse(**message["beat"]))
         elif "stop" in message:  # we were away, and another rank has spoken
-            _leave(message["stop"])
+            self._leave(message["stop"])
         elif "done" in message:
             peer.done = True
         elif "event" in message:
@@ -300,6 +321,7 @@ class Lifeline:
                 self._condemn(fault)
             self._suspect(fault, _PATIENCE)
         elif "signal" in message:
+            self._stopped = True
             name = signal.Signals(message["signal"]).name
             fault = Fault(
                 peer.rank, peer.host, peer.pulse.step, f"stopped by {name}",
@@ -319,14 +341,14 @@ class Lifeline:
         return self._pending is not None and self._pending[1].rank == peer.rank
 
     def _condemn(self, fault: Fault) -> NoReturn:
-        if fault.details:
-            _print(fault.details)
-        _print(f"motley: {fault.line()}")
         with contextlib.suppress(Exception):  # the job must end, whatever the recorder does
             self.on_fault(fault)
+        if fault.details:
+            self._print(fault.details)
+        self._print(f"motley: {fault.line()}")
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
-        _leave(fault.code)
+        self._leave(fault.code)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._peers:
@@ -352,17 +374,3 @@ def _decode(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
             if isinstance(message, dict):
                 messages.append(message)
     return messages, rest
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
-        print(text, file=sys.stderr, flush=True)
-
-
-def _leave(code: int) -> NoReturn:
-    """End now: the main thread may be stuck in a collective that never returns."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
