@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
     "errors", "spelling", "hosts", "facts", "plan", "precision", "records", "gpu_records",
-    "gpu_log", "escort", "leftovers",
+    "gpu_log", "leftovers",
 }  # fmt: skip
-LAUNCH = {"faults", "vigil", "lifeline", "launch"}
+LAUNCH = {"faults", "vigil", "escort", "lifeline", "launch"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
 

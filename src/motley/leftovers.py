@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 
-from motley.escort import MPIRUN
 from motley.facts import GpuProcess, read_gpu_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 3.0  # between SIGTERM, on which a rank tells the others, and SIGKILL
 
+_MPIRUN = {"prterun", "mpirun", "mpiexec", "prte", "orterun"}
 _DAEMONS = {"prted", "orted", "slurmstepd"}
 # Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do
 # not, and there a rank is known by the daemon that is its parent.
@@ -117,14 +117,14 @@ def survey() -> Survey:
         below = workers.get(pid, [])
         if pid in ranks and not any(pid in group for group in workers.values()):
             found.append(_describe(each, "rank", [own[worker] for worker in below], own, gpu))
-        elif each["name"] in MPIRUN | _DAEMONS and _ours(pid, each, ranks, own):
-            kind = "mpirun" if each["name"] in MPIRUN else "daemon"
+        elif each["name"] in _MPIRUN | _DAEMONS and _ours(pid, each, ranks, own):
+            kind = "mpirun" if each["name"] in _MPIRUN else "daemon"
             found.append(_describe(each, kind, [], own, gpu))
     listed = {pid for each in found for pid in (each.pid, *(worker for worker, _ in each.workers))}
     return Survey(
         node=socket.gethostname(),
         found=tuple(found),
-        mpiruns=tuple(pid for pid, each in own.items() if each["name"] in MPIRUN),
+        mpiruns=tuple(pid for pid, each in own.items() if each["name"] in _MPIRUN),
         others=tuple(each for each in gpu or () if each.pid not in listed),
     )
 
@@ -218,7 +218,7 @@ def _describe(
 def _held(pid: int, own: Mapping[int, Mapping[str, Any]]) -> bool:
     above = [pid, *_ancestors(pid, own)]
     parents = (_name(own[up]["ppid"]) for up in above)  # slurmstepd is root's
-    return any(name in MPIRUN | _DAEMONS for name in parents)
+    return any(name in _MPIRUN | _DAEMONS for name in parents)
 
 
 def _is_orphan(parent: int) -> bool:

@@ -8,7 +8,7 @@ the first cause in one line and ends the job. A rank that hears nothing of rank 
 
     rank k                                rank 0
     {"beat": {"step": 17}}  ------------> remembered; no beat for 15 s: see motley.vigil
-                            <------------ {"beat": {}}
+                            <------------ {"beat": null}, or who may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
     {"done": true}          ------------> all done? {"finish": true} to all
@@ -58,6 +58,7 @@ class Lifeline:
         self._awake = Awake()
         self._next_beat = 0.0
         self._stopped = False  # some rank, by a signal
+        self._mute: Fault | None = None  # as rank 0 last said
         self._escort: Escort | None = None
         self._watching = False
         self._finished = threading.Event()
@@ -110,7 +111,7 @@ class Lifeline:
             fault = fault_of(error, self.rank, self.host, self.step)
             if self.rank == 0:
                 self._condemn(fault)
-            self._print(f"motley: {fault.line()}")
+            self._print(_text(fault))
             self._leave(fault.code)
 
     # -- what a rank says
@@ -165,10 +166,10 @@ class Lifeline:
         return due
 
     def _print(self, text: str) -> None:
-        """Say something to the user, after whom there is nobody to say it."""
+        if self._escort and self._escort.say(text if self._stopped else "") and self._stopped:
+            return
         with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
-            if not (self._stopped and self._escort and self._escort.say(text)):
-                print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
     def _leave(self, code: int) -> NoReturn:
         """End now: the main thread may be stuck in a collective that never returns."""
@@ -207,7 +208,7 @@ class Lifeline:
             except OSError:
                 with contextlib.suppress(OSError):
                     self._hear_first()
-                self._replace_first(died(0, self._first_host, self.step))
+                self._replace_first(self._mute or died(0, self._first_host, self.step))
             # The deputy first: mpirun ends it as soon as another rank has left.
             quiet = self._awake.seconds - self._heard_at
             if quiet > SILENCE + (0 if self.rank == self._deputy else 2):
@@ -225,15 +226,19 @@ class Lifeline:
             for message in messages:
                 if "stop" in message:
                     self._leave(message["stop"])
-                if "finish" in message:
+                elif "finish" in message:
                     self._finished.set()
+                elif message["beat"]:
+                    self._mute = Fault(**message["beat"])
+                else:
+                    self._mute = None
             if not data and not self._finished.is_set():
                 raise ConnectionError
 
     def _replace_first(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
         if self.rank == self._deputy:
-            self._print(f"motley: {fault.line()}")
+            self._print(_text(fault))
             with contextlib.suppress(Exception):
                 self.on_fault(fault)
         self._leave(1)
@@ -274,7 +279,11 @@ class Lifeline:
                 self._finished.set()
                 return
             if self._beat_due():
-                self._tell_all({"beat": {}})
+                # Should mpirun end us first, others know whom to blame.
+                mute = self._vigil.silent(ranks[1:], SUSPECT)
+                self._tell_all({"beat": asdict(mute) if mute else None})
+                if self._escort:
+                    self._escort.say(_text(mute) if mute else "")
                 if fault := self._vigil.silent(ranks[1:]) or self._vigil.stuck(ranks):
                     self._condemn(fault)
 
@@ -345,7 +354,7 @@ class Lifeline:
             self.on_fault(fault)
         if fault.details:
             self._print(fault.details)
-        self._print(f"motley: {fault.line()}")
+        self._print(_text(fault))
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
         self._leave(fault.code)
@@ -358,6 +367,10 @@ class Lifeline:
 
 def _leave_to_watcher(number: int, frame: object) -> None:
     """The watcher's thread acts on the wake-up byte; the main thread may be stuck in C."""
+
+
+def _text(fault: Fault) -> str:
+    return f"motley: {fault.line()}"
 
 
 def _encode(message: dict[str, Any]) -> bytes:
