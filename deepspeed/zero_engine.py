@@ -96,7 +96,7 @@ class ZeroEngine(EngineBase):
             losses = sample_losses(logits, batch, self._seating.config.smoothing)
             loss = losses.sum() * (self._seating.size / n_global)
         self._backward(loss)
-        self.clock.lap("compute")
+        self.clock.lap("compute", ready=last and self._stage < 2)
         return losses.detach()
 
     def _forward(self, images: Tensor, last: bool) -> Tensor:

@@ -93,11 +93,13 @@ settle_mpi() {
   install -m 755 "$launcher/ssh.sh" "$venv/bin/motley_ssh"
   install -m 755 "$launcher/prted.sh" "$venv/bin/motley_prted"
   # Open MPI 5 binds ranks to cores and refuses more ranks than cores; a lab's ranks are
-  # one a GPU, and a laptop tries five on two cores. A link that is cut is noticed in 11 s in
-  # place of 8 minutes. Up to 64 hosts the head starts all others itself: they need no keys.
+  # one a GPU, and a laptop tries five on two cores. Up to 64 hosts the head starts all others
+  # itself: they need no keys. A link that is cut is noticed in 20 to 30 s in place of 8 minutes:
+  # mpirun then ends with status 0, so Motley's lifeline, which names the host, must come first.
   local line
+  sed -i '/^oob_tcp_keepalive_/d' "$venv/etc/prte-mca-params.conf" # of an earlier version
   for line in 'hwloc_default_binding_policy = none' "plm_ssh_agent = $venv/bin/motley_ssh" \
-    'oob_tcp_keepalive_time = 5' 'oob_tcp_keepalive_intvl = 2' 'oob_tcp_keepalive_probes = 3'; do
+    'oob_tcp_keepalive_time = 10' 'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4'; do
     grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
   done
 }

@@ -14,7 +14,7 @@ PURE = {
     "records", "gpu_records", "gpu_log", "processes", "leftovers", "at_once", "login", "shell",
     "remote",
 }  # fmt: skip
-LAUNCH = {"lifeline", "launch"}
+LAUNCH = {"faults", "vigil", "escort", "lifeline", "launch"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
 

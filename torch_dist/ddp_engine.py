@@ -51,7 +51,7 @@ class DdpEngine(EngineBase):
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
-            self.clock.lap("compute")  # this rank's own gradient is ready now
+            self.clock.lap("compute", ready=True)
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

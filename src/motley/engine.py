@@ -23,6 +23,7 @@ from motley.options import Config
 from motley.plan import Plan
 from motley.precision import LossScale
 from motley.sampler import Batch
+from motley.vigil import WAITING
 
 
 @dataclass(frozen=True)
@@ -121,24 +122,42 @@ class Seating:
 EngineMaker = Callable[[Classifier, Seating], Engine]
 
 
+# What the host does after each lap.
+_AFTER = {
+    "data": "computing",
+    "compute": "loading images",
+    "sync": "taking the step",
+    "opt": "loading images",
+}
+
+
 class Clock:
     """Cuts one rank's time into named laps that sum to the whole.
 
     On a GPU the laps are of the device's own stream, by events, so that work queued
     ahead is counted where it runs and nothing has to be waited for.
+
+    Attributes:
+        on_lap: called after each lap with what the host begins to do, in words.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self.on_lap: Callable[[str], None] = lambda doing: None
         self.restart()
 
     def restart(self) -> None:
         """Forget all laps; the next one starts now."""
         self._marks: list[tuple[str, Any]] = [("", self._now())]
 
-    def lap(self, name: str) -> None:
-        """End a lap: the time since the last mark was spent on ``name``."""
+    def lap(self, name: str, ready: bool = False) -> None:
+        """End a lap: the time since the last mark was spent on ``name``.
+
+        Args:
+            ready: this rank's own gradient is done, and the others' are needed now.
+        """
         self._marks.append((name, self._now()))
+        self.on_lap(WAITING if ready else _AFTER[name])
 
     def cut(self) -> "Laps":
         """The laps so far; the next one starts where the last one ended."""

@@ -170,7 +170,9 @@ class World:
         self.network = networks[self.machines[self.rank]]
         master = networks[self.machines[0]].address
         door = self.from_first(lambda: self.lifeline.listen(master))
-        self.lifeline.join(master, door)
+        # Rank 0's deputy should not freeze with its machine.
+        elsewhere = [rank for rank in range(self.size) if self.machines[rank] != 0]
+        self.lifeline.join(master, door, min(elsewhere, default=1), self.first_here)
 
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.

@@ -1,12 +1,14 @@
 """The lifeline: every rank keeps one TCP connection to rank 0 for as long as it lives.
 
 MPI and the process group cannot say who failed first: a rank that is killed makes all
-others fail too, and NCCL waits for minutes. So each rank tells rank 0 its step twice a
-second, its own failure in its own words, and that it is done. Rank 0 sees a connection
-that breaks without a word, names the first cause in one line, and ends the job.
+others fail too, and NCCL waits for minutes. So each rank tells rank 0 twice a second what
+it is doing, its own failure in its own words, and that it is done. Rank 0 sees a connection
+that breaks without a word, a rank that falls silent and a job that stands still; it names
+the first cause in one line and ends the job. A rank that hears nothing of rank 0 ends itself.
 
     rank k                                rank 0
-    {"step": 17}            ------------> remembered
+    {"beat": {"step": 17}}  ------------> remembered; no beat for 15 s: see motley.vigil
+                            <------------ {"beat": null}, or who may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
     {"done": true}          ------------> all done? {"finish": true} to all
@@ -16,7 +18,6 @@ that breaks without a word, names the first cause in one line, and ends the job.
 import contextlib
 import json
 import os
-import re
 import secrets
 import selectors
 import signal
@@ -26,93 +27,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from motley.errors import MotleyError
+from motley.escort import Escort
+from motley.faults import Fault, died, fault_of, silent
+from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil
 
-_TICK = 0.5  # seconds between beats, and between looks at deadlines
 _PATIENCE = 2.0  # seconds that a failure which looks like an echo waits for the first cause
 _NOW = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
 _STOPS = (signal.SIGTERM, signal.SIGINT)
-_ECHO = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """How a rank failed.
-
-    Attributes:
-        step: the step it was in; None before the first.
-        error: cause and what was found, one line.
-        advice: what to do, one line; may be empty.
-        details: the traceback; empty for an error that the user is meant to read.
-        echo: it may be the consequence of another rank's failure.
-        code: exit status of the job.
-    """
-
-    rank: int
-    host: str
-    step: int | None
-    error: str
-    advice: str = ""
-    details: str = ""
-    echo: bool = False
-    code: int = 1
-
-    def line(self) -> str:
-        """The one line that a user reads."""
-        at = "before the first step" if self.step is None else f"step {self.step}"
-        return "; ".join(
-            part
-            for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice)
-            if part
-        )
-
-
-def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
-    """Put an exception into words."""
-    if isinstance(error, MotleyError):
-        return Fault(rank, host, step, str(error), code=2)
-    text = " ".join(str(error).split()) or "no message"
-    details = "".join(traceback.format_exception(error))
-    echo = bool(_ECHO.search(text)) and isinstance(error, RuntimeError | OSError)
-    return Fault(
-        rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo
-    )
-
-
-def _advice(text: str) -> str:
-    lower = text.lower()
-    if "out of memory" in lower or "can't allocate memory" in lower:
-        return "lower --micro-batch (the result stays the same)"
-    if "no space left" in lower:
-        return "free some disk, or choose another one with --logs DIR"
-    return ""
-
-
-@dataclass
-class _Peer:
-    """Rank 0's view of one rank."""
-
-    rank: int
-    host: str
-    step: int | None = None
-    done: bool = False
-    buffer: bytes = field(default=b"", repr=False)
-
-
-def _died(peer: _Peer, step: int | None) -> Fault:
-    return Fault(
-        peer.rank,
-        peer.host,
-        step,
-        "died without a word (killed, or it left early)",
-        f"see the kernel's log (dmesg) on {peer.host} for its out-of-memory killer",
-    )
 
 
 class Lifeline:
@@ -121,7 +45,7 @@ class Lifeline:
     Attributes:
         step: set by the training loop; sent to rank 0 with every beat.
         on_fault: called once, from another thread, with the first cause: on rank 0, or on
-            rank 1 when it is rank 0 that died.
+            the deputy when it is rank 0 that died.
         on_event: called on rank 0, from another thread, with what a rank tells.
     """
 
@@ -130,6 +54,12 @@ class Lifeline:
         self.step: int | None = None
         self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
+        self._pulse = Pulse()
+        self._awake = Awake()
+        self._next_beat = 0.0
+        self._stopped = False  # some rank, by a signal
+        self._mute: Fault | None = None  # as rank 0 last said
+        self._escort: Escort | None = None
         self._watching = False
         self._finished = threading.Event()
         self._own: list[dict[str, Any]] = []  # messages of this rank, not yet sent
@@ -147,9 +77,16 @@ class Lifeline:
         self._word = secrets.token_hex(16)
         return self._door.getsockname()[1], self._word, self.host
 
-    def join(self, address: str, door: tuple[int, str, str]) -> None:
-        """Connect this rank and start watching; all ranks call it after ``listen``."""
+    def join(self, address: str, door: tuple[int, str, str], deputy: int, first_here: bool) -> None:
+        """Connect this rank and start watching; all ranks call it after ``listen``.
+
+        Args:
+            deputy: the rank that speaks when rank 0 cannot; best on another machine.
+            first_here: this is the lowest rank of its machine.
+        """
         port, word, self._first_host = door
+        self._deputy = deputy
+        self._escort = Escort() if first_here else None
         for number in _STOPS:
             signal.signal(number, _leave_to_watcher)
         # The C-level handler writes the signal's number here at once, even while the main
@@ -174,16 +111,27 @@ class Lifeline:
             fault = fault_of(error, self.rank, self.host, self.step)
             if self.rank == 0:
                 self._condemn(fault)
-            _print(f"motley: {fault.line()}")
-            _leave(fault.code)
+            self._print(_text(fault))
+            self._leave(fault.code)
 
     # -- what a rank says
+
+    def enter(self, doing: str, patience: float | None) -> None:
+        """Say what this rank does from now on, or that it has got on with it.
+
+        Args:
+            doing: as in "rank 3 is loading images".
+            patience: seconds in which some rank should move; see motley.vigil.
+        """
+        self._pulse = Pulse(self.step, doing, self._pulse.moves + 1, patience)
 
     def finish(self) -> None:
         """Say that this rank is done, and wait until all are."""
         if not self._finished.is_set():
             self._say({"done": True})
             self._finished.wait()
+            if self._escort:
+                self._escort.dismiss()
 
     def tell(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
@@ -196,12 +144,40 @@ class Lifeline:
         self._say({"fault": asdict(fault_of(error, self.rank, self.host, self.step))})
         time.sleep(3 * _PATIENCE)  # rank 0 ends this process before that
         traceback.print_exception(error)
-        _leave(1)
+        self._leave(1)
 
     def _say(self, message: dict[str, Any]) -> None:
         self._own.append(message)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
+
+    def _beat(self) -> dict[str, Any]:
+        return asdict(replace(self._pulse, step=self.step))
+
+    def _until_due(self) -> float:
+        """Seconds until there is something to do."""
+        due = min(self._next_beat, self._pending[0] if self._pending else self._next_beat)
+        return max(0.0, due - time.monotonic())
+
+    def _beat_due(self) -> bool:
+        due = time.monotonic() >= self._next_beat
+        if due:
+            self._next_beat = time.monotonic() + TICK
+        return due
+
+    def _print(self, text: str) -> None:
+        if self._escort and self._escort.say(text if self._stopped else "") and self._stopped:
+            return
+        with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
+            print(text, file=sys.stderr, flush=True)
+
+    def _leave(self, code: int) -> NoReturn:
+        """End now: the main thread may be stuck in a collective that never returns."""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
     def _signals(self) -> list[int]:
         """Numbers of the stop signals that came since the last call."""
@@ -216,40 +192,56 @@ class Lifeline:
         selector = selectors.DefaultSelector()
         selector.register(self._line, selectors.EVENT_READ)
         selector.register(self._wake_read, selectors.EVENT_READ)
+        self._heard_at = self._awake.look()
         while not self._finished.is_set():
-            selector.select(_TICK)
+            selector.select(self._until_due())
+            self._awake.look()
             try:
                 self._hear_first()  # before speaking: rank 0 may have said stop, and left
                 for number in self._signals():
                     self._line.sendall(_encode({"signal": number}))
-                    _leave(128 + number)
+                    self._leave(128 + number)
                 while self._own:
                     self._line.sendall(_encode(self._own.pop(0)))
-                self._line.sendall(_encode({"step": self.step}))
+                if self._beat_due():
+                    self._line.sendall(_encode({"beat": self._beat()}))
             except OSError:
                 with contextlib.suppress(OSError):
                     self._hear_first()
-                self._first_died()
+                self._replace_first(self._mute or died(0, self._first_host, self.step))
+            # The deputy first: mpirun ends it as soon as another rank has left.
+            quiet = self._awake.seconds - self._heard_at
+            if quiet > SILENCE + (0 if self.rank == self._deputy else 2):
+                # Should rank 0 come back, it need not say again what we say now.
+                with contextlib.suppress(OSError):
+                    self._line.sendall(_encode({"stop": 1}))
+                self._replace_first(silent(0, self._first_host, self.step, quiet))
 
     def _hear_first(self) -> None:
         """Act on what rank 0 has said; ConnectionError where it is gone."""
         with contextlib.suppress(BlockingIOError):
             data = self._line.recv(65536, socket.MSG_DONTWAIT)
+            self._heard_at = self._awake.seconds
             messages, self._heard = _decode(self._heard + data)
             for message in messages:
                 if "stop" in message:
-                    _leave(message["stop"])
-                self._finished.set()
+                    self._leave(message["stop"])
+                elif "finish" in message:
+                    self._finished.set()
+                elif message["beat"]:
+                    self._mute = Fault(**message["beat"])
+                else:
+                    self._mute = None
             if not data and not self._finished.is_set():
                 raise ConnectionError
 
-    def _first_died(self) -> NoReturn:
-        if self.rank == 1:  # one line is enough
-            fault = _died(_Peer(0, self._first_host, self.step), self.step)
-            _print(f"motley: {fault.line()}")
+    def _replace_first(self, fault: Fault) -> NoReturn:
+        """End, now that rank 0 cannot end us; one rank's line is enough."""
+        if self.rank == self._deputy:
+            self._print(_text(fault))
             with contextlib.suppress(Exception):
                 self.on_fault(fault)
-        _leave(1)
+        self._leave(1)
 
     # -- rank 0
 
@@ -257,29 +249,46 @@ class Lifeline:
         selector = selectors.DefaultSelector()
         selector.register(self._door, selectors.EVENT_READ)
         selector.register(self._wake_read, selectors.EVENT_READ)
-        me = _Peer(0, self.host)
-        self._peers: dict[socket.socket, _Peer] = {}
+        self._me = Peer(0, self.host)
+        self._peers: dict[socket.socket, Peer] = {}
+        self._vigil = Vigil(self._awake)
         while True:
-            for key, _ in selector.select(_TICK):
+            ready = selector.select(self._until_due())
+            self._awake.look()
+            for key, _ in ready:
                 if key.fileobj is self._door:
                     line, _ = self._door.accept()
                     line.settimeout(1)
-                    self._peers[line] = _Peer(-1, "?")
+                    self._peers[line] = Peer(-1, "?", self._awake.seconds)
                     selector.register(line, selectors.EVENT_READ)
                 elif isinstance(key.fileobj, socket.socket):
                     self._read(key.fileobj, selector)
-            me.step = self.step
-            for number in self._signals():
-                self._hear(me, {"signal": number})
-            while self._own:
-                self._hear(me, self._own.pop(0))
+            # Only now: whoever knows more may have said so while this process was stopped.
             if self._pending and time.monotonic() >= self._pending[0]:
-                self._condemn(self._pending[1])
-            ranks = [me, *self._peers.values()]
+                # A stop of mpirun's, or an error of gloo's, may well be due to a mute rank.
+                mute = self._vigil.silent(self._ranks()[1:], SUSPECT)
+                self._condemn(mute or self._pending[1])
+            self._hear(self._me, {"beat": self._beat()})
+            for number in self._signals():
+                self._hear(self._me, {"signal": number})
+            while self._own:
+                self._hear(self._me, self._own.pop(0))
+            ranks = self._ranks()
             if sum(peer.done for peer in ranks) == self.size:
                 self._tell_all({"finish": True})
                 self._finished.set()
                 return
+            if self._beat_due():
+                # Should mpirun end us first, others know whom to blame.
+                mute = self._vigil.silent(ranks[1:], SUSPECT)
+                self._tell_all({"beat": asdict(mute) if mute else None})
+                if self._escort:
+                    self._escort.say(_text(mute) if mute else "")
+                if fault := self._vigil.silent(ranks[1:]) or self._vigil.stuck(ranks):
+                    self._condemn(fault)
+
+    def _ranks(self) -> list[Peer]:
+        return [self._me, *(peer for peer in self._peers.values() if peer.rank >= 0)]
 
     def _read(self, line: socket.socket, selector: selectors.BaseSelector) -> None:
         peer = self._peers[line]
@@ -287,6 +296,7 @@ class Lifeline:
             data = line.recv(65536)
         except OSError:
             data = b""
+        peer.heard = self._awake.seconds
         messages, peer.buffer = _decode(peer.buffer + data)
         for message in messages:
             if peer.rank < 0 and message.get("word") == self._word:
@@ -302,11 +312,14 @@ class Lifeline:
                 del self._peers[line]
             elif not peer.done and not self._pending_from(peer):
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
-                self._condemn(_died(peer, peer.step if peer.step is None else self.step))
+                step = None if peer.pulse.step is None else self.step
+                self._condemn(died(peer.rank, peer.host, step))
 
-    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
-        if "step" in message:
-            peer.step = message["step"]
+    def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
+        if "beat" in message:
+            self._vigil.beat(peer, Pulse(**message["beat"]))
+        elif "stop" in message:  # we were away, and another rank has spoken
+            self._leave(message["stop"])
         elif "done" in message:
             peer.done = True
         elif "event" in message:
@@ -317,9 +330,10 @@ class Lifeline:
                 self._condemn(fault)
             self._suspect(fault, _PATIENCE)
         elif "signal" in message:
+            self._stopped = True
             name = signal.Signals(message["signal"]).name
             fault = Fault(
-                peer.rank, peer.host, peer.step, f"stopped by {name}",
+                peer.rank, peer.host, peer.pulse.step, f"stopped by {name}",
                 "continue with --resume auto", code=128 + message["signal"], echo=True,
             )  # fmt: skip
             self._suspect(fault, _NOW)
@@ -332,18 +346,18 @@ class Lifeline:
         else:
             self._pending = (min(deadline, self._pending[0]), self._pending[1])
 
-    def _pending_from(self, peer: _Peer) -> bool:
+    def _pending_from(self, peer: Peer) -> bool:
         return self._pending is not None and self._pending[1].rank == peer.rank
 
     def _condemn(self, fault: Fault) -> NoReturn:
-        if fault.details:
-            _print(fault.details)
-        _print(f"motley: {fault.line()}")
         with contextlib.suppress(Exception):  # the job must end, whatever the recorder does
             self.on_fault(fault)
+        if fault.details:
+            self._print(fault.details)
+        self._print(_text(fault))
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
-        _leave(fault.code)
+        self._leave(fault.code)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._peers:
@@ -353,6 +367,10 @@ class Lifeline:
 
 def _leave_to_watcher(number: int, frame: object) -> None:
     """The watcher's thread acts on the wake-up byte; the main thread may be stuck in C."""
+
+
+def _text(fault: Fault) -> str:
+    return f"motley: {fault.line()}"
 
 
 def _encode(message: dict[str, Any]) -> bytes:
@@ -369,17 +387,3 @@ def _decode(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
             if isinstance(message, dict):
                 messages.append(message)
     return messages, rest
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
-        print(text, file=sys.stderr, flush=True)
-
-
-def _leave(code: int) -> NoReturn:
-    """End now: the main thread may be stuck in a collective that never returns."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)

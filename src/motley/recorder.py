@@ -3,6 +3,8 @@
 import dataclasses
 import resource
 import time
+from collections import deque
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from motley.progress import Reporter
 from motley.records import EpochRecord, StepRecord
 from motley.runs import Run
 from motley.team import Team
+from motley.vigil import PATIENCE, step_patience
 
 
 class Recorder:
@@ -46,6 +49,8 @@ class Recorder:
         self._started = time.monotonic()
         self._samples = 0
         self._scale: float | None = None  # of the last step
+        self._compiles = config.compile
+        self._seconds: deque[float] = deque(maxlen=32)
         self.progress = Progress()
 
     def __enter__(self) -> "Recorder":
@@ -55,6 +60,14 @@ class Recorder:
     def ready_s(self) -> float:
         """Data and compute of the last step until this rank's own gradient was ready, seconds."""
         return self._pending[1].seconds("data", "compute") if self._pending else 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which some rank should move within a step; see motley.vigil."""
+        # First steps build kernels; a compiled model is built again for each size of batch.
+        if self._compiles or len(self._seconds) < 3:
+            return PATIENCE
+        return step_patience(median(self._seconds))
 
     def step(
         self, step: int, epoch: int, lr: float, plan: Plan, result: StepResult, laps: Laps
@@ -88,10 +101,12 @@ class Recorder:
         if self._tells_sync:
             wait = min(sync, max(ready_s) - ready_s[self._rank])
             comm = sync - wait
+        seconds = laps.seconds("data", "compute", "sync", "opt")
+        self._seconds.append(seconds)
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
             t_comm=comm, t_opt=laps.seconds("opt"),
-            images_per_s=record.n_global / laps.seconds("data", "compute", "sync", "opt"),
+            images_per_s=record.n_global / seconds,
         )  # fmt: skip
         self._steps.write(record)
         self._samples += record.n_global

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from motley.checkpoint import checkpoints_at
 from motley.errors import MotleyError
+from motley.faults import Fault
 from motley.launch import World
-from motley.lifeline import Fault
 from motley.options import Config
 from motley.records import RunFolder, find_runs
 

@@ -15,9 +15,11 @@ from motley.measure import kernel_speed
 from motley.plan import LeftOut, Seat, choose_participants
 from motley.precision import PRECISIONS, best_precision, parse_precision
 from motley.records import RunFolder
+from motley.vigil import PATIENCE
 
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
-_TIMEOUT = timedelta(minutes=10)  # of a collective; the lifeline names a dead rank long before
+# Of a collective. The lifeline ends the job long before, and can name the rank.
+_TIMEOUT = timedelta(seconds=2 * PATIENCE)
 
 
 @dataclass(frozen=True)

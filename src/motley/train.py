@@ -36,6 +36,7 @@ from motley.sampler import Batch, Loader, seed_of
 from motley.scale_search import BATCHES, find_scale
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Team, gpu_logger, join_team, leave_team
+from motley.vigil import DATA, PATIENCE, WAITING
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 
@@ -70,7 +71,10 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config."""
     config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
+    say = world.lifeline.enter
+    say("preparing the data", DATA)
     world.once_per_node(lambda: prepare(config))
+    say("building the model", PATIENCE)
     team = join_team(world, config.precision)
 
     # All that can be wrong with the options is said before the run's records are touched.
@@ -101,6 +105,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         recorder,
     ):
         evaluated = fit(world, job, recorder, position)
+    say("leaving", PATIENCE)
     leave_team()
     run.finish(recorder.result(evaluated))
 
@@ -154,13 +159,15 @@ def search_scale(team: Team, parts: Parts, plan: Plan, config: Config) -> float:
 
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
     """Train from ``position`` to the last step; returns the last evaluation."""
-    engine, loader = job.engine, job.loader
+    engine, loader, say = job.engine, job.loader, world.lifeline.enter
+    engine.clock.on_lap = lambda doing: say(doing, recorder.patience)
     evaluated, plan, watch = None, job.plan, job.watch
     if position.consumed >= loader.order.epoch_samples:  # the data set has become smaller
         position = Position(position.step, position.epoch + 1, 0)
     while position.step < job.last_step:
         epoch, before = position.epoch, 0
         engine.clock.restart()
+        say("loading images", PATIENCE)
         for part, micro_batches in loader.steps(epoch, position.consumed, plan):
             world.lifeline.step = position.step
             job.schedule.step_update(position.step)
@@ -182,6 +189,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             position = advance(position, part.global_batch, loader.order.epoch_samples)
             ended = position.step == job.last_step
             if ended or (job.save_every and position.step % job.save_every == 0):
+                say("saving a checkpoint", PATIENCE)
                 recorder.settle()
                 keep_same(job.model, recorder, position)
                 if job.save_every:
@@ -200,10 +208,10 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
         recorder.settle()
         if position.epoch == epoch and position.step < job.last_step:
             continue  # the rest of the epoch, as the new plan shares it
-        evaluated = evaluate(job, position.step, epoch)
+        evaluated = evaluate(world, job, position.step, epoch)
         recorder.epoch(evaluated)
     # A run that was finished before it was resumed has nothing left but its result.
-    return evaluated or evaluate(job, position.step, position.epoch)
+    return evaluated or evaluate(world, job, position.step, position.epoch)
 
 
 def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict[str, Any]:
@@ -337,13 +345,17 @@ def keep_same(model: Classifier, recorder: Recorder, position: Position) -> None
         same_again(model.net)
 
 
-def evaluate(job: Job, step: int, epoch: int) -> EpochRecord:
+def evaluate(world: World, job: Job, step: int, epoch: int) -> EpochRecord:
     """Accuracy on the held-out images: sums and counts over all ranks, never a mean of means."""
     start = time.monotonic()
     parts = []
+    say = world.lifeline.enter
+    say("evaluating", PATIENCE)
     for batch in job.loader.test_batches(job.plan):
         parts.append(job.engine.evaluate(batch))
         readable(batch, job.config, job.run)
+        say("evaluating", PATIENCE)
+    say(WAITING, PATIENCE)
     table = exchange(list(torch.stack(parts).sum(dim=0)))
     loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
     return EpochRecord(

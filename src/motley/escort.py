@@ -1,0 +1,94 @@
+"""See the launcher off: a small process on each host, which outlives a job that failed.
+
+mpirun ends when its daemon on every host says so, and waits without end for one that is
+frozen or cut off; a daemon waits so for mpirun. And once mpirun is told to stop, it passes
+nothing on of what its ranks say and kills them, at once or after a tenth of a second.
+"""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+_MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
+_PATIENCE = 8.0  # seconds that they may take; it is about one where all hosts answer
+
+
+class Escort:
+    """A rank's end of it; does nothing under another launcher than mpirun."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._last = ""
+        launcher = psutil.Process().parent()
+        if launcher is None or not _is_for_one_job(launcher):
+            return
+        errors: int | TextIO = subprocess.DEVNULL
+        with contextlib.ExitStack() as stack:
+            if launcher.name() in _MPIRUN:
+                with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
+                    errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "motley.escort", str(launcher.pid)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def say(self, line: str) -> bool:
+        """What to say, where mpirun's own errors go, when this rank and mpirun are gone.
+
+        The last line counts; an empty one means nothing.
+
+        Returns:
+            Whether there is an escort to say it.
+        """
+        if self._process is None or self._process.stdin is None:
+            return False
+        if line != self._last:
+            with contextlib.suppress(OSError):
+                print(line, file=self._process.stdin, flush=True)
+        self._last = line
+        return True
+
+    def dismiss(self) -> None:
+        """All is well, and the launcher may take its time."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _is_for_one_job(launcher: psutil.Process) -> bool:
+    if launcher.name() == "prted":  # may also be of a prte that serves many jobs
+        return any("prterun-" in word for word in launcher.cmdline())
+    return launcher.name() in _MPIRUN | {"orted"}
+
+
+def _see_off(launcher: psutil.Process) -> None:
+    _, there = psutil.wait_procs([launcher], timeout=_PATIENCE)
+    if not there:
+        return
+    children = launcher.children()  # mpirun's: an ssh to each host
+    for end in (launcher.terminate, launcher.kill):
+        if there:
+            end()
+            _, there = psutil.wait_procs(there, timeout=2)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+
+
+def _main() -> None:
+    with contextlib.suppress(psutil.NoSuchProcess, OSError):
+        launcher = psutil.Process(int(sys.argv[1]))
+        last = sys.stdin.read().removesuffix("\n").rpartition("\n")[2]  # until the rank has ended
+        with contextlib.suppress(psutil.NoSuchProcess):
+            _see_off(launcher)
+        if last:
+            print(last, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    _main()

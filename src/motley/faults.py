@@ -1,0 +1,99 @@
+"""How a rank failed, in the words that a user reads."""
+
+import re
+import traceback
+from dataclasses import dataclass
+
+from motley.errors import MotleyError
+
+_ECHO = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a rank failed.
+
+    Attributes:
+        step: the step it was in; None before the first.
+        error: cause and what was found, one line.
+        advice: what to do, one line; may be empty.
+        details: the traceback; empty for an error that the user is meant to read.
+        echo: it may be the consequence of another rank's failure.
+        code: exit status of the job.
+    """
+
+    rank: int
+    host: str
+    step: int | None
+    error: str
+    advice: str = ""
+    details: str = ""
+    echo: bool = False
+    code: int = 1
+
+    def line(self) -> str:
+        """The one line that a user reads."""
+        at = "before the first step" if self.step is None else f"step {self.step}"
+        return "; ".join(
+            part
+            for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice)
+            if part
+        )
+
+
+def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
+    """Put an exception into words."""
+    if isinstance(error, MotleyError):
+        return Fault(rank, host, step, str(error), code=2)
+    text = " ".join(str(error).split()) or "no message"
+    details = "".join(traceback.format_exception(error))
+    echo = bool(_ECHO.search(text)) and isinstance(error, RuntimeError | OSError)
+    return Fault(
+        rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo
+    )
+
+
+def _advice(text: str) -> str:
+    lower = text.lower()
+    if "out of memory" in lower or "can't allocate memory" in lower:
+        return "lower --micro-batch (the result stays the same)"
+    if "no space left" in lower:
+        return "free some disk, or choose another one with --logs DIR"
+    return ""
+
+
+def died(rank: int, host: str, step: int | None) -> Fault:
+    """The connection to a rank broke without a word."""
+    return Fault(
+        rank, host, step, "died without a word (killed, or it left early)",
+        f"see the kernel's log (dmesg) on {host} for its out-of-memory killer",
+    )  # fmt: skip
+
+
+def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "") -> Fault:
+    """Nothing was heard of a rank for a while.
+
+    Args:
+        like: who else is silent, as ", and so are ranks 4, 5".
+    """
+    return Fault(
+        rank, host, step,
+        f"silent for {seconds:.0f} s{like} (the host is frozen, off or cut off, or the process "
+        "was stopped)",
+        f"continue with --resume auto; if {host} does not come back, without it in hosts.txt",
+    )  # fmt: skip
+
+
+def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
+    """All ranks live, and none of them moves.
+
+    Args:
+        where: what the ranks are doing.
+    """
+    return Fault(
+        rank, host, step, f"no rank has moved for {seconds:.0f} s: {where}",
+        "continue with --resume auto",
+    )  # fmt: skip
