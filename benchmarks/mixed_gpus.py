@@ -10,7 +10,8 @@ alone, each at its best micro-batch with all others busy, measured before and af
 repeat; it is the same for all batches: of the largest of them. `at N` is the fraction of
 what they could do alone at that batch, with micro-batches no larger than it. Modes are
 interleaved, their order reversed on odd repeats, and warm steps dropped. A rate is the median
-over repeats, its spread (largest - smallest) / median. Without GPUs it runs on the CPU with a small model, to try it.
+over repeats, its spread (largest - smallest) / median. Without GPUs it runs on the CPU with a
+small model, to try it.
 """
 
 import argparse
