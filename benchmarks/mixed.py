@@ -33,7 +33,7 @@ from motley.options import Config, read_config, training_parser  # noqa: E402
 from motley.planning import balance  # noqa: E402
 from motley.precision import parse_loss_scale  # noqa: E402
 from motley.sampler import Batch  # noqa: E402
-from motley.speeds import Measured  # noqa: E402
+from motley.speeds import Measured, refine  # noqa: E402
 from motley.team import Team  # noqa: E402
 
 
@@ -109,8 +109,9 @@ class Bench(ABC):
         start = time.perf_counter()
         parameters = list(model.parameters())
         wire_s = measure_wire(parameters)
+        measured = Measured(tuple(speeds), wire_s, count_buckets(parameters))
+        planned = balance(n, refine(self.world, self.team, model, n, measured))
         measured_s = time.perf_counter() - start
-        planned = balance(n, Measured(tuple(speeds), wire_s, count_buckets(parameters)))
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None
         scale = parse_loss_scale(self.config.loss_scale, self.team.precisions)
@@ -137,7 +138,8 @@ class Bench(ABC):
         }
         return {
             "step_s": step_s, "predicted_s": predicted.step_s, "counts": plan.counts,
-            "micro_batches": plan.max_micro_batch, "wire_s": wire_s, "wire_measured_s": measured_s,
+            "micro_batches": plan.max_micro_batch, "wire_s": wire_s, "refined_s": measured_s,
+            "overlap": predicted.overlap,
             "predicted_compute_s": predicted.compute_s, "laps": self.world.allgather(own),
         }  # fmt: skip
 

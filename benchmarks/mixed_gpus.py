@@ -7,9 +7,11 @@
 precision, or by size: `bf16@44` computes on 44 of its processors.
 All train the same timm model on the same noise. The limit is the sum of what the ranks do
 alone, each at its best micro-batch with all others busy, measured before and after each
-repeat; it is the same for all batches. Modes are interleaved, their order reversed on odd
-repeats, and warm steps dropped. A rate is the median over repeats, its spread (largest -
-smallest) / median. Without GPUs it runs on the CPU with a small model, to try it.
+repeat; it is the same for all batches: of the largest of them. `at N` is the fraction of
+what they could do alone at that batch, with micro-batches no larger than it. Modes are
+interleaved, their order reversed on odd repeats, and warm steps dropped. A rate is the median
+over repeats, its spread (largest - smallest) / median. Without GPUs it runs on the CPU with a
+small model, to try it.
 """
 
 import argparse
@@ -70,6 +72,13 @@ def rows_of(ranks: str, lines: Lines) -> list[dict[str, Any]]:
         same = [line for line in others if (line["n"], line["mode"]) == (n, mode)]
         parts = [rate(line) / by_repeat[line["repeat"]] for line in same]
         row = {"mode": mode, "engine": "torch", "fraction_of_limit": statistics.median(parts)}
+        parts = [
+            rate(line) / limit["at_n"][str(n)]
+            for line in same
+            for limit in limits
+            if limit["repeat"] == line["repeat"]
+        ]
+        row["fraction_at_n"] = statistics.median(parts)
         row["step_s"] = statistics.median(line["step_s"] for line in same)
         rows.append(row | rates_of(same) | (predicted_of(same) if "predicted_s" in same[0] else {}))
     plain = {row["n"]: row["images_per_s"] for row in rows if row["mode"] == "plain-ddp"}
@@ -101,10 +110,12 @@ def rates_of(same: Lines) -> dict[str, Any]:
 def predicted_of(same: Lines) -> dict[str, Any]:
     """The forecast beside what came; each rank's own times are of the first repeat."""
     errors = [line["predicted_s"] / line["step_s"] - 1 for line in same]
-    names = ("counts", "micro_batches", "wire_s", "predicted_compute_s", "laps")
+    names = ("counts", "micro_batches", "wire_s", "overlap", "predicted_compute_s", "laps")
     return {
         "predicted_s": statistics.median(line["predicted_s"] for line in same),
-        "prediction_error": max(errors, key=abs), **{name: same[0][name] for name in names},
+        "prediction_error": max(errors, key=abs),
+        "refined_s": max(line["refined_s"] for line in same),
+        **{name: same[0][name] for name in names},
     }  # fmt: skip
 
 
@@ -115,16 +126,18 @@ def rate(line: dict[str, Any]) -> float:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table."""
-    print(f"\n{rows[0]['ranks']}: measured in {rows[0]['measured_s']:.1f} s at most")
-    print(f"  {'':<12}{'N':>6}{'images/s':>10}{'of limit':>10}{'x plain':>9}{'spread':>8}"
-          f"{'step':>9}{'predicted':>11}  samples")  # fmt: skip
+    took = rows[0]["measured_s"] + max(row.get("refined_s", 0.0) for row in rows)
+    print(f"\n{rows[0]['ranks']}: measured in {took:.1f} s at most")
+    print(f"  {'':<12}{'N':>6}{'images/s':>10}{'of limit':>10}{'at N':>7}{'x plain':>9}"
+          f"{'spread':>8}{'step':>9}{'predicted':>11}  samples")  # fmt: skip
     for row in rows:
+        at_n = f"{row['fraction_at_n']:.3f}" if "fraction_at_n" in row else ""
         times = f"{row['times_plain_ddp']:.2f}" if row["times_plain_ddp"] else ""
         step = f"{row['step_s']:.4f} s" if "step_s" in row else ""
         predicted = f"{row['predicted_s']:.4f} s" if "predicted_s" in row else ""
         print(
             f"  {row['mode']:<12}{row['n']:>6}{row['images_per_s']:>10,.0f}"
-            f"{row['fraction_of_limit']:>10.3f}{times:>9}{row['spread']:>8.1%}{step:>9}"
+            f"{row['fraction_of_limit']:>10.3f}{at_n:>7}{times:>9}{row['spread']:>8.1%}{step:>9}"
             f"{predicted:>11}  {' + '.join(map(str, row.get('counts', ())))}"
         )
 

@@ -32,7 +32,8 @@ part() { while IFS= read -r line && [ "$line" != -- ]; do printf '%s\n' "$line";
 between() { # FILE: what is between our marks becomes stdin
   { sed '/^# motley: begin$/,/^# motley: end$/d' "$1" 2>/dev/null
     lines=$(cat)
-    [ -z "$lines" ] || printf '%s\n' '# motley: begin' "$lines" '# motley: end'; } >"$1$new" && mv "$1$new" "$1"
+    [ -z "$lines" ] || printf '%s\n' '# motley: begin' "$lines" '# motley: end'
+  } >"$1$new" && mv "$1$new" "$1"
 }
 part | between "$1/etc/openmpi-mca-params.conf" &&
   part | between "$1/etc/prte-mca-params.conf" &&

@@ -23,6 +23,7 @@ from motley.engine import (
     unscale_and_clip,
 )
 from motley.model import Classifier
+from motley.plan import Plan
 from motley.sampler import Batch
 
 
@@ -46,12 +47,15 @@ class DdpEngine(EngineBase):
             device_ids=[seating.device] if on_gpu else None,
             gradient_as_bucket_view=True,
         )
+        self._buckets: dict[int, Tensor] = {}
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
+        self._overlap = seating.plan.overlap
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
             self.clock.lap("compute", ready=True)
+        self._buckets[bucket.index()] = bucket.buffer()
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -63,6 +67,7 @@ class DdpEngine(EngineBase):
             # The first gradients are not views of the buckets yet, and DDP says so.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             for _ in range(2):
+                self._buckets.clear()
                 self._ddp(self._model.blank_images(1)).sum().backward()
         self._zero_gradients()
 
@@ -71,12 +76,25 @@ class DdpEngine(EngineBase):
         self.optimizer.zero_grad(set_to_none=False)
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        """See motley.engine.Engine. Communication overlaps the last backward pass."""
-        with contextlib.nullcontext() if last else self._ddp.no_sync():
+        """See motley.engine.Engine. Communication overlaps the last backward pass, or follows."""
+        overlap = last and self._overlap
+        with contextlib.nullcontext() if overlap else self._ddp.no_sync():
             losses = sample_losses(self._ddp(batch.images), batch, self._seating.config.smoothing)
             (losses.sum() * (self.scale.value / n_global)).backward()
-        self.clock.lap("sync" if last else "compute")
+        if not overlap:
+            self.clock.lap("compute", ready=last)
+        if last and not overlap:
+            # Gradients are views of these, and DDP's own hook would sum the very same.
+            buckets = (self._buckets[index] for index in sorted(self._buckets))
+            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+                work.wait()
+        if last:
+            self.clock.lap("sync")
         return losses.detach()
+
+    def reconfigure(self, plan: Plan) -> None:
+        """See motley.engine.Engine."""
+        self._overlap = plan.overlap
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""

@@ -72,6 +72,7 @@ _BUDGET_S = 13.0  # for one rank's table; all ranks measure at once
 _REPEATS = 3  # at least, after a warm run
 _LOAD_S = 0.5  # at least, on a GPU: under load it lowers its clock, by 3 % after a second or two
 _PLATEAU = 1.02  # twice the micro-batch that is less than this faster per sample ends the table
+_STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
 _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
 
 
@@ -113,8 +114,8 @@ def measure_speed(
                 break
             try:
                 spent, peak = time_micro_batch(model, size)
-                if not sizes:
-                    step_s = _time_step(optimizer, device)
+                if not sizes or (device.type == "cuda" and 0.04 < spent <= _STEP_BEHIND_S):
+                    step_s = _time_step(optimizer, model, size)
             except torch.OutOfMemoryError:
                 break
             sizes.append(size)
@@ -149,21 +150,28 @@ def _doubling(most: int) -> Iterator[int]:
 def time_micro_batch(model: Classifier, size: int) -> tuple[float, float | None]:
     """Seconds of a micro-batch, and the peak of memory, MiB. Leaves gradients behind."""
     device = next(model.parameters()).device
-    images = model.noise_images(size)
-    labels = torch.zeros(size, dtype=torch.int64, device=device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    seconds = _time(_micro_batch(model, size), device)
+    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+    return seconds, peak
+
+
+def _micro_batch(model: Classifier, size: int) -> Callable[[], None]:
+    """Forward and backward pass of so many images, ready to run."""
+    images = model.noise_images(size)
+    labels = torch.zeros(size, dtype=torch.int64, device=images.device)
 
     def run() -> None:
         loss = functional.cross_entropy(model(images), labels, reduction="sum")
         torch.autograd.backward([loss])
 
-    seconds = _time(run, device)
-    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
-    return seconds, peak
+    return run
 
 
-def _time_step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+def _time_step(optimizer: torch.optim.Optimizer, model: Classifier, size: int) -> float:
+    """Seconds of an optimizer step behind a micro-batch: while a GPU computes that, it is told
+    what to do next, as in training."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad(set_to_none=False)  # 0 times the gradient must be 0 in fp16 too
 
@@ -172,25 +180,34 @@ def _time_step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    return _time(run, device)
+    return _time(run, parameters[0].device, before=_micro_batch(model, size))
 
 
-def _time(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of a run, once warm: the median of some, back to back as in training."""
+def _time(
+    run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None
+) -> float:
+    """Seconds of a run, once warm: the median of some, back to back as in training.
+
+    Args:
+        before: is run before each, and not timed.
+    """
     clock = Clock(device)
     start = time.perf_counter()
     run()
     _wait(device)
     first = time.perf_counter() - start
-    load = _LOAD_S if device.type == "cuda" else 0.0
-    repeats = max(_REPEATS, min(round(load / first), 8 * _REPEATS))
+    load = _LOAD_S if device.type == "cuda" and not before else 0.0
+    repeats = max(_REPEATS, min(round(load / first), 2 * _REPEATS))
     laps = []
     clock.restart()
     for _ in range(repeats):
+        if before:
+            before()
+            clock.lap("before")
         run()
         clock.lap("run")
         laps.append(clock.cut())
-    return statistics.median(lap.seconds("run") for lap in laps[-max(_REPEATS, repeats // 2) :])
+    return statistics.median(lap.seconds("run") for lap in laps[-_REPEATS:])
 
 
 def _fits(memory: Sequence[float | None], device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
 from motley.sampler import Loader
-from motley.speeds import Measured, measure_team
+from motley.speeds import Measured, measure_team, refine, remember
 from motley.team import Team
 
 
@@ -65,13 +65,17 @@ def plan_batch(
     if run is not None and (before := _plan_before(world, run, team, config)) is not None:
         return before
     make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
-    measured = measure_team(world, team, parts.model if parts else None, config)
+    model = parts.model if parts else None
+    measured = measure_team(world, team, model, config)
     if config.micro_batch is not None:
         most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
         pairs = zip(measured.speeds, most, strict=True)
         measured = dataclasses.replace(
             measured, speeds=tuple(speed.at_most(size) for speed, size in pairs)
         )
+    measured = refine(world, team, model, config.batch_size, measured)
+    if config.micro_batch is None:
+        remember(team, config, measured)
     return balance(config.batch_size, measured)
 
 
@@ -79,8 +83,9 @@ def balance(global_batch: int, measured: Measured) -> Planned:
     """Shares by measured speed, and what to expect of them."""
     speeds = measured.speeds
     counts = split(global_batch, speeds)
-    plan = make_plan(global_batch, counts, [speed.micro_batch for speed in speeds])
-    return Planned(plan, speeds, forecast(counts, speeds, measured.wire_s, measured.buckets))
+    predicted = forecast(counts, speeds, measured.wire_s, measured.buckets)
+    sizes = [speed.micro_batch for speed in speeds]
+    return Planned(make_plan(global_batch, counts, sizes, predicted.overlap), speeds, predicted)
 
 
 def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned | None:
@@ -94,6 +99,8 @@ def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned 
     plan, speeds = content["plan"], [Speed.from_json(each) for each in content["plan"]["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     return Planned(
-        make_plan(plan["global_batch"], plan["shares"], plan["max_micro_batch"]),
+        make_plan(
+            plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["overlap"]
+        ),
         tuple(speeds), known,
     )  # fmt: skip

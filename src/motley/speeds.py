@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
-from motley.balance import Speed
+from motley.balance import Speed, split
 from motley.engine import make_optimizer
 from motley.launch import World, cache_folder
 from motley.measure import count_buckets, measure_speed, measure_wire, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.options import Config
+from motley.plan import cut
 from motley.runs import versions
 from motley.team import Team
 
+_ROUNDS = 4  # of timing and splitting, at most
 _BUSIER = 1.5  # a remembered speed is measured anew if the device is this much slower now
 
 
@@ -87,8 +89,48 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
     speed = measure_speed(
         model, lambda: make_optimizer(model.net, config, fused), config.batch_size
     )
-    write_speed(path, key, speed)
     return speed
+
+
+def refine(
+    world: World, team: Team, model: Classifier | None, global_batch: int, measured: Measured
+) -> Measured:
+    """Time the micro-batches that the split would use, and split anew, some times over.
+
+    A GPU computes in waves of tiles: one image more can cost a whole wave (8 % on a H200), and
+    between powers of two a straight line does not show it. Every launched rank calls it.
+    """
+    for _ in range(_ROUNDS):
+        counts = split(global_batch, measured.speeds)
+        speed = None
+        if model is not None and team.rank is not None:
+            speed = measured.speeds[team.rank]
+            if team.members[team.rank].uuid:
+                speed = _with_sizes(model, speed, cut(counts[team.rank], speed.micro_batch))
+        found = tuple(each for each in world.allgather(speed) if each is not None)
+        if found == measured.speeds:
+            break
+        measured = replace(measured, speeds=found)
+    return measured
+
+
+def _with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
+    """The speed with these sizes in its table."""
+    for size in sorted(set(sizes) - set(speed.sizes)):
+        try:
+            speed = speed.with_size(size, *time_micro_batch(model, size))
+        except torch.OutOfMemoryError:  # another user came
+            speed = speed.at_most(size - 1)
+        finally:
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+    return speed
+
+
+def remember(team: Team, config: Config, measured: Measured) -> None:
+    """Keep this rank's speed for the next run."""
+    if team.rank is not None:
+        write_speed(*_place(team, config), measured.speeds[team.rank])
 
 
 def _place(team: Team, config: Config) -> tuple[Path, dict[str, Any]]:

@@ -62,7 +62,8 @@ def main(world: World) -> None:
         shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(team.size)]
         shares[choose.randrange(team.size)] = 3
         sizes = [choose.randint(1, 20) for _ in range(team.size)]
-        plan = make_plan(n, shares, sizes)
+        plan = make_plan(n, shares, sizes, overlap=choose.random() < 0.5)
+        engine.reconfigure(plan)
         engine.scale.value = 2.0 ** choose.randint(0, 20)
 
         engine.optimizer.zero_grad(set_to_none=False)
