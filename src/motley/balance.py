@@ -162,17 +162,17 @@ def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
     """
     enough = _time_for(global_batch, speeds)
     counts = [_whole_in(enough, speed) for speed in speeds]
-    last = [
-        (-speed.seconds_of(n), rank)
+    last = [  # of equal times the largest share first: what the clock took for equal need not be
+        (-speed.seconds_of(n), -n, rank)
         for rank, (speed, n) in enumerate(zip(speeds, counts, strict=True))
         if n
     ]
     heapq.heapify(last)
     for _ in range(sum(counts) - global_batch):
-        _, rank = heapq.heappop(last)
+        *_, rank = heapq.heappop(last)
         counts[rank] -= 1
-        if counts[rank]:
-            heapq.heappush(last, (-speeds[rank].seconds_of(counts[rank]), rank))
+        if n := counts[rank]:
+            heapq.heappush(last, (-speeds[rank].seconds_of(n), -n, rank))
     return tuple(counts)
 
 

@@ -157,7 +157,7 @@ class Clock:
             ready: this rank's own gradient is done, and the others' are needed now.
         """
         self._marks.append((name, self._now()))
-        self.on_lap(WAITING if ready else _AFTER[name])
+        self.on_lap(WAITING if ready else _AFTER.get(name, name))
 
     def cut(self) -> "Laps":
         """The laps so far; the next one starts where the last one ended."""
