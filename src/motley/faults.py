@@ -87,6 +87,18 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
     )  # fmt: skip
 
 
+def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
+    """Nothing was heard of any other host, so this one may be to blame.
+
+    Args:
+        others: their names.
+    """
+    return Fault(
+        rank, host, step, f"all other hosts are silent for {seconds:.0f} s ({others})",
+        f"see whether {host} is off the network; continue with --resume auto",
+    )  # fmt: skip
+
+
 def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
     """All ranks live, and none of them moves.
 

@@ -251,7 +251,7 @@ class Lifeline:
         selector.register(self._wake_read, selectors.EVENT_READ)
         self._me = Peer(0, self.host)
         self._peers: dict[socket.socket, Peer] = {}
-        self._vigil = Vigil(self._awake)
+        self._vigil = Vigil(self._awake, self.host)
         while True:
             ready = selector.select(self._until_due())
             self._awake.look()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from motley.faults import Fault, silent, stuck
+from motley.faults import Fault, alone, silent, stuck
 
 TICK = 0.5  # seconds between beats, and between looks at deadlines
 
@@ -87,10 +87,14 @@ class Peer:
 
 
 class Vigil:
-    """Rank 0's judgement."""
+    """Rank 0's judgement.
 
-    def __init__(self, awake: Awake) -> None:
-        self._awake = awake
+    Args:
+        awake: this process's waking time. host: name of its machine.
+    """
+
+    def __init__(self, awake: Awake, host: str) -> None:
+        self._awake, self._host = awake, host
         self._moved = 0.0
 
     def beat(self, peer: Peer, pulse: Pulse) -> None:
@@ -112,9 +116,10 @@ class Vigil:
         # Those of one switch fall silent together, and no two beats at the same instant.
         mute = [peer for peer in peers if now - peer.heard > limit - 4 * TICK]
         first, others = mute[0], mute[1:]
+        away = {peer.host for peer in peers} - {self._host}
+        if len(away) > 1 and away <= {peer.host for peer in mute}:
+            return alone(0, self._host, first.pulse.step, now - first.heard, _hosts(mute))
         like = f", and so {_are(others)} {_ranks(others)} on {_hosts(others)}" if others else ""
-        if len(mute) == len(peers) and len({peer.host for peer in mute}) > 1:
-            like += ", all others: is this host off the network?"
         return silent(first.rank, first.host, first.pulse.step, now - first.heard, like)
 
     def stuck(self, ranks: Sequence[Peer]) -> Fault | None:
