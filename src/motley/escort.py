@@ -8,6 +8,7 @@ nothing on of what its ranks say and kills them, at once or after a tenth of a s
 import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -67,17 +68,27 @@ def _is_for_one_job(launcher: psutil.Process) -> bool:
 
 
 def _see_off(launcher: psutil.Process) -> None:
-    _, there = psutil.wait_procs([launcher], timeout=_PATIENCE)
-    if not there:
+    if _gone(launcher, _PATIENCE):
         return
     children = launcher.children()  # mpirun's: an ssh to each host
     for end in (launcher.terminate, launcher.kill):
-        if there:
-            end()
-            _, there = psutil.wait_procs(there, timeout=2)
+        end()
+        if _gone(launcher, 2):
+            break
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
+
+
+def _gone(process: psutil.Process, limit_s: float) -> bool:
+    """Whether it ends in time. A zombie has ended: whoever started it may first read all of its
+    output, of which this process holds one end."""
+    deadline = time.monotonic() + limit_s
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _main() -> None:
