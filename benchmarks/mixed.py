@@ -109,7 +109,8 @@ class Bench(ABC):
         start = time.perf_counter()
         parameters = list(model.parameters())
         wire_s = measure_wire(parameters)
-        measured = Measured(tuple(speeds), wire_s, count_buckets(parameters))
+        nccl = self.team.backend == "nccl"
+        measured = Measured(tuple(speeds), wire_s, count_buckets(parameters), nccl)
         planned = balance(n, refine(self.world, self.team, model, n, measured))
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast

@@ -92,7 +92,7 @@ def measure(bench: GpuBench, options: argparse.Namespace, repeat: int) -> None:
     for n, mode in turns if repeat % 2 == 0 else turns[::-1]:
         if mode == "plain-ddp":
             # Its steps are long, and as long as each other.
-            tell(mode, n, bench.plain_ddp(n, warm=2, steps=max(1, options.steps // 3)))
+            tell(mode, n, bench.plain_ddp(n, warm=2, steps=max(1, options.steps // 4)))
         else:
             tell(mode, n, bench.ours(n, speeds))
     limit()

@@ -143,24 +143,22 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run all sets of ranks, print a table each and write JSON."""
+    """Run all sets of ranks, print a table each, and write JSON after each."""
     options = arguments()
     from motley.runs import commit, versions
 
-    rows = []
+    content: dict[str, Any] = {
+        "rows": [], "versions": versions(), "machine": machine(), "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"), "model": options.model, "steps": options.steps,
+        "warm": options.warm, "command": "python " + " ".join(sys.argv),
+    }  # fmt: skip
     for words in options.ranks:
         ranks, _, batches = words.partition(":")
-        rows.append(rows_of(ranks, run(ranks, batches, options)))
-    for each in rows:
-        show(each)
-    if options.json:
-        content = {
-            "rows": [row for each in rows for row in each], "versions": versions(),
-            "machine": machine(), "commit": commit(), "date": time.strftime("%Y-%m-%d"),
-            "model": options.model, "steps": options.steps, "warm": options.warm,
-            "command": "python " + " ".join(sys.argv),
-        }  # fmt: skip
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        rows = rows_of(ranks, run(ranks, batches, options))
+        show(rows)
+        content["rows"] += rows
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:

@@ -147,11 +147,12 @@ def test_no_ranks_are_refused() -> None:
             function(10, [])
 
 
-@given(st.integers(1, 500), teams, st.floats(0, 0.5), st.integers(1, 20))
+@given(st.integers(1, 500), teams, st.floats(0, 0.5), st.integers(1, 20), st.booleans())
 def test_a_forecast_is_within_its_bounds(
-    n: int, team: list[Speed], wire: float, buckets: int
+    n: int, team: list[Speed], wire: float, buckets: int, overlap: bool
 ) -> None:
-    predicted = forecast(split(n, team), team, wire, buckets)
+    predicted = forecast(split(n, team), team, wire, buckets, overlap)
+    assert overlap or predicted.exposed_s == wire
     assert predicted.step_s >= max(predicted.compute_s)
     assert 0 < predicted.fraction <= CLOSE
     assert wire / buckets <= predicted.exposed_s <= max(wire, wire / buckets)

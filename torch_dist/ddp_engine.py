@@ -13,6 +13,7 @@ from motley.engine import (
     EngineBase,
     Seating,
     StepResult,
+    begin_copy,
     gather,
     gradient_norm,
     load_model_state,
@@ -25,6 +26,8 @@ from motley.engine import (
 from motley.model import Classifier
 from motley.plan import Plan
 from motley.sampler import Batch
+
+_WHOLE_MIB = 2**14
 
 
 class DdpEngine(EngineBase):
@@ -46,6 +49,8 @@ class DdpEngine(EngineBase):
             model,
             device_ids=[seating.device] if on_gpu else None,
             gradient_as_bucket_view=True,
+            # In few pieces where nothing is to be hidden: NVLink is 1.5 times faster then.
+            bucket_cap_mb=None if seating.plan.overlap else _WHOLE_MIB,
         )
         self._buckets: dict[int, Tensor] = {}
         self._ddp.register_comm_hook(None, self._sum_bucket)
@@ -104,16 +109,20 @@ class DdpEngine(EngineBase):
         # All use rank 0's norm: unlike devices round differently, and a clip factor that
         # differs in one bit would drive the ranks apart.
         unscale_and_clip(self._parameters, norms[0], scale, self._seating.config.clip_grad)
+        copy, copied = begin_copy(table)
         if self._skips_by_itself:
-            # Queued before the host knows: it waits for the table only once the GPU has
-            # its next work.
+            # Queued before the host knows: it waits for the table only, which is on its way
+            # already, and queues the next step while the GPU still works on this one.
             self.optimizer.found_inf = (~norms.isfinite().all()).float().to(self._seating.device)
             self.optimizer.step()
-        rows = table.tolist()
+            self._zero_gradients()
+        copied()
+        rows = copy.tolist()
         overflow = not all(math.isfinite(norm) for _, norm, _ in rows)
-        if not self._skips_by_itself and not overflow:
-            self.optimizer.step()
-        self._zero_gradients()
+        if not self._skips_by_itself:
+            if not overflow:
+                self.optimizer.step()
+            self._zero_gradients()
         self.scale.update(overflow)
         self.clock.lap("opt")
         return StepResult(

@@ -66,7 +66,8 @@ def show(team: Team, planned: Planned) -> None:
     for name in ("s a step", "images/s", "as planned is 1"):
         others.add_column(name, justify="right")
     names = [f"rank {member.rank} on {member.host}" for member in team.members]
-    rows = what_if(plan.global_batch, names, planned.speeds, predicted.wire_s, predicted.buckets)
+    wire = predicted.wire_s, predicted.buckets, predicted.overlap
+    rows = what_if(plan.global_batch, names, planned.speeds, *wire)
     for label, forecast in {"as planned": predicted, **rows}.items():
         times = forecast.images_per_s / predicted.images_per_s
         others.add_row(

@@ -22,7 +22,6 @@ from motley.errors import MotleyError
 
 _AS_FAST = 0.99  # of the best rate; what is less apart is the clock's noise
 _BISECTIONS = 45
-_HIDE = 0.03  # a wire that takes less of a step's compute than this is not worth hiding
 
 
 @dataclass(frozen=True)
@@ -267,27 +266,36 @@ class Forecast:
 
 
 def forecast(
-    counts: Sequence[int], speeds: Sequence[Speed], wire_s: float, buckets: int
+    counts: Sequence[int],
+    speeds: Sequence[Speed],
+    wire_s: float,
+    buckets: int,
+    overlap: bool = True,
 ) -> Forecast:
     """Predict a plan.
 
     The wire may work while the last micro-batch's backward pass (two thirds of its time) still
-    produces gradients; the last of the ``buckets`` is ready only when that ends. But a GPU's
-    kernels for the wire hold processors while they wait for slower ranks, which cost 2 to 6 %
-    of a step on two H200s: so a fast wire works after the backward pass.
+    produces gradients; the last of the ``buckets`` is ready only when that ends.
+
+    Args:
+        overlap: the wire does so; else it works after the backward pass.
     """
     total = sum(counts)
     compute = tuple(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
     last = max(range(len(counts)), key=lambda rank: compute[rank])
     parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
     hidden = speeds[last].micro_s(counts[last] / parts) * 2 / 3
-    overlap = wire_s > _HIDE * max(compute)
     exposed = max(wire_s - hidden, wire_s / buckets) if overlap else wire_s
     return Forecast(total, compute, wire_s, buckets, overlap, exposed, limit_s(total, speeds))
 
 
 def what_if(
-    global_batch: int, names: Sequence[str], speeds: Sequence[Speed], wire_s: float, buckets: int
+    global_batch: int,
+    names: Sequence[str],
+    speeds: Sequence[Speed],
+    wire_s: float,
+    buckets: int,
+    overlap: bool = True,
 ) -> dict[str, Forecast]:
     """Other ways to do it, predicted: for a person who wonders.
 
@@ -300,13 +308,15 @@ def what_if(
     if len(speeds) == 1:
         return rows
     equal = [global_batch // len(speeds) + (rank < global_batch % len(speeds)) for rank in ranks]
-    rows["equal shares"] = forecast(equal, speeds, wire_s, buckets)
+    rows["equal shares"] = forecast(equal, speeds, wire_s, buckets, overlap)
     fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
     for count in range(2, len(speeds)):
         few = [speeds[rank] for rank in sorted(fast[:count])]
         # A ring of n takes 2 (n - 1) / n of the gradient over each link.
         wire = wire_s * (1 - 1 / count) / (1 - 1 / len(speeds))
-        rows[f"the fastest {count}"] = forecast(split(global_batch, few), few, wire, buckets)
+        rows[f"the fastest {count}"] = forecast(
+            split(global_batch, few), few, wire, buckets, overlap
+        )
     twice = 2 * global_batch
-    rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire_s, buckets)
+    rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire_s, buckets, overlap)
     return rows

@@ -278,6 +278,16 @@ def gather(values: Sequence[Tensor | float]) -> Tensor:
     return table.view(-1, len(own))
 
 
+def begin_copy(table: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """A copy on the CPU, under way; and what waits for it, but for no later work of the GPU."""
+    copy = table.to("cpu", non_blocking=True)
+    if not table.is_cuda:
+        return copy, lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event.synchronize
+
+
 def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
     """Every rank's numbers, by rank. All ranks must call it."""
     rows: list[list[float]] = gather(values).tolist()

@@ -68,9 +68,9 @@ def _wait(device: torch.device) -> None:
 
 # -- how long a model computes, by micro-batch
 
-_BUDGET_S = 13.0  # for one rank's table; all ranks measure at once
+_BUDGET_S = 11.0  # for one rank's table; all ranks measure at once
 _REPEATS = 3  # at least, after a warm run
-_LOAD_S = 0.5  # at least, on a GPU: under load it lowers its clock, by 3 % after a second or two
+_LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
 _PLATEAU = 1.02  # twice the micro-batch that is less than this faster per sample ends the table
 _STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
 _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
@@ -197,7 +197,7 @@ def _time(
     _wait(device)
     first = time.perf_counter() - start
     load = _LOAD_S if device.type == "cuda" and not before else 0.0
-    repeats = max(_REPEATS, min(round(load / first), 2 * _REPEATS))
+    repeats = max(_REPEATS, min(round(load / first), 3 * _REPEATS))
     laps = []
     clock.restart()
     for _ in range(repeats):

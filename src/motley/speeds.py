@@ -33,11 +33,13 @@ class Measured:
         speeds: by rank in the group.
         wire_s: one all-reduce of the whole gradient.
         buckets: that the gradient is sent in.
+        nccl: the wire is worked by the GPUs themselves.
     """
 
     speeds: tuple[Speed, ...]
     wire_s: float
     buckets: int
+    nccl: bool
 
 
 def measure_team(world: World, team: Team, model: Classifier | None, config: Config) -> Measured:
@@ -49,7 +51,9 @@ def measure_team(world: World, team: Team, model: Classifier | None, config: Con
         wire_s = measure_wire(parameters) if team.size > 1 else 0.0
         own = speed, wire_s, count_buckets(parameters)
     found = [each for each in world.allgather(own) if each is not None]
-    return Measured(_alike(team, [speed for speed, _, _ in found]), *found[0][1:])
+    return Measured(
+        _alike(team, [speed for speed, _, _ in found]), *found[0][1:], team.backend == "nccl"
+    )
 
 
 def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
