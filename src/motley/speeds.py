@@ -22,7 +22,7 @@ from motley.runs import versions
 from motley.team import Team
 
 _ROUNDS = 4  # of timing and splitting, at most
-_BUSIER = 1.5  # a remembered speed is measured anew if the device is this much slower now
+_CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
     if (speed := read_speed(path, key)) is not None:
         try:
             seconds, _ = time_micro_batch(model, speed.micro_batch)
-            if seconds < _BUSIER * speed.micro_s(speed.micro_batch):
+            if 1 / _CHANGED < seconds / speed.micro_s(speed.micro_batch) < _CHANGED:
                 return speed
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
