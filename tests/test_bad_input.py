@@ -111,7 +111,7 @@ def test_a_wrong_deepspeed_configuration(
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(content)
-    assert says in refused(jobs, ZERO, "--deepspeed-config", path)
+    assert says in refused(jobs, ZERO, "--deepspeed-config", path, "--shares", "1")
 
 
 @pytest.mark.parametrize(
