@@ -93,7 +93,7 @@ def test_worker_processes_change_nothing() -> None:
     with_workers = dataclasses.replace(options, workers=2)
     loaders = (Loader(images, each, 16, 0, CPU) for each in (options, with_workers))
     ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
-    assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [16, 16, 8] * 2 + [16, 4]
+    assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [14, 13, 13] * 2 + [10, 10]
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one.images, other.images) and one.indices == other.indices
 
