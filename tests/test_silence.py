@@ -148,7 +148,7 @@ def test_a_stopped_rank_is_named_and_a_short_stop_is_not(jobs: Jobs) -> None:
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1
-    assert re.search(r"rank 2 on .*, step \d+: silent for 1\d s .*--resume auto", lines[0])
+    assert re.search(r"rank 2 on .*, step \d+: silent for 1\d s: .*--resume auto", lines[0])
     wait_until(lambda: not processes_of(str(jobs.logs)), 3)
     assert status(jobs)["status"] == "failed"
     fault = RunFolder(jobs.logs / "long").read_events()[-1]

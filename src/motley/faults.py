@@ -81,9 +81,9 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
     """
     return Fault(
         rank, host, step,
-        f"silent for {seconds:.0f} s{like} (the host is frozen, off or cut off, or the process "
-        "was stopped)",
-        f"continue with --resume auto; if {host} does not come back, without it in hosts.txt",
+        f"silent for {seconds:.0f} s{like}: the host is frozen, off or cut off, or the process "
+        "was stopped",
+        f"continue with --resume auto; if {host} stays away, without it in hosts.txt",
     )  # fmt: skip
 
 
