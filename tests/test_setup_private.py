@@ -114,7 +114,9 @@ def test_mpi_works_under_mixed_login_shells_and_a_plain_mpirun_line(ready: Door)
 
     # Open MPI 5.0.11 hangs in one start of fifty if a program ends as soon as it starts.
     for host in (HEAD, *OTHERS):
-        script = "echo 'sleep 1; hostname' >motley/slow_hostname; chmod +x motley/slow_hostname"
+        script = (
+            "f=motley/slow_hostname; printf '#!/bin/sh\\nsleep 1\\nhostname\\n' >$f; chmod +x $f"
+        )
         ready.on(host, "sh", "-c", script)
     plain = "PATH=$PWD/.venv/bin:$PATH mpirun -np 3 --hostfile ~/hosts.txt ./slow_hostname"
     assert set(at_head(ready, f"-c '{plain}'").split()) == {HEAD, *OTHERS}
