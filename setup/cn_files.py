@@ -1,8 +1,10 @@
 """Brings files of this machine to hosts with folders of their own: only what differs."""
 
+import functools
 import hashlib
 import os
 import subprocess
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,6 +73,16 @@ def send(remote: Remote, source: Path, names: Iterable[str], target: Path) -> li
     return missing
 
 
+_hashing = threading.Lock()
+
+
 def _hash(path: Path) -> str:
+    """SHA256 of a file, read once however many hosts it goes to: wheels are gigabytes."""
+    with _hashing:
+        return _hash_once(path)
+
+
+@functools.cache
+def _hash_once(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -90,10 +90,7 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
         finally:
             model.zero_grad(set_to_none=True)
     fused = team.device.type == "cuda"
-    speed = measure_speed(
-        model, lambda: make_optimizer(model.net, config, fused), config.batch_size
-    )
-    return speed
+    return measure_speed(model, lambda: make_optimizer(model.net, config, fused), config.batch_size)
 
 
 def refine(
