@@ -102,7 +102,10 @@ def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned 
     members = [dataclasses.asdict(member) for member in team.members]
     if content.get("ranks") != members or any(old.get(k) != getattr(config, k) for k in same):
         return None
-    plan, speeds = content["plan"], [Speed.from_json(each) for each in content["plan"]["speeds"]]
+    plan = content["plan"]
+    if "speeds" not in plan:  # of a version that did not measure
+        return None
+    speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     return Planned(
         make_plan(
