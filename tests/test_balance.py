@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.balance import Forecast, Speed, forecast, limit_s, split, what_if
+from motley.balance import Speed, limit_s, split
 from motley.errors import MotleyError
+from motley.forecast import Forecast, forecast, what_if
 from motley.plan import cut
 
 CLOSE = 1 + 1e-9

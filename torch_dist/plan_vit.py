@@ -12,9 +12,9 @@ import dataclasses
 from rich.table import Table
 
 from motley import launch
-from motley.balance import what_if
 from motley.data import prepare
 from motley.errors import MotleyError
+from motley.forecast import what_if
 from motley.model import model_name
 from motley.options import Config, read_config, training_parser
 from motley.planning import Planned, open_parts, plan_batch

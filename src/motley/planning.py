@@ -4,8 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from motley.balance import Forecast, Speed, forecast, split
+from motley.balance import Speed, split
 from motley.data import load_images
+from motley.forecast import Forecast, forecast
 from motley.launch import World
 from motley.model import Classifier, build_model, image_size, set_matmul_precision
 from motley.options import Config

@@ -17,11 +17,11 @@ import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
-from motley.balance import Forecast
 from motley.checkpoint import Checkpoints
 from motley.data import prepare
 from motley.engine import Engine, EngineMaker, Seating, StepResult, exchange
 from motley.errors import MotleyError
+from motley.forecast import Forecast
 from motley.launch import World
 from motley.model import Classifier, image_size, model_name
 from motley.options import Config
