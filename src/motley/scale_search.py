@@ -4,17 +4,34 @@ A scale that is too high costs skipped steps at the start (from 2^32 about fourt
 is too low costs small gradients. Both are seen on the first real batches.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from motley.engine import exchange, gradient_norm, load_random_state, random_state, sample_losses
 from motley.model import Classifier
-from motley.sampler import Batch
+from motley.plan import Plan
+from motley.sampler import Batch, Loader
+from motley.team import Team
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow
 MARGIN = 2  # powers of two: gradients of later batches may be larger
-BATCHES = 2  # global batches that are tried
+_BATCHES = 2  # global batches that are tried
+
+
+def search_scale(
+    team: Team, loader: Loader, model: Classifier, plan: Plan, smoothing: float
+) -> float:
+    """Find the loss scale on the first global batches of the first epoch."""
+    assert team.rank is not None
+    fp16, batches = team.precisions[team.rank] == "fp16", list[Batch]()
+    if fp16:
+        for _, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
+            batches += [batch for batch, _ in micro_batches]
+    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not.
+    weight = team.size / plan.global_batch
+    return find_scale(model, batches, weight, smoothing, fp16)
 
 
 def find_scale(

@@ -6,7 +6,6 @@ every step, an evaluation and a checkpoint after every epoch.
 """
 
 import dataclasses
-import itertools
 import math
 import sys
 import time
@@ -33,7 +32,7 @@ from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.runs import Run
 from motley.sampler import Batch, Loader, seed_of
-from motley.scale_search import BATCHES, find_scale
+from motley.scale_search import search_scale
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Team, gpu_logger, join_team, leave_team
 from motley.vigil import DATA, PATIENCE, WAITING
@@ -120,7 +119,7 @@ def assemble(
     scale = parse_loss_scale(config.loss_scale, team.precisions)
     notes: list[Note] = []
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
-        scale.value = search_scale(team, parts, plan, config)
+        scale.value = search_scale(team, loader, model, plan, config.smoothing)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
     engine = make_engine(
@@ -143,18 +142,6 @@ def assemble(
             [member.uuid or member.host for member in team.members],
         ),
     )  # fmt: skip
-
-
-def search_scale(team: Team, parts: Parts, plan: Plan, config: Config) -> float:
-    """Find the loss scale on the first global batches of the first epoch."""
-    assert team.rank is not None
-    fp16, batches = team.precisions[team.rank] == "fp16", list[Batch]()
-    if fp16:
-        for _, micro_batches in itertools.islice(parts.loader.steps(0, 0, plan), BATCHES):
-            batches += [batch for batch, _ in micro_batches]
-    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not.
-    weight = team.size / plan.global_batch
-    return find_scale(parts.model, batches, weight, config.smoothing, fp16)
 
 
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
