@@ -25,8 +25,9 @@ from ddp_engine import DdpEngine  # noqa: E402
 
 from motley import launch  # noqa: E402
 from motley.balance import Speed  # noqa: E402
+from motley.clock import Laps  # noqa: E402
 from motley.data import load_images  # noqa: E402
-from motley.engine import EngineMaker, Laps, Seating, make_optimizer  # noqa: E402
+from motley.engine import EngineMaker, Seating, make_optimizer  # noqa: E402
 from motley.measure import count_buckets, measure_speed, measure_wire  # noqa: E402
 from motley.model import Classifier, image_size, model_name, set_matmul_precision  # noqa: E402
 from motley.options import Config, read_config, training_parser  # noqa: E402

@@ -6,7 +6,6 @@ on overflow. The loop owns data, plan, schedule, records and checkpoints.
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,13 +16,13 @@ from timm.optim._optim_factory import create_optimizer_v2
 from torch import Tensor, nn
 from torch.nn import functional
 
+from motley.clock import Clock
 from motley.errors import MotleyError
 from motley.model import Classifier
 from motley.options import Config
 from motley.plan import Plan
 from motley.precision import LossScale
 from motley.sampler import Batch
-from motley.vigil import WAITING
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Engine(Protocol):
     """
 
     equal_micro_steps: bool
-    clock: "Clock"
+    clock: Clock
     optimizer: torch.optim.Optimizer
     scale: LossScale
 
@@ -120,75 +119,6 @@ class Seating:
 
 
 EngineMaker = Callable[[Classifier, Seating], Engine]
-
-
-# What the host does after each lap.
-_AFTER = {
-    "data": "computing",
-    "compute": "loading images",
-    "sync": "taking the step",
-    "opt": "loading images",
-}
-
-
-class Clock:
-    """Cuts one rank's time into named laps that sum to the whole.
-
-    On a GPU the laps are of the device's own stream, by events, so that work queued
-    ahead is counted where it runs and nothing has to be waited for.
-
-    Attributes:
-        on_lap: called after each lap with what the host begins to do, in words.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.on_lap: Callable[[str], None] = lambda doing: None
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all laps; the next one starts now."""
-        self._marks: list[tuple[str, Any]] = [("", self._now())]
-
-    def lap(self, name: str, ready: bool = False) -> None:
-        """End a lap: the time since the last mark was spent on ``name``.
-
-        Args:
-            ready: this rank's own gradient is done, and the others' are needed now.
-        """
-        self._marks.append((name, self._now()))
-        self.on_lap(WAITING if ready else _AFTER.get(name, name))
-
-    def cut(self) -> "Laps":
-        """The laps so far; the next one starts where the last one ended."""
-        laps, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
-        return laps
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-
-class Laps:
-    """The laps of one step; reading one on a GPU waits until the device has been there."""
-
-    def __init__(self, marks: list[tuple[str, Any]]) -> None:
-        self._marks = marks
-
-    def seconds(self, *names: str) -> float:
-        """Time spent on ``names`` together."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return sum(self._between(start, end) for (_, start), (lap, end) in pairs if lap in names)
-
-    @staticmethod
-    def _between(start: Any, end: Any) -> float:
-        if isinstance(start, float):
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
 
 
 def make_optimizer(net: nn.Module, config: Config, fused: bool = False) -> torch.optim.Optimizer:

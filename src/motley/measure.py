@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from motley.balance import Speed
-from motley.engine import Clock, gradient_norm, load_random_state, random_state, unscale_and_clip
+from motley.clock import Clock
+from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
 from motley.errors import MotleyError
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from motley.engine import Laps, StepResult, exchange
+from motley.clock import Laps
+from motley.engine import StepResult, exchange
 from motley.errors import MotleyError
 from motley.gpu_log import Progress
 from motley.options import Config

@@ -1,0 +1,77 @@
+"""Where one rank's time goes, in laps; on a GPU without waiting for it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from motley.vigil import WAITING
+
+# What the host does after each lap.
+_AFTER = {
+    "data": "computing",
+    "compute": "loading images",
+    "sync": "taking the step",
+    "opt": "loading images",
+}
+
+
+class Clock:
+    """Cuts one rank's time into named laps that sum to the whole.
+
+    On a GPU the laps are of the device's own stream, by events, so that work queued
+    ahead is counted where it runs and nothing has to be waited for.
+
+    Attributes:
+        on_lap: called after each lap with what the host begins to do, in words.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.on_lap: Callable[[str], None] = lambda doing: None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all laps; the next one starts now."""
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def lap(self, name: str, ready: bool = False) -> None:
+        """End a lap: the time since the last mark was spent on ``name``.
+
+        Args:
+            ready: this rank's own gradient is done, and the others' are needed now.
+        """
+        self._marks.append((name, self._now()))
+        self.on_lap(WAITING if ready else _AFTER.get(name, name))
+
+    def cut(self) -> "Laps":
+        """The laps so far; the next one starts where the last one ended."""
+        laps, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
+        return laps
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Laps:
+    """The laps of one step; reading one on a GPU waits until the device has been there."""
+
+    def __init__(self, marks: list[tuple[str, Any]]) -> None:
+        self._marks = marks
+
+    def seconds(self, *names: str) -> float:
+        """Time spent on ``names`` together."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return sum(self._between(start, end) for (_, start), (lap, end) in pairs if lap in names)
+
+    @staticmethod
+    def _between(start: Any, end: Any) -> float:
+        if isinstance(start, float):
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
