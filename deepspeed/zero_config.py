@@ -18,6 +18,10 @@ STAGES = (0, 1, 2)
 # What these scripts fill in from the plan where the file says "auto".
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
+# Elements that DeepSpeed sends at once: it sets room for all of them aside, in every step, so
+# no more than the model has.
+_BUCKETS, _BUCKET = ("reduce_bucket_size", "allgather_bucket_size"), 50_000_000
+
 # What the file may say besides; from DeepSpeed's page on its configuration.
 _ALLOWED = (
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
@@ -39,7 +43,7 @@ _OWNED = {
 }
 
 
-def read_config(path: Path, seating: Seating) -> dict[str, Any]:
+def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this rank.
 
     Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
@@ -47,7 +51,8 @@ def read_config(path: Path, seating: Seating) -> dict[str, Any]:
     and each rank has its own.
 
     Args:
-        path: the JSON file; "auto" where a number comes from the plan or the options.
+        path: the JSON file; "auto" where a number comes from the plan, the options or the model.
+        parameters: numbers in the model.
 
     Raises:
         MotleyError: not JSON, an unknown key, or a number that contradicts the plan.
@@ -76,6 +81,9 @@ def read_config(path: Path, seating: Seating) -> dict[str, Any]:
             f"{path}: overlap_comm is silently wrong at stage 1 when ranks differ in precision; "
             "set it to false"
         )
+    for key in _BUCKETS:
+        if zero.get(key) == "auto":
+            zero[key] = min(_BUCKET, parameters)
     sizes = seating.plan.micro_batches[seating.rank]
     right = dict(
         zip(_FILLED, (max(1, *sizes), len(sizes), seating.config.clip_grad or 0.0), strict=True)

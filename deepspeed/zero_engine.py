@@ -41,6 +41,7 @@ from motley.engine import (
     unscale_and_clip,
 )
 from motley.errors import MotleyError
+from motley.faults import out_of_memory
 from motley.model import Classifier
 from motley.sampler import Batch
 
@@ -57,7 +58,8 @@ class ZeroEngine(EngineBase):
     """
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
-        config = read_config(config_path(seating), seating)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = read_config(config_path(seating), seating, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.equal_micro_steps = self._stage >= 2
         if self._stage >= 2 and len(set(seating.precisions)) > 1:
@@ -83,8 +85,7 @@ class ZeroEngine(EngineBase):
             self.optimizer.register_step_pre_hook(self._agree)
         self._agreed: tuple[bool, float | None] = (False, None)
 
-    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        """See motley.engine.Engine."""
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         if self._stage >= 2 and not len(batch.labels):
             # Stage 2 reduces gradients in the order in which they come, on every rank. Only
             # a real pass keeps that order, so an idle rank computes a blank image, times 0.
@@ -99,6 +100,12 @@ class ZeroEngine(EngineBase):
         self.clock.lap("compute", ready=last and self._stage < 2)
         return losses.detach()
 
+    def _abandon(self, last: bool) -> None:
+        if last or self._stage >= 2:
+            loss = self._forward(self._model.blank_images(1), last).sum() * math.nan
+            self._backward(loss)
+        self.clock.lap("compute", ready=last and self._stage < 2)
+
     def _forward(self, images: Tensor, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
         logits: Tensor = self._engine(images)
@@ -109,7 +116,15 @@ class ZeroEngine(EngineBase):
             loss = loss * self.scale.value
         else:
             self._engine.optimizer.override_loss_scale(self.scale.value)
-        self._engine.backward(loss, scale_wrt_gas=False)
+        try:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        except RuntimeError as error:
+            if self._stage >= 2 and out_of_memory(error):
+                raise MotleyError(
+                    f"{error}; in a backward pass, where ZeRO stage 2 sends gradients, so the step "
+                    "cannot be done again; lower --micro-batch, or take --stage 1"
+                ) from error
+            raise
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
@@ -123,15 +138,18 @@ class ZeroEngine(EngineBase):
         else:
             overflow = bool(self._engine.optimizer.overflow)
             norm = None if overflow else float(self._engine.get_global_grad_norm())
-        self.scale.update(overflow)
-        rows = exchange([loss_sum, ready_s])
+        rows = exchange([loss_sum, ready_s, float(bool(self._short))])
+        short = self._tell_short([row[2] for row in rows])
+        if not short:
+            self.scale.update(overflow)
         self.clock.lap("opt")
         return StepResult(
-            loss_sum=math.fsum(loss for loss, _ in rows),
+            loss_sum=math.fsum(row[0] for row in rows),
             grad_norm=norm,
             overflow=overflow,
             loss_scale=scale,
-            ready_s=tuple(ready for _, ready in rows),
+            ready_s=tuple(row[1] for row in rows),
+            short=short,
         )
 
     def _agree(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

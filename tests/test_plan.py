@@ -63,6 +63,20 @@ def test_a_ragged_batch_keeps_the_shares(n: int, rest: int) -> None:
     assert plan.counts == apportion(rest, (3, 2, 0))
 
 
+@given(st.integers(4, 500), st.lists(st.integers(1, 64), min_size=3, max_size=3))
+def test_less_memory_cuts_smaller_and_shares_alike(n: int, most: list[int]) -> None:
+    plan = Plan(n, (3.0, 2.0, 1.0), tuple(most))
+    before = [max(sizes) for sizes in plan.micro_batches]
+    if min(before[0], before[2]) < 2:
+        with pytest.raises(ValueError, match="one sample"):
+            plan.halved((0, 2))
+        return
+    smaller = plan.halved((0, 2))
+    assert smaller.counts == plan.counts
+    assert smaller.micro_batches[1] == plan.micro_batches[1]
+    assert all(max(smaller.micro_batches[rank]) <= before[rank] / 2 for rank in (0, 2))
+
+
 def test_ranks_beyond_the_gpus_of_their_machine_are_left_out() -> None:
     two = ("GPU-x", "GPU-y")
     seats = [Seat(0, "a", 0, 0, two), Seat(1, "a", 0, 2, two), Seat(2, "a", 0, 1, two),

@@ -66,6 +66,15 @@ def test_a_plan_made_by_hand_stays() -> None:
     assert all(watch.step((1.0, 9.0), (5, 5)) is None for _ in range(50))
 
 
+def test_a_rank_short_of_memory_hands_on_what_it_is_slower_by() -> None:
+    lab = Lab([0.001] * 3, 0.02, 1)
+    lab.now[0] = lab.measured[0].at_most(1)
+    lab.watch.limit([1, 32, 32])
+    lab.run(20)
+    best = split(180, [lab.now[0], *lab.measured[1:]])
+    assert lab.replans == 1 and sorted(lab.counts) == sorted(best) and lab.counts[0] == best[0]
+
+
 def test_equal_ranks_of_one_machine_stay_equal() -> None:
     watch = Watch([speed(0.001), speed(0.001)], ["a", "a"])
     assert all(watch.step((0.1, 0.2), (90, 90)) is None for _ in range(50))

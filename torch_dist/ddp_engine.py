@@ -1,6 +1,7 @@
 """The torch.distributed engine: DistributedDataParallel with unequal shares."""
 
 import contextlib
+import gc
 import math
 import warnings
 
@@ -45,22 +46,28 @@ class DdpEngine(EngineBase):
         super().__init__(model, seating, fused=on_gpu)
         # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
         self._skips_by_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._overlap = seating.plan.overlap
+        self._wrap()
+
+    def _wrap(self) -> None:
         self._ddp = DistributedDataParallel(
-            model,
-            device_ids=[seating.device] if on_gpu else None,
+            self._model,
+            device_ids=[self._seating.device] if self._seating.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             # In few pieces where nothing is to be hidden: NVLink is 1.5 times faster then.
-            bucket_cap_mb=None if seating.plan.overlap else _WHOLE_MIB,
+            bucket_cap_mb=None if self._overlap else _WHOLE_MIB,
         )
         self._buckets: dict[int, Tensor] = {}
+        self._sent = 0  # buckets, in this step
+        self._broken_off = False  # a backward pass in which DDP sends; DDP takes no other then
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
-        self._overlap = seating.plan.overlap
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():
             self.clock.lap("compute", ready=True)
         self._buckets[bucket.index()] = bucket.buffer()
+        self._sent += 1
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -80,22 +87,31 @@ class DdpEngine(EngineBase):
         # In place: gradients stay views of DDP's buckets, so nothing is copied into them.
         self.optimizer.zero_grad(set_to_none=False)
 
-    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        """See motley.engine.Engine. Communication overlaps the last backward pass, or follows."""
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        # Communication overlaps the last backward pass, or follows.
         overlap = last and self._overlap
         with contextlib.nullcontext() if overlap else self._ddp.no_sync():
             losses = sample_losses(self._ddp(batch.images), batch, self._seating.config.smoothing)
+            self._broken_off = overlap
             (losses.sum() * (self.scale.value / n_global)).backward()
+            self._broken_off = False
         if not overlap:
             self.clock.lap("compute", ready=last)
-        if last and not overlap:
-            # Gradients are views of these, and DDP's own hook would sum the very same.
-            buckets = (self._buckets[index] for index in sorted(self._buckets))
-            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
-                work.wait()
         if last:
-            self.clock.lap("sync")
+            self._send_rest()
         return losses.detach()
+
+    def _send_rest(self) -> None:
+        # Gradients are views of these, and DDP's own hook would sum the very same.
+        buckets = [self._buckets[index] for index in range(self._sent, len(self._buckets))]
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        self._sent = 0
+        self.clock.lap("sync")
+
+    def _abandon(self, last: bool) -> None:
+        if last:
+            self._send_rest()
 
     def reconfigure(self, plan: Plan) -> None:
         """See motley.engine.Engine."""
@@ -104,7 +120,10 @@ class DdpEngine(EngineBase):
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
-        table = gather([loss_sum, gradient_norm(self._parameters), ready_s])
+        norm = gradient_norm(self._parameters)
+        if self._short:
+            norm.fill_(math.nan)  # nobody steps
+        table = gather([loss_sum, norm, ready_s, float(bool(self._short) + self._broken_off)])
         norms = table[:, 1]
         # All use rank 0's norm: unlike devices round differently, and a clip factor that
         # differs in one bit would drive the ranks apart.
@@ -118,20 +137,32 @@ class DdpEngine(EngineBase):
             self._zero_gradients()
         copied()
         rows = copy.tolist()
-        overflow = not all(math.isfinite(norm) for _, norm, _ in rows)
+        overflow = not all(math.isfinite(row[1]) for row in rows)
+        short = self._tell_short([row[3] for row in rows])
         if not self._skips_by_itself:
             if not overflow:
                 self.optimizer.step()
             self._zero_gradients()
-        self.scale.update(overflow)
+        if not short:
+            self.scale.update(overflow)
+        elif any(row[3] > 1 for row in rows):
+            self._wrap_anew()
         self.clock.lap("opt")
         return StepResult(
-            loss_sum=math.fsum(loss for loss, _, _ in rows),
+            loss_sum=math.fsum(row[0] for row in rows),
             grad_norm=None if overflow else rows[0][1] / scale,
             overflow=overflow,
             loss_scale=scale,
-            ready_s=tuple(ready for _, _, ready in rows),
+            ready_s=tuple(row[2] for row in rows),
+            short=short,
         )
+
+    def _wrap_anew(self) -> None:
+        del self._ddp
+        self._buckets.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+        gc.collect()  # the old one has to take its hooks off first
+        self._wrap()
 
     def state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""

@@ -6,8 +6,8 @@ on overflow. The loop owns data, plan, schedule, records and checkpoints.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from motley.clock import Clock
 from motley.errors import MotleyError
+from motley.faults import out_of_memory
+from motley.memory import release, shortage
 from motley.model import Classifier
 from motley.options import Config
 from motley.plan import Plan
@@ -35,6 +37,8 @@ class StepResult:
         overflow: the gradient was not finite, nobody stepped.
         loss_scale: that this step's losses were multiplied by.
         ready_s: what each rank gave to :meth:`Engine.step`.
+        short: ranks that had not enough memory, and what was found there. If there is one,
+            nobody stepped, no state has changed, and the same samples are due again.
     """
 
     loss_sum: float
@@ -42,6 +46,7 @@ class StepResult:
     overflow: bool
     loss_scale: float
     ready_s: tuple[float, ...]
+    short: Mapping[int, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -61,6 +66,8 @@ class Engine(Protocol):
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, as a part of a batch of ``n_global``.
+
+        Does nothing once memory has ended in this step.
 
         Returns:
             The loss of each of its samples, fp32 [n], detached.
@@ -140,6 +147,9 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = False) -> torch
 class EngineBase:
     """What is the same in both engines, whatever the wire between ranks.
 
+    An engine adds ``_accumulate``, which is :meth:`Engine.accumulate` with memory enough, and
+    ``_abandon``, which sends what the others wait for, not finite, when there was not.
+
     Args:
         fused: see :func:`make_optimizer`.
     """
@@ -148,14 +158,50 @@ class EngineBase:
         self._model, self._seating = model, seating
         self.scale = seating.scale
         self.clock = Clock(seating.device)
+        self._short = ""  # of memory, in this step: what was found
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(model.net, seating.config, fused)
         if seating.config.compile:
             model.net.compile()
 
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        raise NotImplementedError
+
+    def _abandon(self, last: bool) -> None:
+        raise NotImplementedError
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        """See :class:`Engine`. Another user may have taken the memory that was free before."""
+        if not self._short:
+            try:
+                return self._accumulate(batch, n_global, last)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                self._short = shortage(error, self._seating.device)
+            release()
+        self._abandon(last)
+        return torch.zeros(len(batch.labels), device=self._seating.device)
+
     def evaluate(self, batch: Batch) -> Tensor:
-        """See :class:`Engine`."""
-        return score(self._model, batch)
+        """See :class:`Engine`. In halves if memory does not do for the whole."""
+        try:
+            return score(self._model, batch)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error) or len(batch.labels) < 2:
+                raise
+        release()
+        middle = len(batch.labels) // 2
+        return self.evaluate(batch[:middle]) + self.evaluate(batch[middle:])
+
+    def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
+        """:attr:`StepResult.short`, if any of ``ranks`` (one flag a rank) is; all call it."""
+        if not any(ranks):
+            return {}
+        found: list[Any] = [None] * self._seating.size
+        dist.all_gather_object(found, self._short)
+        self._short = ""
+        return {rank: words for rank, words in enumerate(found) if words}
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""

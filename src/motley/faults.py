@@ -10,6 +10,10 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,16 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
     )
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: of a GPU, of one of its libraries, or of the machine."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    )
+
+
 def _advice(text: str) -> str:
     lower = text.lower()
-    if "out of memory" in lower or "can't allocate memory" in lower:
+    if _NO_MEMORY.search(text):
         return "lower --micro-batch (the result stays the same)"
     if "no space left" in lower:
         return "free some disk, or choose another one with --logs DIR"

@@ -71,11 +71,13 @@ class GpuProcess:
     """A process that holds memory of a GPU.
 
     Attributes:
-        gpu: index as in :class:`DeviceFacts`. user: its owner; "?" where that is hidden.
+        gpu, uuid: of the GPU, as in :class:`DeviceFacts`.
+        user: its owner; "?" where that is hidden.
         mib: memory that it holds there; None where the driver does not tell.
     """
 
     gpu: int
+    uuid: str
     pid: int
     user: str
     mib: float | None
@@ -89,12 +91,13 @@ def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
             return None
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+            uuid = str(handle and _ask(pynvml.nvmlDeviceGetUUID, handle))
             running = handle and _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
             for process in running or ():
                 held = process.usedGpuMemory
                 user = _user_name(_owner(process.pid))
                 mib = None if held is None else held / MIB
-                found.append(GpuProcess(index, process.pid, user, mib))
+                found.append(GpuProcess(index, uuid, process.pid, user, mib))
     return tuple(found)
 
 

@@ -189,6 +189,16 @@ class Plan:
         """The same plan for a global batch of ``n`` samples: the ragged last of an epoch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
 
+    def halved(self, ranks: Sequence[int]) -> "Plan":
+        """The same shares, in micro-batches of half the size on some ranks, which had no memory
+        for theirs; ValueError if one of them is down to one sample."""
+        most = list(self.max_micro_batch)
+        for rank in ranks:
+            most[rank] = max(self.micro_batches[rank]) // 2
+        if min(most) < 1:
+            raise ValueError(f"rank {most.index(min(most))} has micro-batches of one sample")
+        return replace(self, max_micro_batch=tuple(most))
+
     def sentence(self, rank: int) -> str:
         """What one rank does in a step, for the log."""
         steps = _count(len(self.micro_batches[rank]), "micro-step")

@@ -49,6 +49,12 @@ class Watch:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
         self._asked = 0
 
+    def limit(self, micro_batches: Sequence[int]) -> None:
+        """Expect no larger micro-batches than these, one size a rank, from now on."""
+        pairs = zip(self._speeds, micro_batches, strict=False)  # no speeds: a plan made by hand
+        self._speeds = tuple(speed.at_most(size) for speed, size in pairs)
+        self.forget()
+
     def step(self, ready_s: Sequence[float], counts: Sequence[int]) -> Proposal | None:
         """Take in a full step.
 

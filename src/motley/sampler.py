@@ -51,6 +51,13 @@ class Batch:
         labels = self.labels.to(device, non_blocking=True)
         return Batch(images, labels, self.indices, self.unreadable)
 
+    def __getitem__(self, part: slice) -> "Batch":
+        """Some of its samples; unreadable images stay with the first of them."""
+        return Batch(
+            self.images[part], self.labels[part], self.indices[part],
+            () if part.start else self.unreadable,
+        )  # fmt: skip
+
     def pin_memory(self) -> "Batch":
         """The same in page-locked memory; DataLoader calls it."""
         return Batch(

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from motley.runs import Run
 from motley.sampler import Batch, Loader, seed_of
 from motley.scale_search import search_scale
 from motley.state import Position, drifted, resume, same_again, save
-from motley.team import Team, gpu_logger, join_team, leave_team
+from motley.team import Member, Team, gpu_logger, join_team, leave_team
 from motley.vigil import DATA, PATIENCE, WAITING
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
@@ -63,6 +64,7 @@ class Job:
     save_every: int
     saved_config: dict[str, Any]
     notes: list[Note]
+    members: tuple[Member, ...]
     watch: Watch
 
 
@@ -137,6 +139,7 @@ def assemble(
         last_step=min(total_steps, config.max_steps or total_steps),
         save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
+        members=team.members,
         watch=Watch(
             planned.speeds if config.replan == "auto" else (),
             [member.uuid or member.host for member in team.members],
@@ -169,6 +172,12 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 indices += readable(batch, job.config, job.run)
             sample_loss = torch.cat(losses)
             result = engine.step(sample_loss.sum(), recorder.ready_s)
+            if result.short:
+                plan = give_room(plan, job, result.short, recorder, position.step)
+                engine.reconfigure(plan)
+                watch.limit(plan.max_micro_batch)
+                engine.clock.restart()
+                break  # the same samples again, as the new plan cuts them
             check_finite(result.loss_sum, sample_loss, indices)
             check_scale(result, engine.scale)
 
@@ -309,6 +318,31 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Posi
         slowdown=proposal.slowdown, gain=proposal.gain,
     )  # fmt: skip
     return changed
+
+
+def give_room(
+    plan: Plan, job: Job, short: Mapping[int, str], recorder: Recorder, step: int
+) -> Plan:
+    """The same shares in smaller micro-batches where memory had ended; says who holds it."""
+    names = {rank: f"rank {job.members[rank].rank} on {job.members[rank].host}" for rank in short}
+    said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
+    try:
+        smaller = plan.halved(tuple(short))
+    except ValueError:
+        raise MotleyError(
+            f"out of memory with micro-batches of one sample ({said}); wait until others leave, "
+            "or take the host out of hosts.txt, and continue with --resume auto"
+        ) from None
+    before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}
+    after = {names[rank]: smaller.max_micro_batch[rank] for rank in short}
+    recorder.note(
+        "out_of_memory",
+        f"out of memory in step {step}, which is done again with micro-batches of at most "
+        + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
+        + f". {said}",
+        step=step, before=before, after=after, found={names[rank]: short[rank] for rank in short},
+    )  # fmt: skip
+    return smaller
 
 
 def advance(position: Position, samples: int, epoch_samples: int) -> Position:

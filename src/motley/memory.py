@@ -1,0 +1,34 @@
+"""What to do, and what to say, where memory ends: another user may have come."""
+
+import gc
+import os
+
+import psutil
+import torch
+
+from motley.gpus import MIB, read_gpu_processes
+
+
+def release() -> None:
+    """Give back what is held and not used.
+
+    Not from within the handler of the error: that holds all that the failed pass had made.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def shortage(error: BaseException, device: torch.device) -> str:
+    """What the allocator said and who holds the memory now, one line."""
+    said = (" ".join(str(error).split()) or type(error).__name__)[:300]
+    if device.type != "cuda":
+        return f"{said}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    found = [process for process in read_gpu_processes() or () if process.uuid == uuid]
+    others = [
+        f"{process.user} (pid {process.pid}) {process.mib or 0:,.0f} MiB"
+        for process in sorted(found, key=lambda process: -(process.mib or 0))
+        if process.pid != os.getpid()
+    ]
+    return f"{said}; others there: {', '.join(others) or 'none that the driver names'}"

@@ -1,0 +1,84 @@
+"""Trains, and lets memory run out on rank 1: in a forward pass, then in a backward pass.
+
+mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/squeezed.py [OPTIONS]
+mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/squeezed.py --stage 1 [OPTIONS]
+
+The limit is the kernel's own (RLIMIT_AS), the error that of torch's allocator.
+"""
+
+import ctypes
+import importlib
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from motley import launch
+from motley.engine import StepResult
+from motley.model import Classifier
+from motley.options import read_config, training_parser
+from motley.sampler import Batch
+from motley.train import train
+
+FOLDER, MODULE, NAME = (
+    ("deepspeed", "zero_engine", "ZeroEngine")
+    if "--stage" in sys.argv
+    else ("torch_dist", "ddp_engine", "DdpEngine")
+)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / FOLDER))
+Engine = getattr(importlib.import_module(MODULE), NAME)
+
+_M_MMAP_THRESHOLD, _SMALL = -3, 1 << 16  # malloc gives larger blocks back when they are freed
+_SPARE = 24 << 20  # bytes; a pass of 256 digits takes 32 MiB, of 128 half of it
+_BALLAST = 16 << 20
+
+
+def leave(spare: int) -> None:
+    """Let this process have no more memory than it has now, and so many bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + spare
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+class Squeezed(Engine):  # type: ignore[misc, valid-type]
+    """Takes memory away from rank 1, twice."""
+
+    step_number = 0
+
+    def __init__(self, model: Classifier, seating: object) -> None:
+        super().__init__(model, seating)
+        model.net.blocks[0].register_forward_hook(self._watch)
+        self._ballast: Tensor | None = None
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        """See motley.engine.Engine."""
+        if self._seating.rank == 1 and self.step_number == 3:
+            leave(_SPARE)
+        self.step_number += last
+        return super().accumulate(batch, n_global, last)
+
+    def _watch(self, _block: object, _given: object, made: Tensor) -> None:
+        if self._seating.rank == 1 and self.step_number == 8 and made.requires_grad:
+            made.register_hook(self._fill)
+
+    def _fill(self, _: Tensor) -> None:
+        if self._ballast is None:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+            self._ballast = torch.empty(_BALLAST, dtype=torch.uint8)
+            leave(0)
+
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+        """See motley.engine.Engine."""
+        if self._ballast is not None:
+            self._ballast = torch.empty(0)
+        return super().step(loss_sum, ready_s)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALL)
+    parser = training_parser(str(__doc__))
+    parser.add_argument("--stage", type=int)
+    config = read_config(parser)
+    launch.run(lambda world: train(world, config, Squeezed))

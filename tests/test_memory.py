@@ -1,0 +1,55 @@
+"""Memory ends on one rank in mid-run: the step is done again, and the model stays the same."""
+
+import pytest
+import torch
+from conftest import DDP, Jobs, Trained
+from torch import Tensor, nn
+
+from motley.engine import EngineBase
+from motley.sampler import Batch
+
+OPTIONS = ("--precision", "fp32", "--shares", "1,1", "--batch-size", 512, "--max-steps", 12)
+
+
+@pytest.fixture(scope="module")
+def enough(module_jobs: Jobs) -> Trained:
+    """The same run with memory enough."""
+    return module_jobs.train(2, DDP, "enough", *OPTIONS)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("words", [(), ("--stage", 1)], ids=["ddp", "zero1"])
+def test_a_rank_short_of_memory_halves_its_micro_batch(
+    enough: Trained, jobs: Jobs, words: tuple[str, ...]
+) -> None:
+    # In a forward pass, then in a backward pass when DDP has sent a part of the gradient.
+    run = jobs.train(2, "tests/drivers/squeezed.py", "short", *OPTIONS, *words)
+    assert run.losses == pytest.approx(enough.losses, rel=2e-6)
+    assert run.run["result"]["top1"] == enough.run["result"]["top1"]
+
+    first, second = [event for event in run.events if event["event"] == "out_of_memory"]
+    (name,) = first["found"]
+    assert name.startswith("rank 1 on ") and "can't allocate memory" in first["found"][name]
+    assert (first["before"], first["after"]) == ({name: 256}, {name: 128})
+    assert (second["before"], second["after"]) == ({name: 128}, {name: 64})
+    assert f"at most 128 (before: 256) on {name}" in run.done.output
+    assert [step["n_local"] for step in run.steps(1)] == [step["n_local"] for step in
+                                                          enough.steps(1)]  # fmt: skip
+
+
+class Narrow(nn.Module):
+    """Has memory for three images."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [n, 4], the largest for the image's own value."""
+        if len(images) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return nn.functional.one_hot(images.long(), 4).float()
+
+
+def test_what_does_not_fit_is_evaluated_in_halves() -> None:
+    engine = object.__new__(EngineBase)
+    engine._model = Narrow()
+    values = torch.tensor([0, 1, 2, 3, 0, 1, 2], dtype=torch.uint8)
+    labels = torch.tensor([0, 1, 2, 3, 0, 0, 0])
+    assert engine.evaluate(Batch(values, labels, tuple(range(7)))).tolist()[1:] == [5, 7]
