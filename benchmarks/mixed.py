@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from motley.balance import Speed  # noqa: E402
 from motley.clock import Laps  # noqa: E402
 from motley.data import load_images  # noqa: E402
 from motley.engine import EngineMaker, Seating, make_optimizer  # noqa: E402
-from motley.measure import count_buckets, measure_speed, measure_wire  # noqa: E402
+from motley.measure import measure_speed, measure_wire  # noqa: E402
 from motley.model import Classifier, image_size, model_name, set_matmul_precision  # noqa: E402
 from motley.options import Config, read_config, training_parser  # noqa: E402
 from motley.planning import balance  # noqa: E402
@@ -73,7 +73,7 @@ class Bench(ABC):
 
     def optimizer(self, model: Classifier) -> torch.optim.Optimizer:
         """As the engine makes it."""
-        return make_optimizer(model.net, self.config, fused=self.team.device.type == "cuda")
+        return make_optimizer(model.net, self.config)
 
     def time_steps(self, step: Callable[[], None], warm: int = 0, steps: int = 0) -> float:
         """Seconds a step, over the timed ones, all ranks together."""
@@ -108,10 +108,8 @@ class Bench(ABC):
         """
         model = self.model()
         start = time.perf_counter()
-        parameters = list(model.parameters())
-        wire_s = measure_wire(parameters)
-        nccl = self.team.backend == "nccl"
-        measured = Measured(tuple(speeds), wire_s, count_buckets(parameters), nccl)
+        wire = measure_wire(list(model.parameters()))
+        measured = Measured(tuple(speeds), wire)
         planned = balance(n, refine(self.world, self.team, model, n, measured))
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
@@ -140,8 +138,8 @@ class Bench(ABC):
         }
         return {
             "step_s": step_s, "predicted_s": predicted.step_s, "counts": plan.counts,
-            "micro_batches": plan.max_micro_batch, "wire_s": wire_s, "refined_s": measured_s,
-            "overlap": predicted.overlap,
+            "micro_batches": plan.max_micro_batch, "wire": asdict(wire), "refined_s": measured_s,
+            "buckets": predicted.buckets,
             "predicted_compute_s": predicted.compute_s, "laps": self.world.allgather(own),
         }  # fmt: skip
 

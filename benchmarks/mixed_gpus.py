@@ -110,7 +110,7 @@ def rates_of(same: Lines) -> dict[str, Any]:
 def predicted_of(same: Lines) -> dict[str, Any]:
     """The forecast beside what came; each rank's own times are of the first repeat."""
     errors = [line["predicted_s"] / line["step_s"] - 1 for line in same]
-    names = ("counts", "micro_batches", "wire_s", "overlap", "predicted_compute_s", "laps")
+    names = ("counts", "micro_batches", "wire", "buckets", "predicted_compute_s", "laps")
     return {
         "predicted_s": statistics.median(line["predicted_s"] for line in same),
         "prediction_error": max(errors, key=abs),

@@ -8,13 +8,15 @@ import argparse
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from mixed import ROOT, Bench
-from paced import Paced
+from paced import Pace, Paced
 from torch.nn import functional
 
 sys.path.insert(0, str(ROOT / "deepspeed"))
@@ -24,30 +26,32 @@ from ddp_engine import DdpEngine
 from zero_engine import ZeroEngine
 
 from motley import launch
-from motley.balance import limit_s
+from motley.balance import Speed, limit_s
 from motley.engine import make_optimizer
-from motley.model import build_model, image_size
+from motley.model import Classifier, build_model, image_size
 from motley.sampler import Batch
 from motley.team import Team, join_team, leave_team
 
+_QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
 PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")
 OURS = {"motley-ddp": None, "motley-deepspeed-0": 0, "motley-deepspeed-1": 1}
 
 
-class PacedBench(Bench):
-    """Paced hosts, and the other peers."""
+class LabBench(Bench):
+    """Hosts that are paced, or have a part of a processor each; and the other peers."""
 
     def __init__(self, world: launch.World, team: Team, options: argparse.Namespace) -> None:
-        words = ["--batch-size", str(options.n), "--no-augment"]
+        words = ["--batch-size", str(options.n), "--no-augment", "--img-size", options.img_size]
         super().__init__(world, team, words, options.warm, options.steps)
         self.options = options
-        self.sample_s = options.fastest_s * max(options.speeds) / options.speeds[self.rank]
+        self.pace = Pace(options.fastest_s * max(options.speeds) / options.speeds[self.rank])
 
-    def model(self) -> Paced:
+    def model(self) -> Classifier:
         """See Bench."""
-        net = build_model(self.config, self.images)
-        size = image_size(self.config)
-        return Paced(net, self.images, size, self.options.overhead_s, self.sample_s)
+        net, size = build_model(self.config, self.images), image_size(self.config)
+        if self.options.emulation == "quotas":
+            return Classifier(net, self.images, size, "fp32", self.team.device)
+        return Paced(net, self.images, size, self.pace)
 
     def peer(self, mode: str) -> dict[str, Any]:
         """A peer as its documentation says: N / ranks samples each."""
@@ -59,7 +63,7 @@ class PacedBench(Bench):
         }  # fmt: skip
         return {"step_s": self.time_steps(makers[mode](model, batch))}
 
-    def _accelerate(self, model: Paced, batch: Batch) -> Callable[[], None]:
+    def _accelerate(self, model: Classifier, batch: Batch) -> Callable[[], None]:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
@@ -72,7 +76,7 @@ class PacedBench(Bench):
 
         return step
 
-    def _deepspeed(self, model: Paced, batch: Batch, stage: int) -> Callable[[], None]:
+    def _deepspeed(self, model: Classifier, batch: Batch, stage: int) -> Callable[[], None]:
         import deepspeed
 
         engine, *_ = deepspeed.initialize(
@@ -91,25 +95,49 @@ class PacedBench(Bench):
 
         return step
 
-    def _deepspeed_0(self, model: Paced, batch: Batch) -> Callable[[], None]:
+    def _deepspeed_0(self, model: Classifier, batch: Batch) -> Callable[[], None]:
         return self._deepspeed(model, batch, 0)
 
-    def _deepspeed_1(self, model: Paced, batch: Batch) -> Callable[[], None]:
+    def _deepspeed_1(self, model: Classifier, batch: Batch) -> Callable[[], None]:
         return self._deepspeed(model, batch, 1)
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Of all processors so far: what other machines on the same hardware took, and all."""
+    times = psutil.cpu_times()
+    return times.steal, sum(times) - times.guest - times.guest_nice  # in user and nice already
 
 
 def main(world: launch.World, options: argparse.Namespace) -> None:
     """Measure the limit, all modes in turn, and the limit again, for each repeat."""
     torch.set_num_threads(1)
-    bench = PacedBench(world, join_team(world, "fp32"), options)
+    bench = LabBench(world, join_team(world, "fp32"), options)
+
+    before = cpu_seconds()
 
     def tell(mode: str, repeat: int, result: dict[str, Any]) -> None:
+        nonlocal before
+        now = cpu_seconds()
+        stolen = (now[0] - before[0]) / (now[1] - before[1])
+        before = now
         if world.rank == 0:
-            print("RESULT " + json.dumps({"mode": mode, "repeat": repeat, **result}), flush=True)
+            line = {"mode": mode, "repeat": repeat, "stolen": stolen, **result}
+            print("RESULT " + json.dumps(line), flush=True)
+
+    if options.emulation == "quotas":
+        bench.time_steps(bench.plain_ddp_step(bench.model(), bench.batch(bench.model(), 2)))
+        if world.rank == 0:
+            print("READY", flush=True)
+        time.sleep(_QUOTAS_S)
+
+    def limit() -> list[Speed]:
+        speeds = bench.speeds(options.n)
+        alone = min(speed.seconds_of(options.n) for speed in speeds)
+        tell("limit", repeat, {"step_s": limit_s(options.n, speeds), "alone_s": alone})
+        return speeds
 
     for repeat in range(options.repeats):
-        speeds = bench.speeds(options.n)
-        tell("limit", repeat, {"step_s": limit_s(options.n, speeds)})
+        speeds = limit()
         order = options.modes if repeat % 2 == 0 else options.modes[::-1]
         for mode in order:
             if mode in OURS:
@@ -119,7 +147,7 @@ def main(world: launch.World, options: argparse.Namespace) -> None:
                 tell(mode, repeat, bench.peer(mode))
             gc.collect()
             dist.barrier()
-        tell("limit", repeat, {"step_s": limit_s(options.n, bench.speeds(options.n))})
+        limit()
     leave_team()
 
 
@@ -128,10 +156,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=180)
     parser.add_argument("--speeds", type=lambda text: [float(w) for w in text.split(":")])
+    parser.add_argument("--emulation", default="paced")
+    parser.add_argument("--img-size", default="8")
     parser.add_argument("--fastest-s", type=float, default=0.006)
-    parser.add_argument("--overhead-s", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modes", type=lambda text: text.split(","))
     return parser.parse_args()

@@ -1,10 +1,12 @@
-"""A classifier that computes for real, and then sleeps until a slower device would be done.
+"""A classifier that computes for real, and sleeps as long as a slower device would take more.
 
-All else is real: gradients, optimizer, gloo, TCP. Gradients become ready where they would:
-each block's only after its part of the modelled time has passed.
+All else is real: gradients, optimizer, gloo, TCP. Gradients become ready where they would: a
+block's backward pass is real at the end of its part of the modelled time. How early it has to
+begin for that is learnt from the passes before.
 """
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,36 +16,68 @@ from motley.data import Images
 from motley.model import Classifier
 
 FORWARD = 1 / 3  # of a micro-batch's time; the backward pass does twice the work
+_LEARN = 0.3  # of how late a block was, it begins earlier the next time
+
+
+@dataclass
+class Pace:
+    """How fast a rank's device is; all models of the rank share it.
+
+    Attributes:
+        sample_s: of a sample, seconds. factor: of all times, for a while.
+        early: by samples and block, how much earlier than due the real pass begins, seconds.
+    """
+
+    sample_s: float
+    factor: float = 1.0
+    early: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def seconds(self, samples: int) -> float:
+        """Of a micro-batch, forward and backward pass."""
+        return self.factor * self.sample_s * samples
 
 
 class Paced(Classifier):
-    """As Classifier, at ``overhead_s + sample_s * n`` for a micro-batch of n."""
+    """As Classifier, at a given pace."""
 
-    def __init__(
-        self, net: nn.Module, images: Images, img_size: int, overhead_s: float, sample_s: float
-    ) -> None:
+    def __init__(self, net: nn.Module, images: Images, img_size: int, pace: Pace) -> None:
         super().__init__(net, images, img_size, "fp32", torch.device("cpu"))
-        self._overhead_s, self._sample_s = overhead_s, sample_s
-        self._blocks = list(net.blocks)
-        for place, block in enumerate(reversed(self._blocks)):
-            part = (place + 1) / len(self._blocks)
-            block.register_full_backward_pre_hook(
-                lambda *_, part=part: _sleep_until(self._backward_start + part * self._backward_s)
-            )
+        self._pace = pace
+        blocks = list(net.blocks)
+        self._parts, self._place = len(blocks), 0
+        for block in blocks:
+            block.register_full_backward_pre_hook(lambda *_: self._next_block())
+        net.patch_embed.proj.weight.register_post_accumulate_grad_hook(lambda _: self._block_ends())
+
+    def _next_block(self) -> None:
+        if self._place:
+            self._block_ends()
+        self._place += 1
+        _sleep_until(self._due() - self._pace.early.get((self._samples, self._place), 0.0))
+
+    def _block_ends(self) -> None:
+        if self._place:  # else an idle rank's gradients, which take no time
+            key, late = (self._samples, self._place), time.perf_counter() - self._due()
+            self._pace.early[key] = max(0.0, self._pace.early.get(key, 0.0) + _LEARN * late)
+            _sleep_until(self._due())
+
+    def _due(self) -> float:
+        """When this block's backward pass should end."""
+        return self._backward_start + self._place / self._parts * self._backward_s
 
     def forward(self, images: Tensor) -> Tensor:
         """See Classifier."""
-        start, whole = time.perf_counter(), self._overhead_s + self._sample_s * len(images)
+        start, whole = time.perf_counter(), self._pace.seconds(len(images))
         logits = super().forward(images)
         if len(images) == 0 or not torch.is_grad_enabled():
             return logits
-        self._backward_s = (1 - FORWARD) * whole
+        self._samples, self._backward_s = len(images), (1 - FORWARD) * whole
         _sleep_until(start + FORWARD * whole)
         return _Mark.apply(logits, self)
 
     def begin_backward(self) -> None:
         """The backward pass starts now."""
-        self._backward_start = time.perf_counter()
+        self._backward_start, self._place = time.perf_counter(), 0
 
 
 class _Mark(torch.autograd.Function):

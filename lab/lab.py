@@ -17,7 +17,7 @@ from motley.errors import MotleyError
 from motley.spelling import nearest
 
 ONE_HOST = ("cut", "heal", "freeze", "thaw", "kill", "boot")
-COMMANDS = ("up", "status", "exec", *ONE_HOST, "down")
+COMMANDS = ("up", "status", "exec", *ONE_HOST, "cpus", "down")
 # Debian's package of each program that a lab needs.
 PACKAGES = {
     "ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client",
@@ -50,8 +50,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="lab.sh", allow_abbrev=False)
     parser.add_argument("command")
     parser.add_argument("--name", default="lab")
-    if command in ("exec", *ONE_HOST):
+    if command in ("exec", "cpus", *ONE_HOST):
         parser.add_argument("host")
+    if command == "cpus":
+        parser.add_argument("cpus", type=cpus_of, metavar="NUMBER|all")
     if command == "exec":
         parser.add_argument("--root", action="store_true")
     else:
@@ -68,6 +70,15 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--name {options.name!r} is no name for a lab; use 1 to 16 small letters and digits"
         )
     return options, rest
+
+
+def cpus_of(text: str) -> float | None:
+    """What ``cpus`` is given; None for all."""
+    if text == "all":
+        return None
+    if re.fullmatch(r"\d+(\.\d*)?", text) and float(text) >= 0.01:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is neither a number from 0.01 nor all")
 
 
 def check_programs(hosts: tuple[LabHost, ...]) -> None:
@@ -186,6 +197,10 @@ def main(words: list[str]) -> int:
                 existed = lab.exists
                 lab.down()
                 print(f"lab {lab.name} is down" if existed else f"lab {lab.name} is not up")
+            elif options.command == "cpus":
+                host = lab.load().host(options.host)
+                lab.cgroups.set_cpus(host.name, options.cpus)
+                print(f"{host.name} may use {options.cpus or 'all'} processors")
             else:
                 on_host(lab.load(), options.command, lab.host(options.host))
     except MotleyError as error:

@@ -9,12 +9,14 @@
 #   bash lab/lab.sh exec --root ecetesla0 -- pkill sshd     # as root of that host
 #   bash lab/lab.sh cut ecetesla3                           # pull its cable; heal undoes
 #   bash lab/lab.sh freeze ecetesla1                        # it stops, links stay; thaw undoes
+#   bash lab/lab.sh cpus ecetesla1 0.5                      # somebody else's job came; all undoes
 #   bash lab/lab.sh kill ecetesla2                          # power off; boot undoes
 #   bash lab/lab.sh down                                    # nothing is left
 #
 # usage: lab.sh up [--profile lab/tesla.toml] | status | down          [--name NAME] [--dry-run]
 #        lab.sh exec [--root] HOST [-- COMMAND...]                     [--name NAME]
 #        lab.sh cut|heal|freeze|thaw|kill|boot HOST                    [--name NAME] [--dry-run]
+#        lab.sh cpus HOST NUMBER|all                                   [--name NAME] [--dry-run]
 #
 # --name keeps several labs apart (default: lab); --dry-run prints every change and does
 # none. Profiles: lab/tesla.toml, lab/equal.toml, lab/private.toml; the first says what each

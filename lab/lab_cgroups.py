@@ -56,16 +56,20 @@ class Cgroups:
                 f"{self._root} writable, or leave cpus and memory_mib out of the profile"
             ) from None
         if cpus is not None:
-            quota = max(round(cpus * PERIOD_US), 1000)  # the kernel takes no less
-            folder = self._of("cpu", host)
-            if self.unified:
-                self._change.put(folder / "cpu.max", f"{quota} {PERIOD_US}")
-            else:
-                self._change.put(folder / "cpu.cfs_period_us", str(PERIOD_US))
-                self._change.put(folder / "cpu.cfs_quota_us", str(quota))
+            self.set_cpus(host, cpus)
         if memory_mib is not None:
             name = "memory.max" if self.unified else "memory.limit_in_bytes"
             self._change.put(self._of("memory", host) / name, str(round(memory_mib * 2**20)))
+
+    def set_cpus(self, host: str, cpus: float | None) -> None:
+        """Let the host use so many processors; None is no limit."""
+        quota = None if cpus is None else max(round(cpus * PERIOD_US), 1000)  # the kernel's least
+        folder = self._of("cpu", host)
+        if self.unified:
+            self._change.put(folder / "cpu.max", f"{quota or 'max'} {PERIOD_US}")
+        else:
+            self._change.put(folder / "cpu.cfs_period_us", str(PERIOD_US))
+            self._change.put(folder / "cpu.cfs_quota_us", str(quota or -1))
 
     def join(self, host: str) -> None:
         """Put this process into the host's cgroups."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from motley.balance import Speed, limit_s, split
 from motley.errors import MotleyError
-from motley.forecast import Forecast, forecast, what_if
+from motley.forecast import Forecast, Wire, forecast, what_if
 from motley.plan import cut
 
 CLOSE = 1 + 1e-9
@@ -58,11 +58,11 @@ def test_samples_in_inverts_seconds_of(speed: Speed, n: int) -> None:
     assert speed.samples_in(speed.seconds_of(n) * CLOSE) >= n * (1 - 1e-6)
 
 
-@given(st.integers(0, 2000), teams)
+@given(st.integers(1, 2000), teams)
 def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(n: int, team: list[Speed]) -> None:
     counts = split(n, team)
     assert sum(counts) == n and min(counts) >= 0
-    slowest = max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c or not n)
+    slowest = max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c)
     for speed, count in zip(team, counts, strict=True):
         # One sample more on any rank would take as long as the slowest does now.
         assert speed.seconds_of(count + 1) >= slowest / CLOSE
@@ -118,7 +118,7 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     team = [Speed(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
     start = time.perf_counter()
     counts = split(100_000, team)
-    forecast(counts, team, 0.1, 15)
+    forecast(counts, team, Wire(0.001, 0.1))
     assert time.perf_counter() - start < 1
     assert sum(counts) == 100_000
 
@@ -148,22 +148,39 @@ def test_no_ranks_are_refused() -> None:
             function(10, [])
 
 
-@given(st.integers(1, 500), teams, st.floats(0, 0.5), st.integers(1, 20), st.booleans())
+wires = st.builds(Wire, st.floats(0, 0.02), st.floats(0, 0.5), st.booleans(), st.booleans())
+
+
+@given(st.integers(1, 500), teams, wires, st.integers(1, 20))
 def test_a_forecast_is_within_its_bounds(
-    n: int, team: list[Speed], wire: float, buckets: int, overlap: bool
+    n: int, team: list[Speed], wire: Wire, buckets: int
 ) -> None:
-    predicted = forecast(split(n, team), team, wire, buckets, overlap)
-    assert overlap or predicted.exposed_s == wire
+    predicted = forecast(split(n, team), team, wire, buckets)
     assert predicted.step_s >= max(predicted.compute_s)
     assert 0 < predicted.fraction <= CLOSE
-    assert wire / buckets <= predicted.exposed_s <= max(wire, wire / buckets)
+    assert wire.seconds() / buckets <= CLOSE * predicted.exposed_s
+    assert predicted.exposed_s <= CLOSE * wire.seconds(buckets)
+    assert forecast(split(n, team), team, wire).step_s <= 1.03 * CLOSE * predicted.step_s
     assert Forecast.from_json(json.loads(json.dumps(predicted.as_json()))) == predicted
 
 
 def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
     team = [linear(700), linear(100)]
-    rows = what_if(80, ["fast", "slow"], team, 0.0, 4)
-    planned = forecast(split(80, team), team, 0.0, 4)
+    rows = what_if(80, ["fast", "slow"], team, Wire(0.0, 0.0))
+    planned = forecast(split(80, team), team, Wire(0.0, 0.0))
     assert rows["fast alone"].images_per_s == pytest.approx(700)
     assert rows["equal shares"].images_per_s == pytest.approx(200)
     assert planned.images_per_s == pytest.approx(800)
+
+
+def test_buckets_are_as_few_as_hide_the_wire() -> None:
+    team = [linear(100), linear(100)]  # 80 samples take 0.4 s, their backward pass 0.27 s
+
+    def buckets(wire: Wire) -> int:
+        return forecast((40, 40), team, wire).buckets
+
+    assert buckets(Wire(0.0, 0.003)) == 1  # not worth it
+    assert buckets(Wire(0.0, 0.1)) > 8
+    assert buckets(Wire(0.02, 0.1)) < 8  # each costs
+    assert buckets(Wire(0.0, 0.1, hides=False)) == 1
+    assert buckets(Wire(0.0, 0.011)) == 4 and buckets(Wire(0.0, 0.011, on_gpu=True)) == 1

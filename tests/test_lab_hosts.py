@@ -91,6 +91,27 @@ def test_links_have_the_rate_of_the_profile(
     assert 0.9 * mbit < measured < 1.1 * mbit
 
 
+BURN = """
+import time
+start = time.monotonic()
+while time.monotonic() < start + 2:
+    pass
+print(time.process_time() / (time.monotonic() - start))
+"""
+
+
+def test_a_host_has_the_processors_that_it_is_given(tesla: Door) -> None:
+    def share() -> float:
+        return float(tesla.on("ecetesla1", venv() / "bin" / "python", "-c", BURN))
+
+    tesla.do("cpus", "ecetesla1", "0.2")
+    assert 0.1 < share() < 0.3
+    tesla.do("cpus", "ecetesla1", "all")
+    assert share() > 0.4
+    refused = tesla.run("cpus", "ecetesla1", "0,5")
+    assert refused.code == 2 and "0,5 is neither a number from 0.01 nor all" in refused.output
+
+
 PROBE = """
 import socket
 try:

@@ -40,7 +40,7 @@ def main(world: launch.World, config: Config) -> None:
 def show(team: Team, planned: Planned) -> None:
     """One row a rank, then one row for each other way."""
     plan, predicted, out = planned.plan, planned.forecast, console()
-    assert predicted is not None
+    assert predicted is not None and planned.wire is not None
     table = Table("rank", "host", "device", "precision", "why", box=None, pad_edge=False)
     for name in ("micro-batch", "samples", "compute", "waits"):
         table.add_column(name, justify="right")
@@ -66,8 +66,7 @@ def show(team: Team, planned: Planned) -> None:
     for name in ("s a step", "images/s", "as planned is 1"):
         others.add_column(name, justify="right")
     names = [f"rank {member.rank} on {member.host}" for member in team.members]
-    wire = predicted.wire_s, predicted.buckets, predicted.overlap
-    rows = what_if(plan.global_batch, names, planned.speeds, *wire)
+    rows = what_if(plan.global_batch, names, planned.speeds, planned.wire)
     for label, forecast in {"as planned": predicted, **rows}.items():
         times = forecast.images_per_s / predicted.images_per_s
         others.add_row(

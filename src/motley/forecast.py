@@ -8,6 +8,49 @@ from typing import Any
 
 from motley.balance import Speed, limit_s, split
 
+_WORTH = 0.01  # of a step, that more buckets must save
+_WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
+_MOST = 32
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How long all ranks take to add up their gradients, as measured.
+
+    Attributes:
+        start_s: of next to nothing: what each bucket costs, whatever its size.
+        bytes_s: of the whole gradient, besides.
+        on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
+        hides: a backward pass can hide it; not where it needs the very cores that compute.
+    """
+
+    start_s: float
+    bytes_s: float
+    on_gpu: bool = False
+    hides: bool = True
+
+    def seconds(self, buckets: int = 1) -> float:
+        """The whole gradient, in so many buckets one after the other."""
+        return buckets * self.start_s + self.bytes_s
+
+    def exposed(self, buckets: int, backward_s: float) -> float:
+        """What a backward pass cannot hide.
+
+        A bucket is ready when its part of the backward pass is done: so the first may travel
+        only then, and the last when the whole pass is.
+        """
+        if buckets == 1 or not self.hides:
+            return self.seconds(buckets)
+        hidden = backward_s * (1 - 1 / buckets)
+        return max(self.start_s + self.bytes_s / buckets, self.seconds(buckets) - hidden)
+
+    def without(self, ranks: int, left: int) -> "Wire":
+        """The same with fewer ranks: a ring of n takes 2 (n - 1) / n of the gradient over each
+        link."""
+        if left == 1:
+            return dataclasses.replace(self, start_s=0.0, bytes_s=0.0)
+        return dataclasses.replace(self, bytes_s=self.bytes_s * (1 - 1 / left) / (1 - 1 / ranks))
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -15,10 +58,9 @@ class Forecast:
 
     Attributes:
         compute_s: of each rank in a step.
-        wire_s: one all-reduce of the whole gradient, measured.
-        buckets: that the gradient is sent in.
-        overlap: gradients are sent while the backward pass still runs.
-        exposed_s: the part of the all-reduce that the backward pass cannot hide.
+        wire_s: one all-reduce of the whole gradient, in these buckets.
+        buckets: that the gradient is sent in while the backward pass runs; 1: after it.
+        exposed_s: the part of the all-reduce that the backward pass does not hide.
         limit_s: a step's time if nobody waited and nothing was sent.
     """
 
@@ -26,7 +68,6 @@ class Forecast:
     compute_s: tuple[float, ...]
     wire_s: float
     buckets: int
-    overlap: bool
     exposed_s: float
     limit_s: float
 
@@ -68,36 +109,34 @@ class Forecast:
 
 
 def forecast(
-    counts: Sequence[int],
-    speeds: Sequence[Speed],
-    wire_s: float,
-    buckets: int,
-    overlap: bool = True,
+    counts: Sequence[int], speeds: Sequence[Speed], wire: Wire, buckets: int | None = None
 ) -> Forecast:
     """Predict a plan.
 
     The wire may work while the last micro-batch's backward pass (two thirds of its time) still
-    produces gradients; the last of the ``buckets`` is ready only when that ends.
+    produces gradients.
 
     Args:
-        overlap: the wire does so; else it works after the backward pass.
+        buckets: to send the gradient in; None: as few as do about as well as any.
     """
     total = sum(counts)
     compute = tuple(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
     last = max(range(len(counts)), key=lambda rank: compute[rank])
     parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
-    hidden = speeds[last].micro_s(counts[last] / parts) * 2 / 3
-    exposed = max(wire_s - hidden, wire_s / buckets) if overlap else wire_s
-    return Forecast(total, compute, wire_s, buckets, overlap, exposed, limit_s(total, speeds))
+    backward_s = speeds[last].micro_s(counts[last] / parts) * 2 / 3
+    if buckets is None:
+        choices = [2**power for power in range(_MOST.bit_length())]
+        least = min(wire.exposed(each, backward_s) for each in choices)
+        enough = least + (_WORTH_ON_GPU if wire.on_gpu else _WORTH) * max(compute)
+        buckets = next(each for each in choices if wire.exposed(each, backward_s) <= enough)
+    return Forecast(
+        total, compute, wire.seconds(buckets), buckets, wire.exposed(buckets, backward_s),
+        limit_s(total, speeds),
+    )  # fmt: skip
 
 
 def what_if(
-    global_batch: int,
-    names: Sequence[str],
-    speeds: Sequence[Speed],
-    wire_s: float,
-    buckets: int,
-    overlap: bool = True,
+    global_batch: int, names: Sequence[str], speeds: Sequence[Speed], wire: Wire
 ) -> dict[str, Forecast]:
     """Other ways to do it, predicted: for a person who wonders.
 
@@ -106,19 +145,18 @@ def what_if(
     """
     ranks = range(len(speeds))
     best = min(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
-    rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], 0.0, buckets)}
+    alone = wire.without(len(speeds), 1)
+    rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], alone)}
     if len(speeds) == 1:
         return rows
     equal = [global_batch // len(speeds) + (rank < global_batch % len(speeds)) for rank in ranks]
-    rows["equal shares"] = forecast(equal, speeds, wire_s, buckets, overlap)
+    rows["equal shares"] = forecast(equal, speeds, wire)
     fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
     for count in range(2, len(speeds)):
         few = [speeds[rank] for rank in sorted(fast[:count])]
-        # A ring of n takes 2 (n - 1) / n of the gradient over each link.
-        wire = wire_s * (1 - 1 / count) / (1 - 1 / len(speeds))
         rows[f"the fastest {count}"] = forecast(
-            split(global_batch, few), few, wire, buckets, overlap
+            split(global_batch, few), few, wire.without(len(speeds), count)
         )
     twice = 2 * global_batch
-    rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire_s, buckets, overlap)
+    rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire)
     return rows

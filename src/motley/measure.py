@@ -1,6 +1,5 @@
 """Measures what a device really does: its kernels by precision, a model by micro-batch."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from motley.balance import Speed
 from motley.clock import Clock
 from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
 from motley.errors import MotleyError
+from motley.forecast import Wire
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
 
 
@@ -221,31 +221,36 @@ def _fits(memory: Sequence[float | None], device: torch.device) -> bool:
     return known[-1] + 2 * (known[-1] - known[-2]) < _MEMORY_MARGIN * room
 
 
-_FIRST_MIB, _BUCKET_MIB = 1.0, 25.0  # DDP's first bucket, which is ready first, and the others
+_PIECE_MIB = 25.0  # sent at once; more would need more memory
+_TRIES = 3
 
 
-def count_buckets(parameters: Sequence[torch.Tensor]) -> int:
-    """How many buckets DDP cuts the gradient of these parameters into."""
-    mib = sum(parameter.numel() for parameter in parameters) * 4 / 2**20
-    return 1 + math.ceil(max(0.0, mib - _FIRST_MIB) / _BUCKET_MIB)
-
-
-def measure_wire(parameters: Sequence[torch.Tensor]) -> float:
-    """Seconds of one all-reduce of the gradient of these parameters, in buckets, over all ranks.
+def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
+    """Time an all-reduce of next to nothing, and of the whole gradient of these parameters.
 
     All ranks of the process group must call it, and get the same answer.
     """
     device = parameters[0].device
-    left = sum(parameter.numel() for parameter in parameters)
-    size = int(_BUCKET_MIB * 2**20 / 4)
-    bucket = torch.zeros(min(size, left), device=device)
-    dist.all_reduce(bucket[:1])  # makes the connections
-    _wait(device)
-    start = time.perf_counter()
-    while left > 0:
-        dist.all_reduce(bucket[: min(size, left)])
-        left -= size
-    _wait(device)
-    spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+    total = sum(parameter.numel() for parameter in parameters)
+    piece = torch.zeros(min(int(_PIECE_MIB * 2**18), total), device=device)
+    sizes = [min(len(piece), total - start) for start in range(0, total, len(piece))]
+    dist.all_reduce(piece[:1])  # makes the connections
+    tries = [(_all_reduce_s(piece, [1]), _all_reduce_s(piece, sizes)) for _ in range(_TRIES)]
+    spent = torch.tensor(
+        [statistics.median(column) for column in zip(*tries, strict=True)],
+        dtype=torch.float64, device=device,
+    )  # fmt: skip
     dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
-    return float(spent)
+    start_s, whole_s = spent.tolist()
+    on_gpu = dist.get_backend() == "nccl"
+    return Wire(start_s, max(0.0, whole_s - len(sizes) * start_s), on_gpu)
+
+
+def _all_reduce_s(piece: torch.Tensor, sizes: Sequence[int]) -> float:
+    """Seconds of all-reduces, one after another."""
+    _wait(piece.device)
+    start = time.perf_counter()
+    for size in sizes:
+        dist.all_reduce(piece[:size])
+    _wait(piece.device)
+    return time.perf_counter() - start

@@ -158,14 +158,15 @@ class Plan:
         max_micro_batch: m_i, the most samples rank i holds in memory at once.
         equal_micro_steps: every rank takes the same number of micro-steps, the missing
             ones empty (for engines that communicate at every micro-batch).
-        overlap: gradients are sent while the backward pass still runs, where the engine can.
+        buckets: that the gradient is sent in while the backward pass still runs, where the
+            engine can; 1: after it; None: as torch's DDP does by itself.
     """
 
     global_batch: int
     shares: tuple[float, ...]
     max_micro_batch: tuple[int, ...]
     equal_micro_steps: bool = False
-    overlap: bool = True
+    buckets: int | None = None
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -209,7 +210,7 @@ def make_plan(
     global_batch: int,
     shares: Sequence[float],
     max_micro_batch: Sequence[int],
-    overlap: bool = True,
+    buckets: int | None = None,
 ) -> Plan:
     """The plan for a user's global batch, or a MotleyError that names the option to change."""
     working = sum(share > 0 for share in shares)
@@ -219,7 +220,7 @@ def make_plan(
             f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
             "rank the share 0"
         )
-    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), overlap=overlap)
+    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), buckets=buckets)
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from motley.balance import Speed, split
 from motley.data import load_images
-from motley.forecast import Forecast, forecast
+from motley.forecast import Forecast, Wire, forecast
 from motley.launch import World
 from motley.model import Classifier, build_model, image_size, set_matmul_precision
 from motley.options import Config
@@ -15,8 +15,6 @@ from motley.runs import Run
 from motley.sampler import Loader
 from motley.speeds import Measured, measure_team, refine, remember
 from motley.team import Team
-
-_WORTH_HIDING = 0.03  # of a step's compute
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,13 @@ class Planned:
 
     Attributes:
         speeds: of each rank, measured; empty for a plan made by hand.
-        forecast: None for a plan made by hand.
+        forecast, wire: None for a plan made by hand, or of the run that is continued.
     """
 
     plan: Plan
     speeds: tuple[Speed, ...] = ()
     forecast: Forecast | None = None
+    wire: Wire | None = None
 
 
 def plan_batch(
@@ -86,13 +85,10 @@ def balance(global_batch: int, measured: Measured) -> Planned:
     """Shares by measured speed, and what to expect of them."""
     speeds = measured.speeds
     counts = split(global_batch, speeds)
-    # NCCL's kernels hold processors while they wait for slower ranks. In the way of the backward
-    # pass they cost 2 to 6 % of a step on two H200s; a wire that takes less had better follow.
-    compute_s = max(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
-    overlap = not measured.nccl or measured.wire_s > _WORTH_HIDING * compute_s
-    predicted = forecast(counts, speeds, measured.wire_s, measured.buckets, overlap)
+    predicted = forecast(counts, speeds, measured.wire)
     sizes = [speed.micro_batch for speed in speeds]
-    return Planned(make_plan(global_batch, counts, sizes, predicted.overlap), speeds, predicted)
+    plan = make_plan(global_batch, counts, sizes, predicted.buckets)
+    return Planned(plan, speeds, predicted, measured.wire)
 
 
 def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned | None:
@@ -104,13 +100,13 @@ def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned 
     if content.get("ranks") != members or any(old.get(k) != getattr(config, k) for k in same):
         return None
     plan = content["plan"]
-    if "speeds" not in plan:  # of a version that did not measure
+    if "speeds" not in plan or "buckets" not in plan:  # of a version that measured less
         return None
     speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     return Planned(
         make_plan(
-            plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["overlap"]
+            plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"]
         ),
         tuple(speeds), known,
     )  # fmt: skip

@@ -87,6 +87,11 @@ class LossScale:
     growth_interval: int = 2000
     good_steps: int = 0
 
+    @property
+    def helps(self) -> bool:
+        """Another step may do where this one overflowed; below 1, gradients are too large."""
+        return self.dynamic and self.value >= 1
+
     def update(self, overflow: bool) -> None:
         """Hear how the step went."""
         if not self.dynamic:

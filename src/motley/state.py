@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motley.checkpoint import Checkpoints, newest_whole
-from motley.engine import Engine
+from motley.engine import Engine, everyone
 from motley.errors import MotleyError
 
 # What a checkpoint and the run that continues it must agree on, and what they should.
@@ -47,8 +47,7 @@ def save(
 ) -> None:
     """Write a checkpoint; all ranks call it, rank 0 writes."""
     tensors = engine.state()
-    own: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(own, engine.own_state())
+    own = everyone(engine.own_state())
     if dist.get_rank() != 0:
         return
     for rank, part in enumerate(own):
@@ -131,8 +130,7 @@ def drifted(net: nn.Module) -> list[int]:
     digest = hashlib.sha256()
     for parameter in net.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest.hexdigest())
+    digests = everyone(digest.hexdigest())
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from motley.checkpoint import Checkpoints
 from motley.data import prepare
-from motley.engine import Engine, EngineMaker, Seating, StepResult, exchange
+from motley.engine import Engine, EngineMaker, Seating, StepResult, everyone, exchange
 from motley.errors import MotleyError
 from motley.forecast import Forecast
 from motley.launch import World
 from motley.model import Classifier, image_size, model_name
 from motley.options import Config
+from motley.overflow import find_overflow
 from motley.plan import Plan
 from motley.planning import Parts, Planned, open_parts, plan_batch
-from motley.precision import LossScale, parse_loss_scale
+from motley.precision import parse_loss_scale
 from motley.rebalance import Proposal, Watch
 from motley.recorder import Recorder
 from motley.records import EpochRecord
@@ -179,7 +180,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 engine.clock.restart()
                 break  # the same samples again, as the new plan cuts them
             check_finite(result.loss_sum, sample_loss, indices)
-            check_scale(result, engine.scale)
+            if result.overflow and not engine.scale.helps:
+                raise MotleyError(hopeless(job, plan, position, result))
 
             recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
             position = advance(position, part.global_batch, loader.order.epoch_samples)
@@ -296,13 +298,26 @@ def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> No
         )
 
 
-def check_scale(result: StepResult, scale: LossScale) -> None:
-    """Stop where skipping steps can help no more."""
-    if result.overflow and (not scale.dynamic or scale.value < 1):
-        raise MotleyError(
-            f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the "
-            "losses are; lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
-        )
+def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> str:
+    """What to say where skipping steps can help no more: which layer overflows, on which samples.
+
+    All ranks compute the step again, and say the same.
+    """
+    _, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
+    batches = [batch for batch, _ in micro_batches]
+    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not.
+    factor = result.loss_scale / plan.global_batch
+    own = find_overflow(job.model, batches, factor, job.config.smoothing)
+    found = everyone(str(own) if own else "")
+    where = "; ".join(
+        f"rank {member.rank} on {member.host} ({member.precision}): {words}"
+        for member, words in zip(job.members, found, strict=True) if words
+    )  # fmt: skip
+    return (
+        f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses "
+        f"are: {where or 'no rank alone overflows, their sum does'}; lower --lr, set --clip-grad "
+        "1.0, or give fp16 ranks another --precision"
+    )
 
 
 def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Position) -> Plan:

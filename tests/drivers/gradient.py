@@ -62,7 +62,7 @@ def main(world: World) -> None:
         shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(team.size)]
         shares[choose.randrange(team.size)] = 3
         sizes = [choose.randint(1, 20) for _ in range(team.size)]
-        plan = make_plan(n, shares, sizes, overlap=choose.random() < 0.5)
+        plan = make_plan(n, shares, sizes, choose.choice([None, 1, 2, 8]))
         engine.reconfigure(plan)
         engine.scale.value = 2.0 ** choose.randint(0, 20)
 

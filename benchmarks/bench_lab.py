@@ -1,0 +1,76 @@
+"""A lab of five unshaped hosts, for benchmarks: up, one mpirun job after another, down."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+_SUBNET = "10.97.97.0/24"  # of lab/unshaped.toml
+_KEYS = """
+set -e
+mkdir -p -m 700 .ssh
+[ -e .ssh/id_ed25519 ] || ssh-keygen -q -t ed25519 -N '' -f .ssh/id_ed25519
+cp .ssh/id_ed25519.pub .ssh/authorized_keys
+ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
+"""
+HOSTS = tuple(f"paced{number}" for number in range(1, 6))
+
+
+@dataclass(frozen=True)
+class BenchLab:
+    """A lab that is up; its homes are shared."""
+
+    name: str
+
+    def do(self, *words: object, stdin: str | None = None, stdout: int | None = None) -> str:
+        """A command of lab.sh; what follows ``--`` goes last.
+
+        Args:
+            stdout: subprocess.PIPE to get it back.
+        """
+        command = self._command(words)
+        done = subprocess.run(command, cwd=ROOT, input=stdin, text=True, check=False, stdout=stdout)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} failed with status {done.returncode}")
+        return done.stdout or ""
+
+    def on_head(self, script: str) -> str:
+        """What a bash script prints on the first host, in the lab user's home."""
+        return self.do("exec", HOSTS[0], "--", "bash", "-c", script, stdout=subprocess.PIPE)
+
+    def train(self, *words: object) -> Iterator[str]:
+        """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints."""
+        script = (
+            f"cd {ROOT} && export PATH={VENV}/bin:$PATH OMP_NUM_THREADS=1 && exec mpirun -np 5 "
+            "--hostfile ~/hosts.txt -x MOTLEY_VENV -x OMP_NUM_THREADS --mca btl_tcp_if_include "
+            f"{_SUBNET} --prtemca prte_if_include {_SUBNET} ./entry_cn.sh "
+            f"{' '.join(map(str, words))}"
+        )
+        job = subprocess.Popen(
+            self._command(("exec", HOSTS[0], "--", "bash", "-c", script)),
+            cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        yield from job.stdout or ()
+        if job.wait() != 0:
+            raise SystemExit(f"the job ended with status {job.returncode}; see above")
+
+    def _command(self, words: tuple[object, ...]) -> list[str]:
+        given = list(map(str, words))
+        at = given.index("--") if "--" in given else len(given)
+        return ["bash", "lab/lab.sh", *given[:at], "--name", self.name, *given[at:]]
+
+
+@contextmanager
+def bench_lab() -> Iterator[BenchLab]:
+    """Make a lab in which the first host may log in to all; take it down whatever happens."""
+    made = BenchLab(f"bench{os.getpid()}")
+    made.do("up", "--profile", "lab/unshaped.toml")
+    try:
+        made.do("exec", HOSTS[0], "--", "bash", stdin=_KEYS)
+        yield made
+    finally:
+        made.do("down")

@@ -1,0 +1,50 @@
+"""Where a gradient overflows is found: the layer and the samples."""
+
+import pytest
+import torch
+
+from motley.data import load_images
+from motley.model import Classifier, build_model
+from motley.options import read_config, training_parser
+from motley.overflow import find_overflow
+from motley.sampler import Batch
+
+
+@pytest.fixture
+def model() -> Classifier:
+    """The digits ViT in fp16."""
+    config = read_config(training_parser(""), [])
+    images = load_images(config, 8)
+    return Classifier(build_model(config, images), images, 8, "fp16", torch.device("cpu"))
+
+
+def batches(model: Classifier, *starts: int) -> list[Batch]:
+    return [
+        Batch(model.noise_images(4), torch.arange(4), tuple(range(start, start + 4)))
+        for start in starts
+    ]
+
+
+def test_what_is_finite_is_nobodys_fault(model: Classifier) -> None:
+    assert find_overflow(model, batches(model, 0, 10), 2.0**8 / 8, 0.0) is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_layer_and_the_samples_are_named(model: Classifier) -> None:
+    def burst(_module: object, _given: object, made: torch.Tensor) -> None:
+        if made.requires_grad:
+            made.register_hook(
+                lambda g: g * torch.tensor([1, 1, torch.inf, 1]).view(4, 1, 1).half()
+            )
+
+    model.net.blocks[1].mlp.fc2.register_forward_hook(burst)
+    found = find_overflow(model, batches(model, 0, 10)[1:], 1.0, 0.0)
+    assert found is not None and found.layer == "blocks.1.mlp.fc2"
+    assert (found.what, found.samples) == ("gradient", (12,))
+    assert str(found) == "the gradient of blocks.1.mlp.fc2 (sample indices 12)"
+
+
+def test_too_high_a_scale_overflows_in_fp16(model: Classifier) -> None:
+    found = find_overflow(model, batches(model, 100, 200), 2.0**30, 0.0)
+    assert found is not None and found.what == "gradient"
+    assert set(found.samples) <= set(range(100, 104))
