@@ -13,18 +13,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+from real_run import ROOT, lines_of, real_run
+
 sys.path.insert(0, str(ROOT / "src"))
 
-from motley.runs import commit, versions  # noqa: E402
+from motley.runs import commit, versions
 
 VARIANTS = {
     "fp32": "--precision fp32",
@@ -35,22 +34,10 @@ RANKS = 3
 
 def train(options: argparse.Namespace, words: str, seed: int, logs: Path) -> dict[str, Any]:
     """One run; its result, and how often it skipped a step."""
-    name = f"run{len(list(logs.glob('*')))}"
-    command = [
-        "mpirun", "-np", str(RANKS), "--hostfile", "hosts.txt", "./entry_cn.sh",
-        "torch_dist/train_vit.py", "--logs", str(logs), "--run", name, "--seed", str(seed),
-        "--epochs", str(options.epochs), "--shares", "5,3,1", *words.split(),
-    ]  # fmt: skip
-    path = f"{VENV / 'bin'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": path}, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}")
-    events = (logs / name / "events.jsonl").read_text().splitlines()
-    kinds = [json.loads(line)["event"] for line in events]
-    result: dict[str, Any] = json.loads((logs / name / "run.json").read_text())["result"]
+    common = ("--seed", seed, "--epochs", options.epochs, "--shares", "5,3,1")
+    folder = real_run(RANKS, "torch_dist/train_vit.py", logs, *common, *words.split())
+    kinds = [event["event"] for event in lines_of(folder / "events.jsonl")]
+    result: dict[str, Any] = json.loads((folder / "run.json").read_text())["result"]
     return {"seed": seed, "top1": result["top1"], "loss": result["loss"],
             "skipped": kinds.count("overflow"), "drift": kinds.count("drift")}  # fmt: skip
 

@@ -110,7 +110,9 @@ class Bench(ABC):
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()))
         measured = Measured(tuple(speeds), wire)
-        planned = balance(n, refine(self.world, self.team, model, n, measured))
+        planned = balance(
+            n, refine(self.world, self.team, model, n, measured), make_engine.overlaps
+        )
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None

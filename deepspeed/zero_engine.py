@@ -57,6 +57,8 @@ class ZeroEngine(EngineBase):
     themselves on their partitions; they are told the scale before each backward pass.
     """
 
+    overlaps = False
+
     def __init__(self, model: Classifier, seating: Seating) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         config = read_config(config_path(seating), seating, parameters)

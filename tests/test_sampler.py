@@ -17,7 +17,7 @@ from motley.data import Images, load_images, prepare
 from motley.errors import MotleyError
 from motley.options import Config, read_config, training_parser
 from motley.plan import Plan
-from motley.sampler import Batch, Loader, Order, slices
+from motley.sampler import Batch, Loader, Order, seeds_of, slices
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,14 @@ def test_ranks_take_every_sample_once_in_the_global_order(
                 index for cut in slices(part, plan.of_batch(len(part)), rank) for index in cut
             ]
     assert taken == order
+
+
+def test_seeds_of_samples_are_splitmix64() -> None:
+    # The generator's first outputs for 0, as its authors' own code prints them; 63 bits of them.
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert seeds_of(0, range(3)) == [value >> 1 for value in known]
+    assert seeds_of(9, [5, 2]) == [seeds_of(9, range(6))[5], seeds_of(9, [2])[0]]
+    assert seeds_of(2**63 - 1, []) == []
 
 
 def test_epochs_seeds_and_fractions() -> None:

@@ -37,6 +37,7 @@ class DdpEngine(EngineBase):
     DDP's own average over ranks, which is wrong for unequal shares, is not used.
     """
 
+    overlaps = True
     equal_micro_steps = False
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
@@ -56,7 +57,7 @@ class DdpEngine(EngineBase):
             bucket_cap_mb=None if buckets is None else self._mib / buckets,
         )
         self._buckets: dict[int, Tensor] = {}
-        self._sent = 0  # buckets, in this step
+        self._sent = 0  # buckets, in a step
         self._broken_off = False  # a backward pass in which DDP sends; DDP takes no other then
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
@@ -79,6 +80,7 @@ class DdpEngine(EngineBase):
             for _ in range(2):
                 self._buckets.clear()
                 self._ddp(self._model.blank_images(1)).sum().backward()
+        self._sent = 0
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:

@@ -53,12 +53,14 @@ class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
     Attributes:
+        overlaps: it can send gradients while the backward pass still runs.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
             and compute cannot be told from communication.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
     """
 
+    overlaps: bool
     equal_micro_steps: bool
     clock: Clock
     optimizer: torch.optim.Optimizer
@@ -125,7 +127,13 @@ class Seating:
     plan: Plan
 
 
-EngineMaker = Callable[[Classifier, Seating], Engine]
+class EngineMaker(Protocol):
+    """An engine's class: it makes one, and says beforehand what it can."""
+
+    overlaps: bool
+
+    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+        """Set an engine on a model."""
 
 
 def make_optimizer(net: nn.Module, config: Config) -> torch.optim.Optimizer:

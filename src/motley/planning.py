@@ -52,11 +52,17 @@ class Planned:
 
 
 def plan_batch(
-    world: World, run: Run | None, team: Team, parts: Parts | None, config: Config
+    world: World,
+    run: Run | None,
+    team: Team,
+    parts: Parts | None,
+    config: Config,
+    overlaps: bool = True,
 ) -> Planned:
     """Who does how much of every global batch. Every launched rank calls it.
 
     Args:
+        overlaps: the engine does; see motley.engine.
         run: may be a continued one; None if nothing is to be trained.
         parts: None on a rank that is left out.
     """
@@ -78,17 +84,23 @@ def plan_batch(
     measured = refine(world, team, model, config.batch_size, measured)
     if config.micro_batch is None:
         remember(team, config, measured)
-    return balance(config.batch_size, measured)
+    return balance(config.batch_size, measured, overlaps)
 
 
-def balance(global_batch: int, measured: Measured) -> Planned:
-    """Shares by measured speed, and what to expect of them."""
-    speeds = measured.speeds
+def balance(global_batch: int, measured: Measured, overlaps: bool) -> Planned:
+    """Shares by measured speed, and what to expect of them.
+
+    Args:
+        overlaps: the engine does; see motley.engine.
+    """
+    speeds, wire = measured.speeds, measured.wire
+    if not overlaps:
+        wire = dataclasses.replace(wire, hides=False)
     counts = split(global_batch, speeds)
-    predicted = forecast(counts, speeds, measured.wire)
+    predicted = forecast(counts, speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, predicted.buckets)
-    return Planned(plan, speeds, predicted, measured.wire)
+    return Planned(plan, speeds, predicted, wire)
 
 
 def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned | None:

@@ -137,6 +137,20 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def seeds_of(first: int, indices: Sequence[int]) -> list[int]:
+    """A 63-bit seed for each index: the SplitMix64 stream of ``first``, at these places.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+    :func:`seed_of` takes 9 us, so a GPU would wait 4 ms for a batch of 450.
+    """
+    mixed = np.asarray(indices, dtype=np.uint64) + np.uint64(1)
+    mixed = mixed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(first)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    seeds: list[int] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).tolist()
+    return seeds
+
+
 @dataclass(frozen=True)
 class Order:
     """The global order of training samples.
@@ -207,8 +221,9 @@ class Loader:
         for start in range(consumed, len(order), plan.global_batch):
             part = order[start : start + plan.global_batch]
             batches.append((plan.of_batch(len(part)), part))
-        keys = (  # made as they are asked for: an epoch's seeds at once would delay its start
-            [Key(index, seed_of(self._seed, epoch, index)) for index in cut]
+        first = seed_of(self._seed, epoch)
+        keys = (
+            list(map(Key, cut, seeds_of(first, cut)))
             for plan_of, part in batches
             for cut in slices(part, plan_of, self._rank)
         )

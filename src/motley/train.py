@@ -81,7 +81,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
     # All that can be wrong with the options is said before the run's records are touched.
     parts = None if team.rank is None else open_parts(team, config)
-    planned = plan_batch(world, run, team, parts, config)
+    planned = plan_batch(world, run, team, parts, config, make_engine.overlaps)
     plan = planned.plan
     job, position, notes = None, Position(), list[str]()
     if team.rank is not None and parts is not None:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / FOLDER))
 Engine = getattr(importlib.import_module(MODULE), NAME)
 
 _M_MMAP_THRESHOLD, _SMALL = -3, 1 << 16  # malloc gives larger blocks back when they are freed
-_SPARE = 24 << 20  # bytes; a pass of 256 digits takes 32 MiB, of 128 half of it
+_SPARE = 28 << 20  # bytes; a pass of 256 digits takes 32 MiB, of 128 half of it
 _BALLAST = 16 << 20
 
 
@@ -60,7 +60,8 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
         return super().accumulate(batch, n_global, last)
 
     def _watch(self, _block: object, _given: object, made: Tensor) -> None:
-        if self._seating.rank == 1 and self.step_number == 8 and made.requires_grad:
+        in_training = made.requires_grad and len(made) > 1
+        if self._seating.rank == 1 and self.step_number == 8 and in_training:
             made.register_hook(self._fill)
 
     def _fill(self, _: Tensor) -> None:
