@@ -130,7 +130,8 @@ class Bench(ABC):
             losses: list[Tensor] = []
             for place, batch in enumerate(batches):
                 losses.append(engine.accumulate(batch, plan.global_batch, place == len(sizes) - 1))
-            engine.step(torch.cat(losses).sum(), 0.0)
+            if short := engine.step(torch.cat(losses).sum(), 0.0).short:
+                raise SystemExit(f"out of memory: {short}")
             laps.append(engine.clock.cut())
 
         step_s = self.time_steps(step)

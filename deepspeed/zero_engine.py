@@ -42,6 +42,7 @@ from motley.engine import (
 )
 from motley.errors import MotleyError
 from motley.faults import out_of_memory
+from motley.memory import shortage
 from motley.model import Classifier
 from motley.sampler import Batch
 
@@ -71,6 +72,7 @@ class ZeroEngine(EngineBase):
                 "--precision for all ranks, or --stage 1"
             )
         super().__init__(model, seating)
+        self.loss_weight = seating.size
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
         index = local if seating.device.index is None else seating.device.index
@@ -97,7 +99,7 @@ class ZeroEngine(EngineBase):
         else:
             logits = self._forward(batch.images, last)
             losses = sample_losses(logits, batch, self._seating.config.smoothing)
-            loss = losses.sum() * (self._seating.size / n_global)
+            loss = losses.sum() * (self.loss_weight / n_global)
         self._backward(loss)
         self.clock.lap("compute", ready=last and self._stage < 2)
         return losses.detach()
@@ -120,10 +122,11 @@ class ZeroEngine(EngineBase):
             self._engine.optimizer.override_loss_scale(self.scale.value)
         try:
             self._engine.backward(loss, scale_wrt_gas=False)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if self._stage >= 2 and out_of_memory(error):
+                found = shortage(error, self._seating.device)
                 raise MotleyError(
-                    f"{error}; in a backward pass, where ZeRO stage 2 sends gradients, so the step "
+                    f"{found}; in a backward pass, where ZeRO stage 2 sends gradients, so the step "
                     "cannot be done again; lower --micro-batch, or take --stage 1"
                 ) from error
             raise

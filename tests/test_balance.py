@@ -182,5 +182,5 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
     assert buckets(Wire(0.0, 0.003)) == 1  # not worth it
     assert buckets(Wire(0.0, 0.1)) > 8
     assert buckets(Wire(0.02, 0.1)) < 8  # each costs
-    assert buckets(Wire(0.0, 0.1, hides=False)) == 1
+    assert buckets(Wire(0.0, 0.1, overlaps=False)) == 1
     assert buckets(Wire(0.0, 0.011)) == 4 and buckets(Wire(0.0, 0.011, on_gpu=True)) == 1

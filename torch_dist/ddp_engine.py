@@ -24,8 +24,10 @@ from motley.engine import (
     sample_losses,
     unscale_and_clip,
 )
+from motley.errors import MotleyError
+from motley.faults import out_of_memory
+from motley.memory import shortage
 from motley.model import Classifier
-from motley.plan import Plan
 from motley.sampler import Batch
 
 
@@ -38,12 +40,15 @@ class DdpEngine(EngineBase):
     """
 
     overlaps = True
+    loss_weight = 1
     equal_micro_steps = False
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         super().__init__(model, seating)
         # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
-        self._skips_by_itself = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        # SGD's momentum would begin as whatever is in memory if the first step is skipped.
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
         self._overlap = seating.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
         self._wrap()
@@ -56,6 +61,8 @@ class DdpEngine(EngineBase):
             gradient_as_bucket_view=True,
             bucket_cap_mb=None if buckets is None else self._mib / buckets,
         )
+        # Each rank has them alike, and after a pass that broke off not all would send them.
+        self._ddp.broadcast_buffers = False
         self._buckets: dict[int, Tensor] = {}
         self._sent = 0  # buckets, in a step
         self._broken_off = False  # a backward pass in which DDP sends; DDP takes no other then
@@ -66,8 +73,8 @@ class DdpEngine(EngineBase):
         if bucket.is_last():
             self.clock.lap("compute", ready=True)
         self._buckets[bucket.index()] = bucket.buffer()
-        self._sent += 1
         work = dist.all_reduce(bucket.buffer(), async_op=True)
+        self._sent += 1
         return work.get_future().then(lambda future: future.value()[0])
 
     def _fix_buckets(self) -> None:
@@ -91,17 +98,16 @@ class DdpEngine(EngineBase):
         # Communication overlaps the last backward pass, or follows.
         overlap = last and self._overlap
         with contextlib.nullcontext() if overlap else self._ddp.no_sync():
-            losses = sample_losses(self._ddp(batch.images), batch, self._seating.config.smoothing)
+            logits = self._ddp(batch.images)
             self._broken_off = overlap
+            losses = sample_losses(logits, batch, self._seating.config.smoothing)
             (losses.sum() * (self.scale.value / n_global)).backward()
             self._broken_off = False
         if not overlap:
             self.clock.lap("compute", ready=last)
-        if last:
-            self._send_rest()
         return losses.detach()
 
-    def _send_rest(self) -> None:
+    def _send(self) -> None:
         # Gradients are views of these, and DDP's own hook would sum the very same.
         buckets = [self._buckets[index] for index in range(self._sent, len(self._buckets))]
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
@@ -109,21 +115,13 @@ class DdpEngine(EngineBase):
         self._sent = 0
         self.clock.lap("sync")
 
-    def _abandon(self, last: bool) -> None:
-        if last:
-            self._send_rest()
-
-    def reconfigure(self, plan: Plan) -> None:
-        """See motley.engine.Engine."""
-        self._overlap = plan.buckets != 1
-
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
         norm = gradient_norm(self._parameters)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
-        table = gather([loss_sum, norm, ready_s, float(bool(self._short) + self._broken_off)])
+        table = gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
         norms = table[:, 1]
         # All use rank 0's norm: unlike devices round differently, and a clip factor that
         # differs in one bit would drive the ranks apart.
@@ -145,7 +143,7 @@ class DdpEngine(EngineBase):
             self._zero_gradients()
         if not short:
             self.scale.update(overflow)
-        elif any(row[3] > 1 for row in rows):
+        elif any(row[4] for row in rows):
             self._wrap_anew()
         self.clock.lap("opt")
         return StepResult(
@@ -162,7 +160,13 @@ class DdpEngine(EngineBase):
         self._buckets.clear()
         self.optimizer.zero_grad(set_to_none=True)
         gc.collect()  # the old one has to take its hooks off first
-        self._wrap()
+        try:
+            self._wrap()
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, dist.DistError) or not out_of_memory(error):
+                raise
+            found = shortage(error, self._seating.device)
+            raise MotleyError(f"{found}; no room is left for the gradients themselves") from error
 
     def state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""

@@ -38,7 +38,8 @@ class StepResult:
         loss_scale: that this step's losses were multiplied by.
         ready_s: what each rank gave to :meth:`Engine.step`.
         short: ranks that had not enough memory, and what was found there. If there is one,
-            nobody stepped, no state has changed, and the same samples are due again.
+            nobody stepped, the parameters and the scale are as before, and the same samples
+            are due again.
     """
 
     loss_sum: float
@@ -54,6 +55,7 @@ class Engine(Protocol):
 
     Attributes:
         overlaps: it can send gradients while the backward pass still runs.
+        loss_weight: on each loss, besides the scale and 1/N: what undoes its own average.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
             and compute cannot be told from communication.
         clock: where this rank's time went in the current step.
@@ -61,6 +63,7 @@ class Engine(Protocol):
     """
 
     overlaps: bool
+    loss_weight: int
     equal_micro_steps: bool
     clock: Clock
     optimizer: torch.optim.Optimizer
@@ -69,7 +72,7 @@ class Engine(Protocol):
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, as a part of a batch of ``n_global``.
 
-        Does nothing once memory has ended in this step.
+        Computes nothing once memory has ended in this step, but still joins the others.
 
         Returns:
             The loss of each of its samples, fp32 [n], detached.
@@ -153,8 +156,9 @@ def make_optimizer(net: nn.Module, config: Config) -> torch.optim.Optimizer:
 class EngineBase:
     """What is the same in both engines, whatever the wire between ranks.
 
-    An engine adds ``_accumulate``, which is :meth:`Engine.accumulate` with memory enough, and
-    ``_abandon``, which sends what the others wait for, not finite, when there was not.
+    An engine adds ``_accumulate``, which is :meth:`Engine.accumulate` with memory enough;
+    ``_abandon``, which puts what is not finite in its place when there was not; and ``_send``,
+    which sends what the others wait for and the last backward pass has not sent.
     """
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
@@ -171,20 +175,28 @@ class EngineBase:
         raise NotImplementedError
 
     def _abandon(self, last: bool) -> None:
-        raise NotImplementedError
+        pass
+
+    def _send(self) -> None:
+        pass
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See :class:`Engine`. Another user may have taken the memory that was free before."""
+        losses = None
         if not self._short:
             try:
-                return self._accumulate(batch, n_global, last)
+                losses = self._accumulate(batch, n_global, last)
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
+                if isinstance(error, dist.DistError) or not out_of_memory(error):
                     raise
                 self._short = shortage(error, self._seating.device)
+        if losses is None:
             release()
-        self._abandon(last)
-        return torch.zeros(len(batch.labels), device=self._seating.device)
+            self._abandon(last)
+            losses = torch.zeros(len(batch.labels), device=self._seating.device)
+        if last:
+            self._send()
+        return losses
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""

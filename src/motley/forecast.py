@@ -18,20 +18,20 @@ class Wire:
     """How long all ranks take to add up their gradients, as measured.
 
     Attributes:
-        start_s: of next to nothing: what each bucket costs, whatever its size.
-        bytes_s: of the whole gradient, besides.
+        latency_s: of next to nothing: what each bucket costs, whatever its size.
+        transfer_s: of the whole gradient, besides.
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
-        hides: a backward pass can hide it; not where it needs the very cores that compute.
+        overlaps: a backward pass can hide it; not where it needs the very cores that compute.
     """
 
-    start_s: float
-    bytes_s: float
+    latency_s: float
+    transfer_s: float
     on_gpu: bool = False
-    hides: bool = True
+    overlaps: bool = True
 
     def seconds(self, buckets: int = 1) -> float:
         """The whole gradient, in so many buckets one after the other."""
-        return buckets * self.start_s + self.bytes_s
+        return buckets * self.latency_s + self.transfer_s
 
     def exposed(self, buckets: int, backward_s: float) -> float:
         """What a backward pass cannot hide.
@@ -39,17 +39,19 @@ class Wire:
         A bucket is ready when its part of the backward pass is done: so the first may travel
         only then, and the last when the whole pass is.
         """
-        if buckets == 1 or not self.hides:
+        if buckets == 1 or not self.overlaps:
             return self.seconds(buckets)
         hidden = backward_s * (1 - 1 / buckets)
-        return max(self.start_s + self.bytes_s / buckets, self.seconds(buckets) - hidden)
+        return max(self.latency_s + self.transfer_s / buckets, self.seconds(buckets) - hidden)
 
     def without(self, ranks: int, left: int) -> "Wire":
         """The same with fewer ranks: a ring of n takes 2 (n - 1) / n of the gradient over each
         link."""
         if left == 1:
-            return dataclasses.replace(self, start_s=0.0, bytes_s=0.0)
-        return dataclasses.replace(self, bytes_s=self.bytes_s * (1 - 1 / left) / (1 - 1 / ranks))
+            return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0)
+        return dataclasses.replace(
+            self, transfer_s=self.transfer_s * (1 - 1 / left) / (1 - 1 / ranks)
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Forecast:
 
     Attributes:
         compute_s: of each rank in a step.
-        wire_s: one all-reduce of the whole gradient, in these buckets.
+        wire_s: one all-reduce of the whole gradient, at once.
         buckets: that the gradient is sent in while the backward pass runs; 1: after it.
         exposed_s: the part of the all-reduce that the backward pass does not hide.
         limit_s: a step's time if nobody waited and nothing was sent.
@@ -130,7 +132,7 @@ def forecast(
         enough = least + (_WORTH_ON_GPU if wire.on_gpu else _WORTH) * max(compute)
         buckets = next(each for each in choices if wire.exposed(each, backward_s) <= enough)
     return Forecast(
-        total, compute, wire.seconds(buckets), buckets, wire.exposed(buckets, backward_s),
+        total, compute, wire.seconds(), buckets, wire.exposed(buckets, backward_s),
         limit_s(total, speeds),
     )  # fmt: skip
 

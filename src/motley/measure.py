@@ -241,9 +241,9 @@ def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
         dtype=torch.float64, device=device,
     )  # fmt: skip
     dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
-    start_s, whole_s = spent.tolist()
+    latency_s, whole_s = spent.tolist()
     on_gpu = dist.get_backend() == "nccl"
-    return Wire(start_s, max(0.0, whole_s - len(sizes) * start_s), on_gpu)
+    return Wire(latency_s, max(0.0, whole_s - len(sizes) * latency_s), on_gpu)
 
 
 def _all_reduce_s(piece: torch.Tensor, sizes: Sequence[int]) -> float:

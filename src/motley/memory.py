@@ -27,7 +27,8 @@ def shortage(error: BaseException, device: torch.device) -> str:
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     found = [process for process in read_gpu_processes() or () if process.uuid == uuid]
     others = [
-        f"{process.user} (pid {process.pid}) {process.mib or 0:,.0f} MiB"
+        f"{process.user} (pid {process.pid})"
+        + ("" if process.mib is None else f" {process.mib:,.0f} MiB")
         for process in sorted(found, key=lambda process: -(process.mib or 0))
         if process.pid != os.getpid()
     ]

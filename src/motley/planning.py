@@ -42,13 +42,15 @@ class Planned:
 
     Attributes:
         speeds: of each rank, measured; empty for a plan made by hand.
-        forecast, wire: None for a plan made by hand, or of the run that is continued.
+        forecast, wire: None for a plan made by hand; no wire for that of a continued run.
+        overlaps: the engine that it was made for does; see motley.engine.
     """
 
     plan: Plan
     speeds: tuple[Speed, ...] = ()
     forecast: Forecast | None = None
     wire: Wire | None = None
+    overlaps: bool = True
 
 
 def plan_batch(
@@ -69,8 +71,8 @@ def plan_batch(
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
-        return Planned(make_plan(config.batch_size, shares, sizes))
-    if run is not None and (before := _plan_before(world, run, team, config)) is not None:
+        return Planned(make_plan(config.batch_size, shares, sizes), overlaps=overlaps)
+    if run is not None and (before := _plan_before(world, run, team, config, overlaps)) is not None:
         return before
     make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
     model = parts.model if parts else None
@@ -94,17 +96,19 @@ def balance(global_batch: int, measured: Measured, overlaps: bool) -> Planned:
         overlaps: the engine does; see motley.engine.
     """
     speeds, wire = measured.speeds, measured.wire
-    if not overlaps:
-        wire = dataclasses.replace(wire, hides=False)
+    wire = dataclasses.replace(wire, overlaps=wire.overlaps and overlaps)
     counts = split(global_batch, speeds)
     predicted = forecast(counts, speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, predicted.buckets)
-    return Planned(plan, speeds, predicted, wire)
+    return Planned(plan, speeds, predicted, wire, overlaps)
 
 
-def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned | None:
-    """The plan of the run that is continued, if the same ranks go on: so, to the bit, do they."""
+def _plan_before(
+    world: World, run: Run, team: Team, config: Config, overlaps: bool
+) -> Planned | None:
+    """The plan that the run which is continued began with, if the same ranks go on through an
+    engine alike: so, to the bit, do they, unless that run had to change it."""
     content = world.from_first(run.read_continued)
     same = ("batch_size", "micro_batch", "shares")
     old: dict[str, Any] = content.get("config", {})
@@ -112,7 +116,7 @@ def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned 
     if content.get("ranks") != members or any(old.get(k) != getattr(config, k) for k in same):
         return None
     plan = content["plan"]
-    if "speeds" not in plan or "buckets" not in plan:  # of a version that measured less
+    if plan.get("overlaps") != overlaps:  # or of a version that measured less
         return None
     speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
@@ -120,5 +124,5 @@ def _plan_before(world: World, run: Run, team: Team, config: Config) -> Planned 
         make_plan(
             plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"]
         ),
-        tuple(speeds), known,
+        tuple(speeds), known, overlaps=overlaps,
     )  # fmt: skip

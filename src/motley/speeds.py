@@ -47,8 +47,8 @@ def measure_team(world: World, team: Team, model: Classifier | None, config: Con
         own = speed, measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
     found = [each for each in world.allgather(own) if each is not None]
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
-    hides = any(member.uuid for member in team.members) or len(set(world.machines)) > 1
-    wire = replace(found[0][1], hides=hides)
+    overlaps = any(member.uuid for member in team.members) or len(set(world.machines)) > 1
+    wire = replace(found[0][1], overlaps=overlaps)
     return Measured(_alike(team, [speed for speed, _ in found]), wire)
 
 

@@ -177,7 +177,6 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 plan = give_room(plan, job, result.short, recorder, position.step)
                 engine.reconfigure(plan)
                 watch.limit(plan.max_micro_batch)
-                engine.clock.restart()
                 break  # the same samples again, as the new plan cuts them
             check_finite(result.loss_sum, sample_loss, indices)
             if result.overflow and not engine.scale.helps:
@@ -222,6 +221,7 @@ def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict
             **dataclasses.asdict(plan),
             "counts": plan.counts,
             "micro_batches": plan.micro_batches,
+            "overlaps": planned.overlaps,
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
@@ -303,12 +303,15 @@ def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> st
 
     All ranks compute the step again, and say the same.
     """
-    _, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
-    batches = [batch for batch, _ in micro_batches]
-    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not.
-    factor = result.loss_scale / plan.global_batch
-    own = find_overflow(job.model, batches, factor, job.config.smoothing)
-    found = everyone(str(own) if own else "")
+    part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
+    factor = result.loss_scale * job.engine.loss_weight / part.global_batch
+    try:
+        batches = [batch for batch, _ in micro_batches]
+        own = find_overflow(job.model, batches, factor, job.config.smoothing)
+        words = str(own) if own else ""
+    except (RuntimeError, MemoryError) as error:  # the others wait for this rank's word
+        words = f"could not compute the step again ({error})"
+    found = everyone(words)
     where = "; ".join(
         f"rank {member.rank} on {member.host} ({member.precision}): {words}"
         for member, words in zip(job.members, found, strict=True) if words
