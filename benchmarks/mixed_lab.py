@@ -148,7 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--emulation", choices=("paced", "quotas"), default="paced")
     parser.add_argument("--fastest-s", type=float, default=0.024, metavar="SECONDS",
                         help="a sample on the fastest host, default 0.024")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=5, help="timed a block, default 5")
+    parser.add_argument("--steps", type=int, default=6, help="of ours timed a block, default 6")
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES),
                         help=f"default: {','.join(MODES)}")  # fmt: skip
