@@ -83,12 +83,15 @@ else:
 def test_links_have_the_rate_of_the_profile(
     tesla: Door, sender: str, receiver: str, mbit: float
 ) -> None:
-    python = venv() / "bin" / "python"
-    job = tesla.start("exec", receiver, "--", python, "-c", RATE, "receive")
-    assert job.stdout and job.stdout.readline() == "ready\n"
-    tesla.on(sender, python, "-c", RATE, receiver)
-    measured = float(job.communicate(timeout=10)[0])
-    assert 0.9 * mbit < measured < 1.1 * mbit
+    def measure() -> float:
+        python = venv() / "bin" / "python"
+        job = tesla.start("exec", receiver, "--", python, "-c", RATE, "receive")
+        assert job.stdout and job.stdout.readline() == "ready\n"
+        tesla.on(sender, python, "-c", RATE, receiver)
+        return float(job.communicate(timeout=10)[0])
+
+    # Nothing makes a link faster, but whatever else this machine does makes it slower.
+    assert 0.9 * mbit < max(measure() for _ in range(3)) < 1.1 * mbit
 
 
 BURN = """
