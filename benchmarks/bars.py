@@ -29,8 +29,10 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         times = row.get("times_plain_ddp")
         words = f"{row['fraction_of_limit']:.2f}   {row['images_per_s']:,.0f} images/s"
         words += f"   {times:.2f} x plain DDP" if times else ""
-        axes.text(0.02, place, words, va="center", fontsize=9, color="white" if
-                  row["fraction_of_limit"] > 0.6 else "black")  # fmt: skip
+        inside = row["fraction_of_limit"] > 0.6
+        at = 0.02 if inside else row["fraction_of_limit"] + 0.02
+        colour = "white" if inside else "black"
+        axes.text(at, place, words, va="center", fontsize=9, color=colour)
     axes.axvline(1.0, color="black", linestyle="--")
     axes.set(yticks=list(places), yticklabels=[row["mode"] for row in shown], title=title,
              xlim=(0, 1.08), xlabel="of the limit: the sum of what all hosts do alone")  # fmt: skip

@@ -58,7 +58,7 @@ def runs(lab: BenchLab, options: argparse.Namespace) -> dict[str, dict[str, Any]
 def records(lab: BenchLab, name: str) -> dict[str, Any]:
     """run.json, steps and events of a run."""
     steps = lab.on_head(f"cat ~/logs/{name}/steps.rank0.jsonl").splitlines()
-    events = lab.on_head(f"cat ~/logs/{name}/events.jsonl || true").splitlines()
+    events = lab.on_head(f"cat ~/logs/{name}/events.jsonl 2>/dev/null || true").splitlines()
     return {
         "run": json.loads(lab.on_head(f"cat ~/logs/{name}/run.json")),
         "steps": [json.loads(line) for line in steps],
@@ -134,9 +134,12 @@ def main() -> None:
         for name in ("off", "auto")
     }
     for row in table:
-        print(f"{row['mode']:<22} {row['phase']:<24} {row['images_per_s']:7.1f} images/s  "
-              f"{row['fraction_of_limit']:.3f} of the limit  re-plans {row['replans']}  "
-              f"0.93 of the limit after {row['steps_to_0.93']} steps")  # fmt: skip
+        steps = row["steps_to_0.93"]
+        soon = "never 0.93 of it" if steps is None else f"0.93 of it after {steps} steps"
+        print(
+            f"{row['mode']:<22} {row['phase']:<24} {row['images_per_s']:7.1f} images/s  "
+            f"{row['fraction_of_limit']:.3f} of the limit  re-plans {row['replans']}  {soon}"
+        )
     print(f"largest difference of a loss from one rank's: {max(worst.values()):.1e}")
     if options.json:
         picture(found, options, options.json.with_suffix(".png"))
