@@ -11,19 +11,14 @@ one seed, in points of top-1; 0.5 points are 2 of 360 held-out images.
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from real_run import ROOT, lines_of, real_run
-
-sys.path.insert(0, str(ROOT / "src"))
-
-from motley.runs import commit, versions
+import result
+from real_run import lines_of, real_run
 
 VARIANTS = {
     "fp32": "--precision fp32",
@@ -37,8 +32,8 @@ def train(options: argparse.Namespace, words: str, seed: int, logs: Path) -> dic
     common = ("--seed", seed, "--epochs", options.epochs, "--shares", "5,3,1")
     folder = real_run(RANKS, "torch_dist/train_vit.py", logs, *common, *words.split())
     kinds = [event["event"] for event in lines_of(folder / "events.jsonl")]
-    result: dict[str, Any] = json.loads((folder / "run.json").read_text())["result"]
-    return {"seed": seed, "top1": result["top1"], "loss": result["loss"],
+    ended: dict[str, Any] = json.loads((folder / "run.json").read_text())["result"]
+    return {"seed": seed, "top1": ended["top1"], "loss": ended["loss"],
             "skipped": kinds.count("overflow"), "drift": kinds.count("drift")}  # fmt: skip
 
 
@@ -66,13 +61,7 @@ def main() -> None:
               f"({min(points):+.2f} to {max(points):+.2f}), skipped steps "
               f"{sum(run['skipped'] for run in found)}")  # fmt: skip
     if options.json:
-        content = {
-            "rows": rows, "epochs": options.epochs, "versions": versions(), "commit": commit(),
-            "command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
-            "seconds": time.time() - started,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        result.write(options.json, rows, started, epochs=options.epochs)
 
 
 def arguments() -> argparse.Namespace:

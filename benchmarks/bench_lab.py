@@ -5,10 +5,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+from result import ROOT, VENV
+
 _SUBNET = "10.97.97.0/24"  # of lab/unshaped.toml
 _KEYS = """
 set -e

@@ -10,20 +10,16 @@ ViT-B/16 on synthetic images, elsewhere the digits ViT. What follows -- goes to 
 """
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from real_run import ROOT, lines_of, real_run
-
-sys.path.insert(0, str(ROOT / "src"))
+import result
+from real_run import lines_of, real_run
 
 from motley.gpus import read_devices
-from motley.runs import commit, versions
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -80,14 +76,9 @@ def main() -> None:
                   f"{options.steps} steps; loss {steps[-1]['loss']:.4f}", flush=True)  # fmt: skip
     if options.json:
         picture(found, options.json.with_suffix(".png"))
-        content = {
-            "rows": [row(mode, steps, options.engine) for mode, steps in found.items()],
-            "devices": [device.name for device in read_devices()], "versions": versions(),
-            "commit": commit(), "command": " ".join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
-            "seconds": time.time() - started,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        rows = [row(mode, steps, options.engine) for mode, steps in found.items()]
+        devices = [device.name for device in read_devices()]
+        result.write(options.json, rows, started, devices=devices)
 
 
 def arguments() -> argparse.Namespace:

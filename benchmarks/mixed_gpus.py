@@ -18,12 +18,13 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from single_gpu import ROOT, machine
+import result
+from result import ROOT
+from single_gpu import machine
 
 SETS = (  # as many as the GPUs suffice for
     "bf16,fp32:256,512,1024",
@@ -145,20 +146,17 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Run all sets of ranks, print a table each, and write JSON after each."""
     options = arguments()
-    from motley.runs import commit, versions
-
-    content: dict[str, Any] = {
-        "rows": [], "versions": versions(), "machine": machine(), "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"), "model": options.model, "steps": options.steps,
-        "warm": options.warm, "command": "python " + " ".join(sys.argv),
-    }  # fmt: skip
+    started, done = time.time(), Lines()
     for words in options.ranks:
         ranks, _, batches = words.partition(":")
         rows = rows_of(ranks, run(ranks, batches, options))
         show(rows)
-        content["rows"] += rows
+        done += rows
         if options.json:
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+            result.write(
+                options.json, done, started, machine=machine(), model=options.model,
+                steps=options.steps, warm=options.warm,
+            )  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

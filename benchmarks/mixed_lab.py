@@ -23,17 +23,14 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import bars
-from bench_lab import HOSTS, ROOT, BenchLab, bench_lab
-
-sys.path.insert(0, str(ROOT / "src"))
-
-from motley.runs import commit, versions
+import result
+from bench_lab import HOSTS, BenchLab, bench_lab
 
 _QUOTAS = 0.9  # of all processors, over all hosts
 _QUOTAS_PIXELS = 32  # larger images: what a step costs beside them is little
@@ -41,7 +38,7 @@ MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp",
          "motley-deepspeed-0", "motley-deepspeed-1")  # fmt: skip
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the job; returns what its first rank measured."""
     words = [
         "--n", options.n, "--speeds", options.speeds, "--fastest-s", options.fastest_s, "--steps",
@@ -56,10 +53,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
             if line == "READY\n":
                 give_quotas(lab, options)
             if kind == "RESULT":
-                result = json.loads(content)
-                results.append(result)
-                print(f"  repeat {result['repeat'] + 1} of {options.repeats}: {result['mode']:<20} "
-                      f"{result['step_s']:.3f} s a step, {result['stolen']:.1%} of the "
+                found = json.loads(content)
+                results.append(found)
+                print(f"  repeat {found['repeat'] + 1} of {options.repeats}: {found['mode']:<20} "
+                      f"{found['step_s']:.3f} s a step, {found['stolen']:.1%} of the "
                       "processors stolen", flush=True)  # fmt: skip
     return results
 
@@ -72,38 +69,38 @@ def give_quotas(lab: BenchLab, options: argparse.Namespace) -> None:
         lab.do("cpus", host, f"{whole * speed / sum(speeds):.3f}", stdout=subprocess.DEVNULL)
 
 
-def table(results: list[dict[str, object]], options: argparse.Namespace) -> list[dict[str, object]]:
+def table(results: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a mode, and the limit."""
-    times: dict[str, list[float]] = defaultdict(list)
-    predicted: dict[str, list[float]] = defaultdict(list)
-    laps = {str(result["mode"]): result["laps"] for result in results if "laps" in result}
-    for result in results:
-        times[str(result["mode"])].append(float(result["step_s"]))
-        if "predicted_s" in result:
-            predicted[str(result["mode"])].append(float(result["predicted_s"]))
-    stolen = {mode: [r["stolen"] for r in results if r["mode"] == mode] for mode in times}
-    limit = statistics.median(times["limit"])
-    plain = statistics.median(times["plain-ddp"]) if "plain-ddp" in times else None
-    speeds = [float(word) for word in options.speeds.split(":")]
-    single = statistics.median(float(r["alone_s"]) for r in results if r["mode"] == "limit")
+    by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in results:
+        by_mode[each["mode"]].append(each)
+
+    def middle(mode: str, name: str) -> float | None:
+        values = [each[name] for each in by_mode.get(mode, ()) if name in each]
+        return statistics.median(values) if values else None
+
+    limit, alone = middle("limit", "step_s"), middle("limit", "alone_s")
+    plain = middle("plain-ddp", "step_s")
     rows = []
-    for mode, seconds in times.items():
-        middle = statistics.median(seconds)
-        forecast = statistics.median(predicted[mode]) if mode in predicted else None
+    for mode, found in by_mode.items():
+        seconds = [each["step_s"] for each in found]
+        step_s, forecast = statistics.median(seconds), middle(mode, "predicted_s")
         rows.append({
             "mode": mode, "engine": "deepspeed" if "deepspeed" in mode else "torch",
-            "link": "unshaped", "n": options.n, "speeds": speeds,
-            "images_per_s": options.n / middle,
-            "fraction_of_limit": limit / middle, "times_plain_ddp": plain and plain / middle,
-            "times_best_single": single / middle,
-            "spread": (max(seconds) - min(seconds)) / middle, "step_s": middle,
-            "predicted_s": forecast, "prediction_error": forecast and forecast / middle - 1,
-            "repeats": seconds, "stolen": stolen[mode], "laps": laps.get(mode),
+            "link": "unshaped", "n": options.n,
+            "speeds": [float(word) for word in options.speeds.split(":")],
+            "images_per_s": options.n / step_s,
+            "fraction_of_limit": limit / step_s, "times_plain_ddp": plain and plain / step_s,
+            "times_best_single": alone / step_s,
+            "spread": (max(seconds) - min(seconds)) / step_s, "step_s": step_s,
+            "predicted_s": forecast, "prediction_error": forecast and forecast / step_s - 1,
+            "repeats": seconds, "stolen": [each["stolen"] for each in found],
+            "laps": found[-1].get("laps"),
         })  # fmt: skip
     return rows
 
 
-def show(rows: list[dict[str, object]]) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     """The table, for a terminal."""
     heads = f"{'images/s':>9} {'of limit':>9} {'x plain DDP':>12} {'spread':>7} {'predicted':>10}"
     print(f"\n{'':<20} {heads}")
@@ -123,17 +120,12 @@ def main() -> None:
     rows = table(measure(options), options)
     show(rows)
     if options.json:
-        packages = {name: importlib.metadata.version(name) for name in ("accelerate",)}
-        content = {
-            "rows": rows, "versions": {**versions(), **packages}, "commit": commit(),
-            "command": " ".join(["python", *sys.argv]), "emulation": options.emulation,
-            "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
-            "seconds": time.time() - started,
-            "cores": os.cpu_count(), "load_before": load,
-        }  # fmt: skip
         title = f"Five hosts, {options.speeds}, N = {options.n}, {options.emulation}"
         bars.draw(rows, title, options.json.with_suffix(".png"))
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        result.write(
+            options.json, rows, started, emulation=options.emulation, load_before=load,
+            accelerate=importlib.metadata.version("accelerate"),
+        )  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

@@ -6,15 +6,11 @@
 """
 
 import argparse
-import sys
 from typing import Any
 
-from mixed import ROOT
-from paced import Pace, Paced
-
-sys.path.insert(0, str(ROOT / "torch_dist"))
-
+import mixed  # noqa: F401 - finds the engines
 from ddp_engine import DdpEngine
+from paced import Pace, Paced
 
 from motley import launch, planning
 from motley.options import read_config, training_parser

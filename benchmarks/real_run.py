@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+from result import ROOT, VENV
 
 
 def real_run(ranks: int, script: str, logs: Path, *words: object) -> Path:

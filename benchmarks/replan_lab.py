@@ -4,7 +4,7 @@
     sudo .venv/bin/python benchmarks/replan_lab.py --quick --json /tmp/replan_lab.json
 
 The lab and its paced hosts are those of mixed_lab.py. The real script trains three times: with
---replan auto, with --replan off, and unpaced with equal shares on one rank, whose losses the
+--replan auto, with --replan off, and unpaced with all samples on one rank, whose losses the
 others must show. The limit is that of the speeds measured at the start, with the slow host's
 times doubled while it is slow. Needs root, for the lab.
 """
@@ -13,20 +13,16 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from bench_lab import HOSTS, ROOT, BenchLab, bench_lab
-
-sys.path.insert(0, str(ROOT / "src"))
-
-from dataclasses import replace
+import result
+from bench_lab import HOSTS, BenchLab, bench_lab
 
 from motley.balance import Speed, limit_s
-from motley.runs import commit, versions
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -143,14 +139,11 @@ def main() -> None:
     print(f"largest difference of a loss from one rank's: {max(worst.values()):.1e}")
     if options.json:
         picture(found, options, options.json.with_suffix(".png"))
-        content = {
-            "rows": table, "loss_difference": worst, "versions": versions(), "commit": commit(),
-            "command": " ".join(["python", *sys.argv]), "emulation": "paced",
-            "replans": [e for e in found["auto"]["events"] if e["event"] == "replan"],
-            "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
-            "seconds": time.time() - started, "cores": os.cpu_count(), "load_before": load,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        result.write(
+            options.json, table, started, loss_difference=worst, emulation="paced",
+            replans=[e for e in found["auto"]["events"] if e["event"] == "replan"],
+            load_before=load,
+        )  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

@@ -11,7 +11,6 @@ runs on the CPU with a small model, to try it.
 """
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -20,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import result
+from result import ROOT
 
 MODES = {
     "bare": "bare PyTorch loop",
@@ -40,8 +39,7 @@ def bare_loop(model: str, batch: int, steps: int, skip: int, precision: str) -> 
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net = timm.create_model(model, num_classes=1000).to(device)
-    fused = {"fused": True} if device.type == "cuda" else {}  # as Motley's
-    optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.05, **fused)
+    optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.05, fused=True)
     size = timm.get_pretrained_cfg(model).input_size[-1]
     images = torch.randn(batch, 3, size, size, device=device)
     labels = torch.randint(0, 1000, (batch,), device=device)
@@ -124,8 +122,8 @@ def main() -> None:
         )
         print(rate)
         return
-    from motley.runs import commit, versions
 
+    started = time.time()
     rates: dict[str, list[float]] = {mode: [] for mode in MODES}
     own = [sys.executable, __file__, "--bare", *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as logs:
@@ -147,13 +145,10 @@ def main() -> None:
             f"{row['fraction_of_limit']:.3f} of the bare loop  spread {row['spread']:.1%}"
         )
     if options.json:
-        content = {
-            "rows": rows, "versions": versions(), "machine": machine(), "commit": commit(),
-            "date": time.strftime("%Y-%m-%d"), "model": options.model,
-            "precision": options.precision, "steps": options.steps, "skipped": options.skip,
-            "command": "python " + " ".join(sys.argv),
-        }  # fmt: skip
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        result.write(
+            options.json, rows, started, machine=machine(), model=options.model,
+            precision=options.precision, steps=options.steps, skipped=options.skip,
+        )  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

@@ -41,8 +41,7 @@ from motley.engine import (
     unscale_and_clip,
 )
 from motley.errors import MotleyError
-from motley.faults import out_of_memory
-from motley.memory import shortage
+from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
 from motley.sampler import Batch
 
@@ -110,6 +109,11 @@ class ZeroEngine(EngineBase):
             self._backward(loss)
         self.clock.lap("compute", ready=last and self._stage < 2)
 
+    def _send(self) -> None:
+        if self._stage < 2:
+            self._engine.allreduce_gradients()
+            self.clock.lap("sync")
+
     def _forward(self, images: Tensor, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
         logits: Tensor = self._engine(images)
@@ -134,9 +138,6 @@ class ZeroEngine(EngineBase):
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
-        if self._stage < 2:
-            self._engine.allreduce_gradients()
-            self.clock.lap("sync")
         self._engine.step()
         if self._stage == 0:
             overflow, norm = self._agreed

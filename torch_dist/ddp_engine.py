@@ -25,8 +25,7 @@ from motley.engine import (
     unscale_and_clip,
 )
 from motley.errors import MotleyError
-from motley.faults import out_of_memory
-from motley.memory import shortage
+from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
 from motley.sampler import Batch
 
@@ -163,7 +162,7 @@ class DdpEngine(EngineBase):
         try:
             self._wrap()
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, dist.DistError) or not out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             found = shortage(error, self._seating.device)
             raise MotleyError(f"{found}; no room is left for the gradients themselves") from error

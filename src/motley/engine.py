@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from motley.clock import Clock
 from motley.errors import MotleyError
-from motley.faults import out_of_memory
-from motley.memory import release, shortage
+from motley.memory import out_of_memory, release, shortage
 from motley.model import Classifier
 from motley.options import Config
 from motley.plan import Plan
@@ -187,7 +186,7 @@ class EngineBase:
             try:
                 losses = self._accumulate(batch, n_global, last)
             except (RuntimeError, MemoryError) as error:
-                if isinstance(error, dist.DistError) or not out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 self._short = shortage(error, self._seating.device)
         if losses is None:

@@ -60,16 +60,14 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
     )
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: of a GPU, of one of its libraries, or of the machine."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
-    )
+def says_no_memory(text: str) -> bool:
+    """Whether an error's text is that of an allocation which failed."""
+    return bool(_NO_MEMORY.search(text))
 
 
 def _advice(text: str) -> str:
     lower = text.lower()
-    if _NO_MEMORY.search(text):
+    if says_no_memory(text):
         return "lower --micro-batch (the result stays the same)"
     if "no space left" in lower:
         return "free some disk, or choose another one with --logs DIR"

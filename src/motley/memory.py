@@ -5,8 +5,22 @@ import os
 
 import psutil
 import torch
+import torch.distributed as dist
 
+from motley.faults import says_no_memory
 from motley.gpus import MIB, read_gpu_processes
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: of a GPU, of one of its libraries, or of the machine.
+
+    Not in a collective: the others have gone on, so nothing can be done again.
+    """
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, dist.DistError)
+        and says_no_memory(str(error))
+    )
 
 
 def release() -> None:

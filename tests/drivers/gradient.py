@@ -78,8 +78,6 @@ def main(world: World) -> None:
         _, micro_batches = next(iter(loader.steps(trial, 0, plan)))
         for batch, last in micro_batches:
             engine.accumulate(batch, n, last)
-        if ENGINE == "zero":
-            engine._engine.allreduce_gradients()  # as its step does first
         ours = gradient(parameters) / engine.scale.value
 
         engine.optimizer.zero_grad(set_to_none=False)
