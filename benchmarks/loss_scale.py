@@ -10,6 +10,7 @@ ViT-B/16 on synthetic images, elsewhere the digits ViT. What follows -- goes to 
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -35,13 +36,18 @@ def train(options: argparse.Namespace, scale: str, logs: Path) -> list[dict[str,
     return lines_of(folder / "steps.rank0.jsonl")
 
 
+def last_loss(steps: list[dict[str, Any]]) -> float:
+    """Over the last tenth of the steps."""
+    return statistics.mean(step["loss"] for step in steps[-(len(steps) // 10 or 1) :])
+
+
 def row(mode: str, steps: list[dict[str, Any]], engine: str) -> dict[str, Any]:
     """What a run came to."""
     skipped = [step["step"] for step in steps if step["overflow"]]
     return {
         "mode": mode, "engine": engine, "n": steps[0]["n_global"], "steps": len(steps),
         "first_scale": steps[0]["loss_scale"], "last_scale": steps[-1]["loss_scale"],
-        "skipped": len(skipped), "skipped_steps": skipped, "last_loss": steps[-1]["loss"],
+        "skipped": len(skipped), "skipped_steps": skipped, "last_loss": last_loss(steps),
     }  # fmt: skip
 
 
@@ -73,7 +79,7 @@ def main() -> None:
         for mode, scale in STARTS.items():
             steps = found[mode] = train(options, scale, Path(folder))
             print(f"  {mode:<14} skipped {sum(step['overflow'] for step in steps)} of "
-                  f"{options.steps} steps; loss {steps[-1]['loss']:.4f}", flush=True)  # fmt: skip
+                  f"{options.steps} steps; loss {last_loss(steps):.4f}", flush=True)  # fmt: skip
     if options.json:
         picture(found, options.json.with_suffix(".png"))
         rows = [row(mode, steps, options.engine) for mode, steps in found.items()]

@@ -171,7 +171,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", action="append", metavar="SET", help=sets)
     model = "vit_base_patch16_224" if gpus else "vit_digits"
     parser.add_argument("--model", default=model, help="timm name")
-    parser.add_argument("--steps", type=int, default=18 if gpus else 6, help="timed")
+    parser.add_argument("--steps", type=int, default=48 if gpus else 6, help="timed")
     parser.add_argument("--warm", type=int, default=5 if gpus else 2, help="steps not timed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one repeat")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from motley.balance import Speed, limit_s, split
 from motley.errors import MotleyError
-from motley.forecast import Forecast, Wire, forecast, what_if
+from motley.forecast import Forecast, Wire, choose_machines, forecast, what_if
 from motley.plan import cut
 
 CLOSE = 1 + 1e-9
@@ -184,3 +184,36 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
     assert buckets(Wire(0.02, 0.1)) < 8  # each costs
     assert buckets(Wire(0.0, 0.1, overlaps=False)) == 1
     assert buckets(Wire(0.0, 0.011)) == 4 and buckets(Wire(0.0, 0.011, on_gpu=True)) == 1
+
+
+@given(
+    teams.flatmap(
+        lambda team: st.tuples(
+            st.just(team),
+            st.lists(st.integers(0, 2), min_size=len(team), max_size=len(team)),
+            st.integers(1, 300), st.floats(0, 0.01), st.floats(0, 0.5), st.booleans(),
+        )
+    )
+)  # fmt: skip
+def test_who_is_left_out_makes_no_step_longer(case: tuple) -> None:
+    team, machines, n, latency_s, transfer_s, must = case
+    needed = machines[0] if must else None
+    kept, whole, chosen = choose_machines(n, machines, team, Wire(latency_s, transfer_s), needed)
+    assert list(kept) == sorted(set(kept)) and kept
+    assert chosen.step_s <= whole.step_s * CLOSE
+    assert len(chosen.compute_s) == len(kept) and chosen.global_batch == n
+    if must:
+        assert {r for r, machine in enumerate(machines) if machine == needed} <= set(kept)
+
+
+def test_hosts_are_left_out_for_a_slow_wire_and_for_a_slow_host() -> None:
+    team = [linear(100), linear(90), linear(80)]
+    assert choose_machines(90, [0, 1, 2], team, Wire(0.0, 0.01))[0] == (0, 1, 2)
+    assert choose_machines(90, [0, 1, 2], team, Wire(0.0, 2.0))[0] == (0,)
+    assert choose_machines(90, [0, 1, 2], team, Wire(0.0, 2.0), needed=2)[0] == (2,)
+    # One sample of the second would take longer than all of them on the others.
+    team = [linear(100), linear(1), linear(80)]
+    assert choose_machines(90, [0, 1, 2], team, Wire(0.0, 0.01))[0] == (0, 2)
+    # Ranks of one machine stay together, for their wire is not the one that was measured.
+    team = [linear(100), linear(90), linear(80)]
+    assert choose_machines(90, [0, 0, 0], team, Wire(0.0, 2.0))[0] == (0, 1, 2)

@@ -7,6 +7,7 @@ interface names, docker0 listed first; all as an unprivileged user.
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Done
@@ -66,23 +67,34 @@ def test_every_script_says_that_all_is_well(told: tuple[Door, dict[str, str]]) -
     assert not any(door.password() in text for text in said.values())
 
 
+@pytest.fixture(scope="module")
+def alone(told: tuple[Door, dict[str, str]]) -> list[float]:
+    """The losses of one host's first five steps."""
+    door, _ = told
+    at(door, QUICK, "./entry_cn.sh --precision fp32 --max-steps 5 --run one")
+    return losses(door, "one", 0)
+
+
+def losses(door: Door, run: str, rank: int) -> list[float]:
+    path = door.home(HEAD) / "motley" / "logs" / run / f"steps.rank{rank}.jsonl"
+    return [json.loads(line)["loss"] for line in path.open()]
+
+
+def run_json(door: Door, run: str) -> dict[str, Any]:
+    return json.loads((door.home(HEAD) / "motley" / "logs" / run / "run.json").read_text())
+
+
 @pytest.mark.parametrize("engine", ["torch_dist", "deepspeed"])
 def test_the_plain_line_trains_over_five_hosts_as_on_one(
-    told: tuple[Door, dict[str, str]], engine: str
+    told: tuple[Door, dict[str, str]], alone: list[float], engine: str
 ) -> None:
     door, _ = told
     script = f"./entry_cn.sh {engine}/train_vit.py --precision fp32 --max-steps 5"
-    at(door, QUICK, f"mpirun -np 1 {script} --run {engine}-one")
-    at(door, HEAD, f"mpirun -np 5 {HOSTS} {script} --run {engine}-five")
-    logs = door.home(HEAD) / "motley" / "logs"
-    run = json.loads((logs / f"{engine}-five" / "run.json").read_text())
-    assert run["status"] == "finished"
-    one, *five = ([json.loads(line)["loss"] for line in path.open()] for path in (
-        logs / f"{engine}-one" / "steps.rank0.jsonl",
-        *(logs / f"{engine}-five" / f"steps.rank{rank}.jsonl" for rank in range(5)),
-    ))  # fmt: skip
-    assert len(one) == 5
-    assert all(losses == pytest.approx(one, rel=2e-6) for losses in five)
+    at(door, HEAD, f"mpirun -np 5 {HOSTS} {script} --hosts all --run {engine}-five")
+    assert run_json(door, f"{engine}-five")["status"] == "finished"
+    assert len(alone) == 5
+    for rank in range(5):
+        assert losses(door, f"{engine}-five", rank) == pytest.approx(alone, rel=2e-6)
 
 
 def test_the_pictures_hold_five_hosts(told: tuple[Door, dict[str, str]]) -> None:
@@ -92,3 +104,22 @@ def test_the_pictures_hold_five_hosts(told: tuple[Door, dict[str, str]]) -> None
     at(door, QUICK, "python plots/plot_gpu.py logs; python plots/plot_training.py logs")
     for picture in (logs / "gpu.png", logs / "training.png"):
         assert picture.stat().st_size > 20_000
+
+
+def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
+    told: tuple[Door, dict[str, str]], alone: list[float]
+) -> None:
+    door, _ = told
+    job = (
+        f"mpirun -np 2 --host {HEAD},{QUICK} ./entry_cn.sh tests/drivers/slow_head.py "
+        "--precision fp32 --save-every 3 --run led"
+    )
+    at(door, HEAD, f"{job} --max-steps 3")
+    said = at(door, HEAD, f"{job} --max-steps 5 --resume auto")
+    assert f"rank 0 on {HEAD} is left out: with all of them a step would take" in said
+    run = run_json(door, "led")
+    assert run["status"] == "finished" and run["result"]["steps"] == 5
+    assert [rank["rank"] for rank in run["ranks"]] == [1]
+    assert losses(door, "led", 1) == pytest.approx(alone, rel=2e-6)
+    logs = door.home(HEAD) / "motley" / "logs" / "led"
+    assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{HEAD}.csv", f"gpu.{QUICK}.csv"}

@@ -12,6 +12,7 @@ from motley.plan import (
     choose_participants,
     cut,
     make_plan,
+    parse_hosts,
     parse_micro_batches,
     parse_shares,
 )
@@ -92,6 +93,18 @@ def test_ranks_that_see_one_gpu_each_all_take_part() -> None:
     assert choose_participants(seats) == ({0: 0, 1: 0, 2: 0}, ())
     same = [Seat(rank, "a", 0, rank, ("GPU-0",)) for rank in range(2)]
     assert choose_participants(same)[0] == {0: 0}
+
+
+def test_hosts_are_named_as_they_were_started() -> None:
+    known = ["tesla0", "tesla0", "tesla1"]
+    assert parse_hosts("auto", known) is None and parse_hosts("all", known) is None
+    assert parse_hosts("tesla1, tesla1", known) == ("tesla1",)
+    for text in ("tesla2", "", "tesla0,", "tesla0 tesla1", "none"):
+        with pytest.raises(MotleyError, match="tesla0, tesla1"):
+            parse_hosts(text, known)
+    seats = [Seat(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))]
+    participants, left_out = choose_participants(seats, ("tesla1",))
+    assert participants == {1: None} and "--hosts" in left_out[0].reason
 
 
 @pytest.mark.parametrize("text", ["1,2", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", ""])

@@ -28,9 +28,8 @@ def main(world: launch.World, config: Config) -> None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
     config = dataclasses.replace(config, model=model_name(config))
     world.once_per_node(lambda: prepare(config))
-    team = join_team(world, config.precision)
-    parts = None if team.rank is None else open_parts(team, config)
-    planned = plan_batch(world, None, team, parts, config)
+    team = join_team(world, config.precision, config.hosts)
+    team, planned = plan_batch(world, None, team, open_parts(team, config), config)
     if world.rank == 0:
         show(team, planned)
     if team.rank is not None:
@@ -54,8 +53,8 @@ def show(team: Team, planned: Planned) -> None:
             f"{last - seconds:.2g} s",
         )  # fmt: skip
     out.print(table)
-    for entry in team.left_out:
-        out.print(f"rank {entry.rank} on {entry.host} is left out: {entry.reason}")
+    for line in team.who_is_left_out():
+        out.print(line)
     out.print(f"\n{predicted.sentence()}\n")
     if min(plan.counts) < 10 and len(plan.counts) > 1:
         out.print(
@@ -66,8 +65,11 @@ def show(team: Team, planned: Planned) -> None:
     for name in ("s a step", "images/s", "as planned is 1"):
         others.add_column(name, justify="right")
     names = [f"rank {member.rank} on {member.host}" for member in team.members]
-    rows = what_if(plan.global_batch, names, planned.speeds, planned.wire)
-    for label, forecast in {"as planned": predicted, **rows}.items():
+    rows = {"as planned": predicted}
+    if planned.with_all is not None:
+        rows["--hosts all"] = planned.with_all
+    rows |= what_if(plan.global_batch, names, planned.speeds, planned.wire)
+    for label, forecast in rows.items():
         times = forecast.images_per_s / predicted.images_per_s
         others.add_row(
             label, f"{forecast.step_s:.3g}", f"{forecast.images_per_s:,.0f}", f"{times:.2f}"

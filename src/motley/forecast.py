@@ -49,6 +49,8 @@ class Wire:
         link."""
         if left == 1:
             return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0)
+        if left == ranks:
+            return self
         return dataclasses.replace(
             self, transfer_s=self.transfer_s * (1 - 1 / left) / (1 - 1 / ranks)
         )
@@ -135,6 +137,51 @@ def forecast(
         total, compute, wire.seconds(), buckets, wire.exposed(buckets, backward_s),
         limit_s(total, speeds),
     )  # fmt: skip
+
+
+_WORTH_LEAVING = 0.03  # of a step, that a host must save by its absence: more than clocks err
+
+
+def choose_machines(
+    global_batch: int,
+    machines: Sequence[int],
+    speeds: Sequence[Speed],
+    wire: Wire,
+    needed: int | None = None,
+) -> tuple[tuple[int, ...], Forecast, Forecast]:
+    """Who should train: all ranks, or those of the fastest machines alone where a step is
+    shorter without the others. A rank that would get no samples never trains.
+
+    Args:
+        machines: which machine each rank is on.
+        needed: a machine that has to stay.
+
+    Returns:
+        Ranks, ascending; the forecast with all of them; and with these.
+    """
+    everyone = tuple(range(len(speeds)))
+
+    def predicted(ranks: Sequence[int]) -> tuple[tuple[int, ...], Forecast]:
+        while True:
+            few = [speeds[rank] for rank in ranks]
+            counts = split(global_batch, few)
+            able = [r for r, n in zip(ranks, counts, strict=True) if n or machines[r] == needed]
+            if len(able) == len(ranks):
+                less = wire.without(len(speeds), len(ranks))
+                return tuple(ranks), forecast(counts, few, less)
+            ranks = able
+
+    rates: dict[int, float] = {}
+    for machine, speed in zip(machines, speeds, strict=True):
+        rates[machine] = rates.get(machine, 0.0) + speed.rate
+    order = sorted(rates, key=lambda machine: (machine != needed, -rates[machine]))
+    whole = forecast(split(global_batch, speeds), speeds, wire)
+    best = predicted(everyone)
+    for count in range(1, len(order)):
+        found = predicted([rank for rank in everyone if machines[rank] in order[:count]])
+        if found[1].step_s < (1 - _WORTH_LEAVING) * best[1].step_s:
+            best = found
+    return best[0], whole, best[1]
 
 
 def what_if(

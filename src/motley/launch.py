@@ -113,6 +113,7 @@ class World:
         self.host = socket.gethostname()
         self.nodes: list[NodeFacts] = []
         self.network: Network
+        self._written: set[str] = set()  # variables of join_group
         self.lifeline = Lifeline(self.rank, self.size, self.host)
 
     def __repr__(self) -> str:
@@ -179,11 +180,15 @@ class World:
 
         Only participants are counted: RANK and WORLD_SIZE are those of the process group.
         What the user set stands: an address, port or interface of theirs is used, and a
-        rank or size that contradicts the launcher is an error.
+        rank or size that contradicts the launcher is an error. When some leave, those who stay
+        call it again, and so do those who leave.
 
         Returns:
             This rank's number in the group; None if it takes no part.
         """
+        for name in self._written:
+            del os.environ[name]
+        before = set(os.environ)
         leader = participants[0]
         if self.rank == leader:
             self._reserved = reserve_port(self.network.address)
@@ -193,6 +198,7 @@ class World:
         offer = offers[leader]
         assert offer is not None
         if self.rank not in participants:
+            self._written = set()
             return None
         here = [rank for rank in participants if self.machines[rank] == self.machines[self.rank]]
         group_rank = participants.index(self.rank)
@@ -207,6 +213,7 @@ class World:
         os.environ.setdefault("MASTER_PORT", str(offer[1]))
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, self.network.interface)
+        self._written = set(os.environ) - before
         return group_rank
 
 

@@ -235,15 +235,17 @@ def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
     piece = torch.zeros(min(int(_PIECE_MIB * 2**18), total), device=device)
     sizes = [min(len(piece), total - start) for start in range(0, total, len(piece))]
     dist.all_reduce(piece[:1])  # makes the connections
-    tries = [(_all_reduce_s(piece, [1]), _all_reduce_s(piece, sizes)) for _ in range(_TRIES)]
+    # As many small ones as pieces: a GPU is told of the next while it works on one.
+    small = [1] * len(sizes)
+    tries = [(_all_reduce_s(piece, small), _all_reduce_s(piece, sizes)) for _ in range(_TRIES)]
     spent = torch.tensor(
         [statistics.median(column) for column in zip(*tries, strict=True)],
         dtype=torch.float64, device=device,
     )  # fmt: skip
     dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
-    latency_s, whole_s = spent.tolist()
+    small_s, whole_s = spent.tolist()
     on_gpu = dist.get_backend() == "nccl"
-    return Wire(latency_s, max(0.0, whole_s - len(sizes) * latency_s), on_gpu)
+    return Wire(small_s / len(sizes), max(0.0, whole_s - small_s), on_gpu)
 
 
 def _all_reduce_s(piece: torch.Tensor, sizes: Sequence[int]) -> float:

@@ -33,6 +33,7 @@ class Config:
     micro_batch: str | None
     shares: str | None
     replan: str
+    hosts: str
     max_steps: int | None
     opt: str
     lr: float
@@ -160,6 +161,13 @@ def training_parser(description: str) -> OneVoice:
         default="auto",
         help="auto (default): split anew when ranks become slower or faster while it runs; the "
         "global batch never changes",
+    )
+    group.add_argument(
+        "--hosts",
+        default="auto",
+        metavar="auto|all|NAME,...",
+        help="who trains: auto (default) leaves out hosts without which a step is shorter, but "
+        "none with --shares; all; or these alone",
     )
     group.add_argument("--epochs", type=_positive, default=30, metavar="E", help="default 30")
     group.add_argument("--max-steps", type=_positive, metavar="K", help="stop after K steps")

@@ -6,12 +6,13 @@ derives the same plan from the same facts, so nothing here may read a clock, the
 environment or hardware.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from motley.errors import MotleyError
+from motley.spelling import nearest
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,16 @@ class LeftOut:
 
 
 def choose_participants(
-    seats: Sequence[Seat],
+    seats: Sequence[Seat], hosts: Collection[str] | None = None
 ) -> tuple[dict[int, int | None], tuple[LeftOut, ...]]:
     """Decide which launched ranks train, and on which of the GPUs that they see.
 
     A machine with GPUs seats one rank a GPU (NCCL refuses two ranks on one GPU, and two
     models on one GPU only slow each other down); a machine without seats all its ranks.
     A launcher may show all GPUs to every rank, or each rank its own.
+
+    Args:
+        hosts: names of those that may train; None: all.
 
     Returns:
         For each rank that takes part, in order, the index of its GPU among those it sees,
@@ -59,6 +63,9 @@ def choose_participants(
     left_out = []
     taken: set[tuple[int, str]] = set()
     for seat in sorted(seats, key=lambda seat: (seat.machine, seat.local_rank)):
+        if hosts is not None and seat.host not in hosts:
+            left_out.append(LeftOut(seat.rank, seat.host, "--hosts does not name it"))
+            continue
         free = [gpu for gpu in seat.gpus if (seat.machine, gpu) not in taken]
         if free:
             taken.add((seat.machine, free[0]))
@@ -72,6 +79,24 @@ def choose_participants(
             )
             left_out.append(LeftOut(seat.rank, seat.host, reason))
     return dict(sorted(chosen.items())), tuple(sorted(left_out, key=lambda entry: entry.rank))
+
+
+def parse_hosts(text: str, known: Sequence[str]) -> tuple[str, ...] | None:
+    """Read ``--hosts``: the names of those that may train; None for ``auto`` and ``all``.
+
+    Args:
+        known: names of the hosts that were started.
+    """
+    if text in ("auto", "all"):
+        return None
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise MotleyError(
+                f"--hosts {text}: there is no {name!r} among the started hosts, "
+                f"{', '.join(dict.fromkeys(known))}{nearest(name, known)}; or give auto, or all"
+            )
+    return names
 
 
 def parse_shares(text: str, ranks: int) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,11 +35,12 @@ class Run:
         self._world, self._first = world, world.rank == 0
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
+        self._result: dict[str, Any] = {}
 
     @classmethod
     def find(cls, world: World, config: Config) -> "Run":
         """Find the run's folder, and take it on rank 0 if it exists; makes nothing yet."""
-        path, resume_from = world.from_first(lambda: find_run(config))
+        path, resume_from = world.from_first(lambda: _find(config))
         run = cls(RunFolder(path), resume_from, world)
         world.from_first(lambda: run._take() if path.exists() else None)
         return run
@@ -80,7 +82,27 @@ class Run:
         """Record an event of this rank; see RunFolder.event."""
         self._world.lifeline.tell({"kind": kind, **content})
 
+    def is_shared(self) -> bool:
+        """Whether all ranks see the disk that rank 0 records on; all ranks call it."""
+        mark = self._world.from_first(self._leave_mark)
+        seen = self._world.allgather(mark is not None and mark.exists())
+        if self._first and mark is not None:
+            mark.unlink()
+        return all(seen)
+
+    def _leave_mark(self) -> Path | None:
+        """A file of a new name beside the run's folder; None if that cannot be written to."""
+        path = self.folder.path.absolute()
+        above = next(parent for parent in path.parents if parent.exists())
+        try:
+            with tempfile.NamedTemporaryFile(prefix=".motley-", dir=above, delete=False) as mark:
+                return Path(mark.name)
+        except OSError:
+            return None
+
     def _record(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "finished":
+            self._result = {key: value for key, value in event.items() if key != "kind"}
         if event["kind"] == "unreadable":
             if event["image"] in self._unreadable:  # in an earlier epoch
                 return
@@ -95,7 +117,11 @@ class Run:
         self.folder.event("fault", **fields, details=fault.details)
         self.folder.update_run(status="failed", failure=fields, ended=time.time())
 
-    def finish(self, result: Mapping[str, Any]) -> None:
+    def tell_result(self, result: Mapping[str, Any]) -> None:
+        """What the run came to, from the first rank that trains."""
+        self.event("finished", **result)
+
+    def finish(self) -> None:
         """Wait for every rank's completion record, then call the run finished."""
         self.folder.write_done(self._world.rank, self._world.host)
         self._world.lifeline.finish()
@@ -106,8 +132,17 @@ class Run:
                 f"{len(self._unreadable)} images could not be read, and were replaced in training "
                 f"and left out in evaluation; {self.folder.path / 'events.jsonl'} names them"
             )
-        result = {**result, "unreadable_images": len(self._unreadable)}
+        result = {**self._result, "unreadable_images": len(self._unreadable)}
         self.folder.update_run(status="finished", result=result, ended=time.time())
+
+
+def _find(config: Config) -> tuple[Path, list[Path]]:
+    try:
+        return find_run(config)
+    except OSError as error:
+        raise MotleyError(
+            f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
+        ) from None
 
 
 def find_run(config: Config) -> tuple[Path, list[Path]]:

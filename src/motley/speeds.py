@@ -42,14 +42,22 @@ def measure_team(world: World, team: Team, model: Classifier | None, config: Con
     """Measure all ranks at once; every launched rank calls it, those left out without a model."""
     own = None
     if model is not None and team.rank is not None:
-        speed = _speed_of(team, model, config)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        own = speed, measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
+        own = _speed_of(team, model, config)
     found = [each for each in world.allgather(own) if each is not None]
+    return Measured(_alike(team, found), wire_of(world, team, model))
+
+
+def wire_of(world: World, team: Team, model: Classifier | None) -> Wire:
+    """What an all-reduce of all gradients takes; every launched rank calls it."""
+    own = None
+    if model is not None and team.rank is not None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        own = measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
+    wire = next(each for each in world.allgather(own) if each is not None)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
-    overlaps = any(member.uuid for member in team.members) or len(set(world.machines)) > 1
-    wire = replace(found[0][1], overlaps=overlaps)
-    return Measured(_alike(team, [speed for speed, _ in found]), wire)
+    machines = {world.machines[member.rank] for member in team.members}
+    overlaps = any(member.uuid for member in team.members) or len(machines) > 1
+    return replace(wire, overlaps=overlaps)
 
 
 def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:

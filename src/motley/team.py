@@ -1,8 +1,8 @@
 """The ranks that train: who takes part, on which device, in which precision."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -12,7 +12,7 @@ from motley.errors import MotleyError
 from motley.gpu_log import GpuLogger, Progress
 from motley.launch import World
 from motley.measure import kernel_speed
-from motley.plan import LeftOut, Seat, choose_participants
+from motley.plan import LeftOut, Seat, choose_participants, parse_hosts
 from motley.precision import PRECISIONS, best_precision, parse_precision
 from motley.records import RunFolder
 from motley.vigil import PATIENCE
@@ -65,25 +65,36 @@ class Team:
         """Number of ranks that train."""
         return len(self.members)
 
+    def who_is_left_out(self) -> list[str]:
+        """In words, a line for each reason."""
+        ranks: dict[str, list[str]] = {}
+        for entry in self.left_out:
+            ranks.setdefault(entry.reason, []).append(f"rank {entry.rank} on {entry.host}")
+        return [
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} left out: {reason}"
+            for reason, names in ranks.items()
+        ]
+
     @property
     def precisions(self) -> tuple[str, ...]:
         """Precision of each rank."""
         return tuple(member.precision for member in self.members)
 
 
-def join_team(world: World, precision: str = "auto") -> Team:
+def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team:
     """Decide who trains and join the process group; every launched rank calls it.
 
     NCCL where every participant owns a GPU, gloo for all otherwise.
 
     Args:
-        precision: as ``--precision`` says it.
+        precision, hosts: as ``--precision`` and ``--hosts`` say it.
     """
     check_versions(world)
     gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
     machine = world.machines[world.rank]
     seats = world.allgather(Seat(world.rank, world.host, machine, world.local_rank, gpus))
-    chosen, left_out = choose_participants(seats)
+    named = parse_hosts(hosts, [seat.host for seat in seats])
+    chosen, left_out = choose_participants(seats, named)
     participants = list(chosen)
     rank = world.join_group(participants)
     device = torch.device("cpu")
@@ -93,12 +104,41 @@ def join_team(world: World, precision: str = "auto") -> Team:
     wanted = parse_precision(precision, len(participants))
     members = world.allgather(None if rank is None else _member(rank, world, device, wanted[rank]))
     team = tuple(member for member in members if member is not None)
-    backend = "nccl" if all(member.uuid for member in team) else "gloo"
+    return Team(rank, team, left_out, device, _connect(rank, team, device))
+
+
+def _connect(rank: int | None, members: Sequence[Member], device: torch.device) -> str:
+    """Make the process group; returns its backend."""
+    backend = "nccl" if all(member.uuid for member in members) else "gloo"
     if rank is not None:
         dist.init_process_group(
             backend, timeout=_TIMEOUT, device_id=device if backend == "nccl" else None
         )
-    return Team(rank, team, left_out, device, backend)
+    return backend
+
+
+def narrowed(members: Sequence[Member], ranks: Collection[int]) -> tuple[Member, ...]:
+    """Those of these launched ranks, numbered anew."""
+    kept = [member for member in members if member.rank in ranks]
+    return tuple(replace(member, group_rank=number) for number, member in enumerate(kept))
+
+
+def narrow_team(
+    world: World, team: Team, ranks: Collection[int], reasons: Mapping[int, str]
+) -> Team:
+    """Go on with these launched ranks alone; every launched rank calls it.
+
+    Args:
+        reasons: why the others are left out, by launched rank.
+    """
+    if team.rank is not None:
+        leave_team()
+    members = narrowed(team.members, ranks)
+    out = [LeftOut(m.rank, m.host, reasons[m.rank]) for m in team.members if m.rank not in ranks]
+    left_out = sorted([*team.left_out, *out], key=lambda entry: entry.rank)
+    rank = world.join_group([member.rank for member in members])
+    backend = _connect(rank, members, team.device)
+    return Team(rank, members, tuple(left_out), team.device, backend)
 
 
 def check_versions(world: World) -> None:
@@ -144,7 +184,8 @@ def gpu_logger(
     if not world.first_here:
         return contextlib.nullcontext()
     here = [member for member in team.members if world.machines[member.rank] == world.rank]
-    ranks = {"": here[0].rank} | {member.uuid: member.rank for member in here if member.uuid}
+    lowest = here[0].rank if here else world.rank  # nobody trains here
+    ranks = {"": lowest} | {member.uuid: member.rank for member in here if member.uuid}
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)
 
 

@@ -23,6 +23,7 @@ from motley.engine import Engine, EngineMaker, Seating, StepResult, everyone, ex
 from motley.errors import MotleyError
 from motley.forecast import Forecast
 from motley.launch import World
+from motley.memory import release
 from motley.model import Classifier, image_size, model_name
 from motley.options import Config
 from motley.overflow import find_overflow
@@ -77,11 +78,11 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     say("preparing the data", DATA)
     world.once_per_node(lambda: prepare(config))
     say("building the model", PATIENCE)
-    team = join_team(world, config.precision)
+    team = join_team(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
-    parts = None if team.rank is None else open_parts(team, config)
-    planned = plan_batch(world, run, team, parts, config, make_engine.overlaps)
+    parts = open_parts(team, config)
+    team, planned = plan_batch(world, run, team, parts, config, make_engine.overlaps)
     plan = planned.plan
     job, position, notes = None, Position(), list[str]()
     if team.rank is not None and parts is not None:
@@ -91,7 +92,10 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     run.start(records_of(config, team, plan, planned))
     announce(world, run, team, plan, planned.forecast, config)
     if job is None:
-        run.finish({})  # this rank is left out, and waits for the others
+        parts = None  # its memory is of use to others
+        release()
+        with gpu_logger(world, team, run.folder, interval=config.gpu_log_interval):
+            run.finish()  # this rank is left out, and waits for the others
         return
 
     if team.rank == 0:
@@ -109,7 +113,9 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         evaluated = fit(world, job, recorder, position)
     say("leaving", PATIENCE)
     leave_team()
-    run.finish(recorder.result(evaluated))
+    if team.rank == 0:
+        run.tell_result(recorder.result(evaluated))
+    run.finish()
 
 
 def assemble(
@@ -117,7 +123,8 @@ def assemble(
 ) -> Job:
     """Set an engine on the model, and make what else training needs."""
     assert team.rank is not None
-    img_size, loader, model, plan = image_size(config), parts.loader, parts.model, planned.plan
+    img_size, model, plan = image_size(config), parts.model, planned.plan
+    loader = Loader(parts.images, config, img_size, team.rank, team.device)
     torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
     scale = parse_loss_scale(config.loss_scale, team.precisions)
     notes: list[Note] = []
@@ -246,8 +253,8 @@ def announce(
             f"({member.why}), {plan.sentence(member.group_rank)}"
             + (f", {predicted.compute_s[member.group_rank]:.3g} s" if predicted else "")
         )
-    for entry in team.left_out:
-        print(f"  rank {entry.rank} on {entry.host} is left out: {entry.reason}")
+    for line in team.who_is_left_out():
+        print(f"  {line}")
     counts = " + ".join(map(str, plan.counts))
     print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}")
     if predicted:

@@ -1,0 +1,37 @@
+"""Trains with a first rank that needs half a second for each sample, and others that do not.
+
+mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh tests/drivers/slow_head.py [OPTIONS of train_vit.py]
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
+
+import torch
+from ddp_engine import DdpEngine
+from torch import Tensor
+
+from motley import launch, planning, train
+from motley.launch import launched_rank
+from motley.model import Classifier
+from motley.options import read_config, training_parser
+
+SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
+
+
+class Slow(Classifier):
+    """Takes its time for each sample, also while it is measured."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See Classifier."""
+        if torch.is_grad_enabled():
+            time.sleep(SAMPLE_S * len(images))
+        return super().forward(images)
+
+
+if __name__ == "__main__":
+    planning.Classifier = Slow
+    config = read_config(training_parser(str(__doc__)))
+    launch.run(lambda world: train.train(world, config, DdpEngine))
