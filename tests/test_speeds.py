@@ -47,3 +47,24 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     assert 1 <= len(timed) <= 4 and len(set(timed)) == len(timed)
     assert after.speeds[1].seconds_of(counts[1]) == pytest.approx(real(counts[1]), rel=0.05)
     assert after.speeds[0] is fast
+
+
+@pytest.mark.parametrize(("factor", "timed", "kept"), [(1.2, [1, 64], True), (2.0, [1, 64], False),
+                                                       (100.0, [1], False)])  # fmt: skip
+def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
+    monkeypatch: pytest.MonkeyPatch, factor: float, timed: list[int], kept: bool
+) -> None:
+    remembered, anew = Speed((1, 64), (0.01, 0.3), 0.0), Speed((1,), (1.0,), 0.0)
+    tried = []
+
+    def time_micro_batch(_: object, size: int) -> tuple[float, None]:
+        tried.append(size)
+        return factor * remembered.micro_s(size), None
+
+    monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
+    monkeypatch.setattr(speeds, "_place", lambda *_: (None, {}))
+    monkeypatch.setattr(speeds, "read_speed", lambda *_: remembered)
+    monkeypatch.setattr(speeds, "measure_speed", lambda *_: anew)
+    config: Any = SimpleNamespace(batch_size=128)
+    found = speeds._speed_of(None, torch.nn.Linear(1, 1), config)  # type: ignore[arg-type]
+    assert tried == timed and found is (remembered if kept else anew)

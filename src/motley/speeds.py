@@ -24,6 +24,7 @@ from motley.team import Team
 
 _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
+_FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,21 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
     path, key = _place(team, config)
     if (speed := read_speed(path, key)) is not None:
         try:
-            seconds, _ = time_micro_batch(model, speed.micro_batch)
-            if 1 / _CHANGED < seconds / speed.micro_s(speed.micro_batch) < _CHANGED:
+            if _times(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
+                1 / _CHANGED < _times(model, speed, speed.micro_batch) < _CHANGED
+            ):
                 return speed
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
         finally:
             model.zero_grad(set_to_none=True)
     return measure_speed(model, lambda: make_optimizer(model.net, config), config.batch_size)
+
+
+def _times(model: Classifier, speed: Speed, size: int) -> float:
+    """The seconds of a micro-batch, as a multiple of those that are remembered."""
+    seconds, _ = time_micro_batch(model, size)
+    return seconds / speed.micro_s(size)
 
 
 def refine(
