@@ -1,7 +1,9 @@
 """A lab of five unshaped hosts, for benchmarks: up, one mpirun job after another, down."""
 
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +69,8 @@ class BenchLab:
 def bench_lab() -> Iterator[BenchLab]:
     """Make a lab in which the first host may log in to all; take it down whatever happens."""
     made = BenchLab(f"bench{os.getpid()}")
+    for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell's & has them ignored
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     made.do("up", "--profile", "lab/unshaped.toml")
     try:
         made.do("exec", HOSTS[0], "--", "bash", stdin=_KEYS)

@@ -33,7 +33,7 @@ import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
 _QUOTAS = 0.9  # of all processors, over all hosts
-_QUOTAS_PIXELS = 32  # larger images: what a step costs beside them is little
+_QUOTAS_PIXELS = 48  # larger images: what a step costs beside them is little
 MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp",
          "motley-deepspeed-0", "motley-deepspeed-1")  # fmt: skip
 
