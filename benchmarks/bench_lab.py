@@ -71,8 +71,8 @@ def bench_lab() -> Iterator[BenchLab]:
     made = BenchLab(f"bench{os.getpid()}")
     for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell's & has them ignored
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    made.do("up", "--profile", "lab/unshaped.toml")
     try:
+        made.do("up", "--profile", "lab/unshaped.toml")
         made.do("exec", HOSTS[0], "--", "bash", stdin=_KEYS)
         yield made
     finally:

@@ -28,6 +28,7 @@ import result
 from real_run import lines_of, real_run
 
 from motley.gpus import read_devices
+from motley.launch import die_with_parent
 
 USER = "nobody"
 AFTER = 3  # steps
@@ -39,6 +40,7 @@ def take(wanted_mib: int) -> None:
     wants; hold it."""
     import torch
 
+    die_with_parent()
     torch.cuda.init()
     sys.stdin.readline()
     held: list[torch.Tensor] = []

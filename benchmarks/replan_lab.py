@@ -39,8 +39,8 @@ def runs(lab: BenchLab, options: argparse.Namespace) -> dict[str, dict[str, Any]
               3 * options.steps, "--precision", "fp32"]  # fmt: skip
     slow = ["--slow", f"{SLOW}:{FACTOR}:{options.steps}:{2 * options.steps}"]
     words = {
-        "auto": [*pace, *slow, "--replan", "auto"],
-        "off": [*pace, *slow, "--replan", "off"],
+        "auto": [*pace, *slow, "--replan", "auto", "--hosts", "all"],
+        "off": [*pace, *slow, "--replan", "off", "--hosts", "all"],
         "one": ["torch_dist/train_vit.py", "--shares", "1,0,0,0,0"],
     }
     for name, given in words.items():

@@ -116,8 +116,8 @@ def show(team: Team, size: int, rows: list[list[float]]) -> None:
             f"{compute * 1e3:.2f}", f"{reduce * 1e3:.2f}", f"{error:.1e}",
         )  # fmt: skip
     console().print(table)
-    for entry in team.left_out:
-        print(f"rank {entry.rank} is left out: {entry.reason}")
+    for line in team.who_is_left_out():
+        print(line)
 
 
 if __name__ == "__main__":

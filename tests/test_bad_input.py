@@ -30,6 +30,11 @@ def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
     assert "--batch-size 1" in refused(jobs, DDP, "--batch-size", 1, ranks=2)
 
 
+def test_an_unknown_host(jobs: Jobs) -> None:
+    line = refused(jobs, DDP, "--hosts", "nowhere", ranks=2)
+    assert "there is no 'nowhere' among the started hosts" in line and "auto, or all" in line
+
+
 def test_an_unknown_model(jobs: Jobs) -> None:
     line = refused(jobs, DDP, "--model", "vit_base_pach16_224")
     assert "vit_base_patch16_224" in line and "nearest" in line

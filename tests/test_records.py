@@ -63,6 +63,10 @@ def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None
             lines.write(step(number))
     folder.forget_after(3, 0, [0])
     assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
+    folder.forget_after(2, 2, [1, 2])  # not the first that trains now
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
+    folder.forget_after(2, 1, [1, 2])
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1]
 
 
 def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> None:

@@ -184,7 +184,7 @@ def test_a_rank_that_lives_and_hangs_is_named(jobs: Jobs, tmp_path: Path) -> Non
 
 
 def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -> None:
-    words = f"{DDP} --epochs 500 --batch-size 48 --logs ~/logs --run ice"
+    words = f"{DDP} --epochs 500 --batch-size 48 --hosts all --logs ~/logs --run ice"
     job = LabJob(lab, "ice", LATE, NAMES, words, "logs/ice/steps.rank0.jsonl").begin()
     folder = job.home / "logs" / "ice"
     for harm, undo in (("freeze", "thaw"), ("cut", "heal")):

@@ -11,6 +11,7 @@ from motley.balance import Speed, limit_s, split
 _WORTH = 0.01  # of a step, that more buckets must save
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
 _MOST = 32
+_WORTH_LEAVING = 0.03  # of a step, that hosts must save by their absence
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,20 @@ def forecast(
     )  # fmt: skip
 
 
-_WORTH_LEAVING = 0.03  # of a step, that a host must save by its absence: more than clocks err
+@dataclass(frozen=True)
+class Choice:
+    """Who should train.
+
+    Attributes:
+        ranks: ascending.
+        idle: those that would get no sample.
+        whole, chosen: forecasts with all, and with ``ranks``.
+    """
+
+    ranks: tuple[int, ...]
+    idle: frozenset[int]
+    whole: Forecast
+    chosen: Forecast
 
 
 def choose_machines(
@@ -148,27 +162,26 @@ def choose_machines(
     speeds: Sequence[Speed],
     wire: Wire,
     needed: int | None = None,
-) -> tuple[tuple[int, ...], Forecast, Forecast]:
-    """Who should train: all ranks, or those of the fastest machines alone where a step is
-    shorter without the others. A rank that would get no samples never trains.
+) -> Choice:
+    """All ranks that get a sample, or those of the fastest machines alone, for the number of them
+    with the shortest step, if that is shorter than with all by more than clocks err.
 
     Args:
         machines: which machine each rank is on.
         needed: a machine that has to stay.
-
-    Returns:
-        Ranks, ascending; the forecast with all of them; and with these.
     """
     everyone = tuple(range(len(speeds)))
 
-    def predicted(ranks: Sequence[int]) -> tuple[tuple[int, ...], Forecast]:
+    def choice(some: Sequence[int]) -> Choice:
+        ranks = some
         while True:
             few = [speeds[rank] for rank in ranks]
             counts = split(global_batch, few)
             able = [r for r, n in zip(ranks, counts, strict=True) if n or machines[r] == needed]
             if len(able) == len(ranks):
                 less = wire.without(len(speeds), len(ranks))
-                return tuple(ranks), forecast(counts, few, less)
+                idle = frozenset(some) - set(ranks)
+                return Choice(tuple(ranks), idle, whole, forecast(counts, few, less))
             ranks = able
 
     rates: dict[int, float] = {}
@@ -176,12 +189,13 @@ def choose_machines(
         rates[machine] = rates.get(machine, 0.0) + speed.rate
     order = sorted(rates, key=lambda machine: (machine != needed, -rates[machine]))
     whole = forecast(split(global_batch, speeds), speeds, wire)
-    best = predicted(everyone)
-    for count in range(1, len(order)):
-        found = predicted([rank for rank in everyone if machines[rank] in order[:count]])
-        if found[1].step_s < (1 - _WORTH_LEAVING) * best[1].step_s:
-            best = found
-    return best[0], whole, best[1]
+    most = choice(everyone)
+    fewer = [
+        choice([rank for rank in everyone if machines[rank] in order[:count]])
+        for count in range(1, len(order))
+    ]
+    best = min([most, *fewer], key=lambda found: found.chosen.step_s)
+    return best if best.chosen.step_s < (1 - _WORTH_LEAVING) * most.chosen.step_s else most
 
 
 def what_if(

@@ -175,6 +175,10 @@ class World:
         elsewhere = [rank for rank in range(self.size) if self.machines[rank] != 0]
         self.lifeline.join(master, door, min(elsewhere, default=1), self.first_here)
 
+    def has_fixed_master(self) -> bool:
+        """Whether some rank's user set MASTER_ADDR, which is then rank 0's; all call it."""
+        return any(self.allgather("MASTER_ADDR" in {*os.environ} - self._written))
+
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
 
@@ -187,9 +191,15 @@ class World:
             This rank's number in the group; None if it takes no part.
         """
         for name in self._written:
-            del os.environ[name]
-        before = set(os.environ)
+            os.environ.pop(name, None)
+        self._written = set()
         leader = participants[0]
+        if self.machines[leader] != self.machines[0] and self.has_fixed_master():
+            raise MotleyError(
+                "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
+                f"machine, {self.nodes[0].host}, in --hosts too"
+            )
+        before = set(os.environ)
         if self.rank == leader:
             self._reserved = reserve_port(self.network.address)
         offers = self.allgather(
@@ -198,7 +208,6 @@ class World:
         offer = offers[leader]
         assert offer is not None
         if self.rank not in participants:
-            self._written = set()
             return None
         here = [rank for rank in participants if self.machines[rank] == self.machines[self.rank]]
         group_rank = participants.index(self.rank)

@@ -310,9 +310,9 @@ class Lifeline:
             line.close()
             if peer.rank < 0:
                 del self._peers[line]
-            elif not peer.done and not self._pending_from(peer):
+            elif not self._pending_from(peer):
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
-                step = None if peer.pulse.step is None else self.step
+                step = None if peer.pulse.step is None else self._last_step()
                 self._condemn(died(peer.rank, peer.host, step))
 
     def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -333,10 +333,15 @@ class Lifeline:
             self._stopped = True
             name = signal.Signals(message["signal"]).name
             fault = Fault(
-                peer.rank, peer.host, peer.pulse.step, f"stopped by {name}",
+                peer.rank, peer.host, self._last_step(), f"stopped by {name}",
                 "continue with --resume auto", code=128 + message["signal"], echo=True,
             )  # fmt: skip
             self._suspect(fault, _NOW)
+
+    def _last_step(self) -> int | None:
+        """The step that training is at; rank 0 itself may be left out of it."""
+        steps = [peer.pulse.step for peer in self._ranks() if peer.pulse.step is not None]
+        return self.step if self.step is not None else max(steps, default=None)
 
     def _suspect(self, fault: Fault, patience: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""

@@ -64,7 +64,7 @@ def choose_participants(
     taken: set[tuple[int, str]] = set()
     for seat in sorted(seats, key=lambda seat: (seat.machine, seat.local_rank)):
         if hosts is not None and seat.host not in hosts:
-            left_out.append(LeftOut(seat.rank, seat.host, "--hosts does not name it"))
+            left_out.append(LeftOut(seat.rank, seat.host, "not named in --hosts"))
             continue
         free = [gpu for gpu in seat.gpus if (seat.machine, gpu) not in taken]
         if free:

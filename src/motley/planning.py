@@ -63,13 +63,13 @@ def plan_batch(
 ) -> tuple[Team, Planned]:
     """Who does how much of every global batch. Every launched rank calls it.
 
-    Returns:
-        Those who train: all, or without hosts that make a step longer.
-
     Args:
         overlaps: the engine does; see motley.engine.
         run: may be a continued one; None if nothing is to be trained.
         parts: None on a rank that is left out.
+
+    Returns:
+        Those who train, all or without hosts that make a step longer; and their plan.
     """
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
@@ -84,13 +84,14 @@ def plan_batch(
         most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
         pairs = zip(measured.speeds, most, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
-    with_all = None
+    all_ranks, with_all = team, None
+    own = None if team.rank is None else measured.speeds[team.rank]
     if config.hosts == "auto":
         team, measured, with_all = _leave_out(world, run, team, model, config, measured, overlaps)
         model = model if team.rank is not None else None
     measured = refine(world, team, model, config.batch_size, measured)
-    if config.micro_batch is None:
-        remember(team, config, measured)
+    if config.micro_batch is None and own is not None:
+        remember(all_ranks, config, own if team.rank is None else measured.speeds[team.rank])
     return team, replace(balance(config.batch_size, measured, overlaps), with_all=with_all)
 
 
@@ -106,23 +107,28 @@ def _leave_out(
     """Who trains if a step is to be short, what was measured of them, and, if some are left
     out, the forecast with all."""
     machines = [world.machines[member.rank] for member in team.members]
-    # Checkpoints are read on rank 0's machine, and written where the first that trains is.
-    needed = None if run is None or run.is_shared() else world.machines[0]
-    kept, whole, chosen = choose_machines(
-        config.batch_size, machines, measured.speeds, _through(measured.wire, overlaps), needed
-    )
-    if len(kept) == team.size:
+    # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
+    free = (run is None or run.is_shared()) and not world.has_fixed_master()
+    choice = choose_machines(
+        config.batch_size, machines, measured.speeds, _through(measured.wire, overlaps),
+        None if free else world.machines[0],
+    )  # fmt: skip
+    if len(choice.ranks) == team.size:
         return team, measured, None
-    stay = [team.members[rank] for rank in kept]
+    stay = [team.members[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(member.host for member in stay))
-    reason = (
-        f"with all of them a step would take {whole.step_s:.3g} s, with {hosts} alone "
-        f"{chosen.step_s:.3g} s; --hosts all keeps all"
+    slower = (
+        f"with all a step would take {choice.whole.step_s:.3g} s, with {hosts} alone "
+        f"{choice.chosen.step_s:.3g} s"
     )
-    reasons = {member.rank: reason for member in team.members}
+    reasons = {
+        member.rank: ("the share would be less than a sample" if rank in choice.idle else slower)
+        + "; --hosts all keeps all"
+        for rank, member in enumerate(team.members)
+    }
     team = narrow_team(world, team, {member.rank for member in stay}, reasons)
-    speeds = tuple(measured.speeds[rank] for rank in kept)
-    return team, Measured(speeds, wire_of(world, team, model)), whole
+    speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
+    return team, Measured(speeds, wire_of(world, team, model)), choice.whole
 
 
 def balance(global_batch: int, measured: Measured, overlaps: bool) -> Planned:

@@ -191,13 +191,14 @@ class RunFolder:
     def forget_after(self, step: int, rank: int, ranks: Sequence[int]) -> None:
         """On resume: drop this rank's lines of steps that will be taken again.
 
-        Rank 0 also does it for ranks that were there before and are not among ``ranks`` now.
+        The first of ``ranks``, which train now, also does it for those that were there before.
         """
-        gone = [other for other in self._ranks() if other not in ranks] if rank == 0 else []
+        first = rank == ranks[0]
+        gone = [other for other in self._ranks() if other not in ranks] if first else []
         for mine in (rank, *gone):
             _keep_lines(self.path / f"steps.rank{mine}.jsonl", step)
             (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
-        if rank == 0:
+        if first:
             _keep_lines(self.path / "epochs.jsonl", step + 1)
 
     def read_steps(self) -> dict[int, list[JsonDict]]:

@@ -83,15 +83,28 @@ class Run:
         self._world.lifeline.tell({"kind": kind, **content})
 
     def is_shared(self) -> bool:
-        """Whether all ranks see the disk that rank 0 records on; all ranks call it."""
+        """Whether all ranks see the disk that rank 0 records on, and what it continues from; all
+        ranks call it."""
         mark = self._world.from_first(self._leave_mark)
-        seen = self._world.allgather(mark is not None and mark.exists())
+        needed = [mark or "", *self.resume_from[:1]]
+        seen = self._world.allgather(all(map(os.path.exists, needed)))
         if self._first and mark is not None:
             mark.unlink()
         return all(seen)
 
+    def check_leader(self, leader: int) -> None:
+        """Raise MotleyError unless ``leader``, a launched rank, which writes and reads checkpoints,
+        sees rank 0's disk; all ranks call it."""
+        world = self._world
+        if world.machines[leader] != world.machines[0] and not self.is_shared():
+            raise MotleyError(
+                f"{world.nodes[0].host}, where the run's records are, would not train, and not "
+                f"all hosts see its {self.folder.path.absolute()}: name it in --hosts too, or "
+                "choose a place that all share with --logs DIR"
+            )
+
     def _leave_mark(self) -> Path | None:
-        """A file of a new name beside the run's folder; None if that cannot be written to."""
+        """A new file on the disk of the run's folder; None if that cannot be written to."""
         path = self.folder.path.absolute()
         above = next(parent for parent in path.parents if parent.exists())
         try:

@@ -87,8 +87,8 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
     path, key = _place(team, config)
     if (speed := read_speed(path, key)) is not None:
         try:
-            if _times(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
-                1 / _CHANGED < _times(model, speed, speed.micro_batch) < _CHANGED
+            if _slowdown(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
+                1 / _CHANGED < _slowdown(model, speed, speed.micro_batch) < _CHANGED
             ):
                 return speed
         except torch.OutOfMemoryError:
@@ -98,8 +98,8 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
     return measure_speed(model, lambda: make_optimizer(model.net, config), config.batch_size)
 
 
-def _times(model: Classifier, speed: Speed, size: int) -> float:
-    """The seconds of a micro-batch, as a multiple of those that are remembered."""
+def _slowdown(model: Classifier, speed: Speed, size: int) -> float:
+    """How much longer a micro-batch takes than is remembered, as a ratio."""
     seconds, _ = time_micro_batch(model, size)
     return seconds / speed.micro_s(size)
 
@@ -139,10 +139,9 @@ def _with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
     return speed
 
 
-def remember(team: Team, config: Config, measured: Measured) -> None:
-    """Keep this rank's speed for the next run."""
-    if team.rank is not None:
-        write_speed(*_place(team, config), measured.speeds[team.rank])
+def remember(team: Team, config: Config, speed: Speed) -> None:
+    """Keep this rank's speed, measured beside all of ``team``, for the next run."""
+    write_speed(*_place(team, config), speed)
 
 
 def _place(team: Team, config: Config) -> tuple[Path, dict[str, Any]]:

@@ -84,6 +84,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     parts = open_parts(team, config)
     team, planned = plan_batch(world, run, team, parts, config, make_engine.overlaps)
     plan = planned.plan
+    run.check_leader(team.members[0].rank)
     job, position, notes = None, Position(), list[str]()
     if team.rank is not None and parts is not None:
         job = assemble(run, team, planned, config, make_engine, parts)
@@ -195,7 +196,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             if ended or (job.save_every and position.step % job.save_every == 0):
                 say("saving a checkpoint", PATIENCE)
                 recorder.settle()
-                keep_same(job.model, recorder, position)
+                keep_same(job, recorder, position)
                 if job.save_every:
                     save(engine, job.checkpoints, position, job.saved_config)
                 engine.clock.restart()
@@ -378,17 +379,18 @@ def advance(position: Position, samples: int, epoch_samples: int) -> Position:
     return Position(position.step + 1, position.epoch + 1, 0)
 
 
-def keep_same(model: Classifier, recorder: Recorder, position: Position) -> None:
-    """Check that all ranks hold the same parameters; if not, say so and give them rank 0's."""
-    if ranks := drifted(model.net):
+def keep_same(job: Job, recorder: Recorder, position: Position) -> None:
+    """Check that all ranks hold the same parameters; if not, say so and give them the first's."""
+    if drift := drifted(job.model.net):
+        first, ranks = job.members[0].rank, [job.members[rank].rank for rank in drift]
         recorder.note(
             "drift",
-            f"the parameters of rank {', '.join(map(str, ranks))} differ from rank 0's; all take "
-            "rank 0's now",
+            f"the parameters of rank {', '.join(map(str, ranks))} differ from rank {first}'s; all "
+            f"take rank {first}'s now",
             step=position.step,
             ranks=ranks,
         )
-        same_again(model.net)
+        same_again(job.model.net)
 
 
 def evaluate(world: World, job: Job, step: int, epoch: int) -> EpochRecord:

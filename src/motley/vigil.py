@@ -110,7 +110,7 @@ class Vigil:
             peers: all ranks but 0.
         """
         now = self._awake.seconds
-        peers = sorted((peer for peer in peers if not peer.done), key=lambda peer: peer.rank)
+        peers = sorted(peers, key=lambda peer: peer.rank)  # who is done still beats
         if not any(now - peer.heard > limit for peer in peers):
             return None
         # Those of one switch fall silent together, and no two beats at the same instant.
