@@ -199,7 +199,7 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
 def test_who_is_left_out_makes_no_step_longer(case: tuple) -> None:
     team, machines, n, latency_s, transfer_s, must = case
     needed = machines[0] if must else None
-    choice = choose_machines(n, machines, team, Wire(latency_s, transfer_s), needed)
+    choice = choose_machines(n, machines, team, Wire(latency_s, transfer_s), needed=needed)
     kept = choice.ranks
     assert list(kept) == sorted(set(kept)) and kept and not choice.idle & set(kept)
     # A forecast takes fewer buckets for 1 % of a step.

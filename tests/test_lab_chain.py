@@ -91,7 +91,12 @@ def test_the_plain_line_trains_over_five_hosts_as_on_one(
     door, _ = told
     script = f"./entry_cn.sh {engine}/train_vit.py --precision fp32 --max-steps 5"
     at(door, HEAD, f"mpirun -np 5 {HOSTS} {script} --hosts all --run {engine}-five")
-    assert run_json(door, f"{engine}-five")["status"] == "finished"
+    run = run_json(door, f"{engine}-five")
+    assert run["status"] == "finished"
+    rates = {(flow["from"], flow["to"]): flow["bytes_per_s"] * 8e-6 for flow in run["links"]}
+    assert len(rates) == 20
+    for pair, mbit in rates.items():
+        assert mbit == pytest.approx(20 if NAMES[3] in pair else 200, rel=0.2), pair
     assert len(alone) == 5
     for rank in range(5):
         assert losses(door, f"{engine}-five", rank) == pytest.approx(alone, rel=2e-6)

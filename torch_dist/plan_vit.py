@@ -15,6 +15,7 @@ from motley import launch
 from motley.data import prepare
 from motley.errors import MotleyError
 from motley.forecast import what_if
+from motley.links import Links
 from motley.model import model_name
 from motley.options import Config, read_config, training_parser
 from motley.planning import Planned, open_parts, plan_batch
@@ -55,6 +56,8 @@ def show(team: Team, planned: Planned) -> None:
     out.print(table)
     for line in team.who_is_left_out():
         out.print(line)
+    if planned.links is not None:
+        show_links(planned.links)
     out.print(f"\n{predicted.sentence()}\n")
     if min(plan.counts) < 10 and len(plan.counts) > 1:
         out.print(
@@ -75,6 +78,23 @@ def show(team: Team, planned: Planned) -> None:
             label, f"{forecast.step_s:.3g}", f"{forecast.images_per_s:,.0f}", f"{times:.2f}"
         )
     out.print(others)
+
+
+def show_links(links: Links) -> None:
+    """One row a host."""
+    table = Table("host", box=None, pad_edge=False)
+    for name in ("sends, MB/s", "receives, MB/s", "latency, ms"):
+        table.add_column(name, justify="right")
+    for machine, host in links.hosts.items():
+        latencies = [flow.latency_s for pair, flow in links.flows.items() if machine in pair]
+        table.add_row(
+            host, f"{links.sends(machine) / 1e6:,.4g}", f"{links.receives(machine) / 1e6:,.4g}",
+            f"{min(latencies) * 1e3:.2g}",
+        )  # fmt: skip
+    console().print("")
+    console().print(table)
+    for line in links.remarks():
+        console().print(line)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,17 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from motley.balance import Speed, limit_s, split
+from motley.links import Links
 
 _WORTH = 0.01  # of a step, that more buckets must save
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
 _MOST = 32
 _WORTH_LEAVING = 0.03  # of a step, that hosts must save by their absence
+_FEW_MACHINES = 6  # have 62 subsets
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Wire:
         transfer_s: of the whole gradient, besides.
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
+        size: of the gradient, bytes.
     """
 
     latency_s: float
     transfer_s: float
     on_gpu: bool = False
     overlaps: bool = True
+    size: float = 0.0
 
     def seconds(self, buckets: int = 1) -> float:
         """The whole gradient, in so many buckets one after the other."""
@@ -45,16 +50,25 @@ class Wire:
         hidden = backward_s * (1 - 1 / buckets)
         return max(self.latency_s + self.transfer_s / buckets, self.seconds(buckets) - hidden)
 
-    def without(self, ranks: int, left: int) -> "Wire":
-        """The same with fewer ranks: a ring of n takes 2 (n - 1) / n of the gradient over each
-        link."""
-        if left == 1:
+    def among(self, machines: Sequence[int], ranks: Sequence[int], links: Links | None) -> "Wire":
+        """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
+        over each link. What the slowest link does not account for, such as the processors' own
+        work, shrinks with n alone.
+
+        Args:
+            machines: of all ranks. ranks: those left.
+            links: of the machines; None: all alike.
+        """
+        if len(ranks) == 1:
             return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0)
-        if left == ranks:
-            return self
-        return dataclasses.replace(
-            self, transfer_s=self.transfer_s * (1 - 1 / left) / (1 - 1 / ranks)
-        )
+        share = (1 - 1 / len(ranks)) / (1 - 1 / len(machines))
+        before = after = 0.0
+        if links is not None:
+            before = min(links.ring_s(self.size, len(machines)), self.transfer_s)
+            left = {machines[rank] for rank in ranks}
+            after = min(links.ring_s(self.size, len(ranks), left), before)
+        transfer_s = after + (self.transfer_s - before) * share
+        return dataclasses.replace(self, transfer_s=transfer_s)
 
 
 @dataclass(frozen=True)
@@ -161,13 +175,16 @@ def choose_machines(
     machines: Sequence[int],
     speeds: Sequence[Speed],
     wire: Wire,
+    links: Links | None = None,
     needed: int | None = None,
 ) -> Choice:
-    """All ranks that get a sample, or those of the fastest machines alone, for the number of them
-    with the shortest step, if that is shorter than with all by more than clocks err.
+    """All ranks that get a sample, or those of some machines alone with which a step is shortest,
+    if that is shorter than with all by more than clocks err.
+
+    Tries every subset of a few machines; of many, those of the fastest and of the best links.
 
     Args:
-        machines: which machine each rank is on.
+        machines: which machine each rank is on. links: of them, if measured.
         needed: a machine that has to stay.
     """
     everyone = tuple(range(len(speeds)))
@@ -179,7 +196,7 @@ def choose_machines(
             counts = split(global_batch, few)
             able = [r for r, n in zip(ranks, counts, strict=True) if n or machines[r] == needed]
             if len(able) == len(ranks):
-                less = wire.without(len(speeds), len(ranks))
+                less = wire.among(machines, ranks, links)
                 idle = frozenset(some) - set(ranks)
                 return Choice(tuple(ranks), idle, whole, forecast(counts, few, less))
             ranks = able
@@ -187,15 +204,26 @@ def choose_machines(
     rates: dict[int, float] = {}
     for machine, speed in zip(machines, speeds, strict=True):
         rates[machine] = rates.get(machine, 0.0) + speed.rate
-    order = sorted(rates, key=lambda machine: (machine != needed, -rates[machine]))
     whole = forecast(split(global_batch, speeds), speeds, wire)
     most = choice(everyone)
     fewer = [
-        choice([rank for rank in everyone if machines[rank] in order[:count]])
-        for count in range(1, len(order))
-    ]
+        choice([rank for rank in everyone if machines[rank] in some])
+        for some in _subsets(rates, links) if needed is None or needed in some
+    ]  # fmt: skip
     best = min([most, *fewer], key=lambda found: found.chosen.step_s)
     return best if best.chosen.step_s < (1 - _WORTH_LEAVING) * most.chosen.step_s else most
+
+
+def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:
+    """Machines that might do better without the others; never all of them."""
+    if len(rates) <= _FEW_MACHINES:
+        sizes = range(1, len(rates))
+        return [frozenset(some) for size in sizes for some in combinations(rates, size)]
+    orders = [sorted(rates, key=lambda machine: -rates[machine])]
+    if links is not None:
+        orders.append(sorted(rates, key=links.carries, reverse=True))
+    counts = {2**power for power in range(len(rates).bit_length())} | {len(rates) - 1}
+    return [frozenset(order[:count]) for order in orders for count in counts if count < len(rates)]
 
 
 def what_if(
@@ -208,7 +236,7 @@ def what_if(
     """
     ranks = range(len(speeds))
     best = min(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
-    alone = wire.without(len(speeds), 1)
+    alone = wire.among(ranks, [best], None)
     rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], alone)}
     if len(speeds) == 1:
         return rows
@@ -218,7 +246,7 @@ def what_if(
     for count in range(2, len(speeds)):
         few = [speeds[rank] for rank in sorted(fast[:count])]
         rows[f"the fastest {count}"] = forecast(
-            split(global_batch, few), few, wire.without(len(speeds), count)
+            split(global_batch, few), few, wire.among(ranks, fast[:count], None)
         )
     twice = 2 * global_batch
     rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire)

@@ -245,7 +245,7 @@ def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
     dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
     small_s, whole_s = spent.tolist()
     on_gpu = dist.get_backend() == "nccl"
-    return Wire(small_s / len(sizes), max(0.0, whole_s - small_s), on_gpu)
+    return Wire(small_s / len(sizes), max(0.0, whole_s - small_s), on_gpu, size=4.0 * total)
 
 
 def _all_reduce_s(piece: torch.Tensor, sizes: Sequence[int]) -> float:

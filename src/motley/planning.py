@@ -7,6 +7,7 @@ from motley.balance import Speed, split
 from motley.data import Images, load_images
 from motley.forecast import Forecast, Wire, choose_machines, forecast
 from motley.launch import World
+from motley.links import Links
 from motley.model import Classifier, build_model, image_size, set_matmul_precision
 from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
@@ -43,6 +44,7 @@ class Planned:
         forecast, wire: None for a plan made by hand; no wire for that of a continued run.
         overlaps: the engine that it was made for does; see motley.engine.
         with_all: the forecast with all ranks, if the plan leaves some out.
+        links: between the machines, those left out included; None where not measured.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Planned:
     wire: Wire | None = None
     overlaps: bool = True
     with_all: Forecast | None = None
+    links: Links | None = None
 
 
 def plan_batch(
@@ -111,7 +114,7 @@ def _leave_out(
     free = (run is None or run.is_shared()) and not world.has_fixed_master()
     choice = choose_machines(
         config.batch_size, machines, measured.speeds, _through(measured.wire, overlaps),
-        None if free else world.machines[0],
+        measured.links, None if free else world.machines[0],
     )  # fmt: skip
     if len(choice.ranks) == team.size:
         return team, measured, None
@@ -121,14 +124,17 @@ def _leave_out(
         f"with all a step would take {choice.whole.step_s:.3g} s, with {hosts} alone "
         f"{choice.chosen.step_s:.3g} s"
     )
-    reasons = {
-        member.rank: ("the share would be less than a sample" if rank in choice.idle else slower)
-        + "; --hosts all keeps all"
-        for rank, member in enumerate(team.members)
-    }
+
+    def reason(rank: int) -> str:
+        link = measured.links.remark(machines[rank]) if measured.links else ""
+        why = "the share would be less than a sample" if rank in choice.idle else slower
+        return f"{link}{': ' if link else ''}{why}; --hosts all keeps all"
+
+    reasons = {member.rank: reason(rank) for rank, member in enumerate(team.members)}
     team = narrow_team(world, team, {member.rank for member in stay}, reasons)
     speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
-    return team, Measured(speeds, wire_of(world, team, model)), choice.whole
+    wire = wire_of(world, team, model)
+    return team, Measured(speeds, wire, measured.links), choice.whole
 
 
 def balance(global_batch: int, measured: Measured, overlaps: bool) -> Planned:
@@ -142,7 +148,7 @@ def balance(global_batch: int, measured: Measured, overlaps: bool) -> Planned:
     predicted = forecast(counts, speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, predicted.buckets)
-    return Planned(plan, speeds, predicted, wire, overlaps)
+    return Planned(plan, speeds, predicted, wire, overlaps, links=measured.links)
 
 
 def _through(wire: Wire, overlaps: bool) -> Wire:

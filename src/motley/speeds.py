@@ -15,12 +15,14 @@ from motley.balance import Speed, split
 from motley.engine import make_optimizer
 from motley.forecast import Wire
 from motley.launch import World, cache_folder
+from motley.links import Links
 from motley.measure import measure_speed, measure_wire, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.plan import cut
 from motley.runs import versions
 from motley.team import Team
+from motley.traffic import measure_links
 
 _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
@@ -33,10 +35,12 @@ class Measured:
 
     Attributes:
         speeds: by rank in the group.
+        links: between machines; None where there is one alone.
     """
 
     speeds: tuple[Speed, ...]
     wire: Wire
+    links: Links | None = None
 
 
 def measure_team(world: World, team: Team, model: Classifier | None, config: Config) -> Measured:
@@ -45,7 +49,8 @@ def measure_team(world: World, team: Team, model: Classifier | None, config: Con
     if model is not None and team.rank is not None:
         own = _speed_of(team, model, config)
     found = [each for each in world.allgather(own) if each is not None]
-    return Measured(_alike(team, found), wire_of(world, team, model))
+    links = measure_links(world) if len(set(world.machines)) > 1 else None
+    return Measured(_alike(team, found), wire_of(world, team, model), links)
 
 
 def wire_of(world: World, team: Team, model: Classifier | None) -> Wire:

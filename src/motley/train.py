@@ -21,7 +21,6 @@ from motley.checkpoint import Checkpoints
 from motley.data import prepare
 from motley.engine import Engine, EngineMaker, Seating, StepResult, everyone, exchange
 from motley.errors import MotleyError
-from motley.forecast import Forecast
 from motley.launch import World
 from motley.memory import release
 from motley.model import Classifier, image_size, model_name
@@ -91,7 +90,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         plan = job.plan
         position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
     run.start(records_of(config, team, plan, planned))
-    announce(world, run, team, plan, planned.forecast, config)
+    announce(world, run, team, planned, plan, config)
     if job is None:
         parts = None  # its memory is of use to others
         release()
@@ -233,16 +232,18 @@ def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
+        "links": planned.links and planned.links.as_json(),
         "backend": team.backend,
     }
 
 
 def announce(
-    world: World, run: Run, team: Team, plan: Plan, predicted: Forecast | None, config: Config
+    world: World, run: Run, team: Team, planned: Planned, plan: Plan, config: Config
 ) -> None:
     """Say on rank 0 who trains what and how."""
     if world.rank != 0:
         return
+    predicted = planned.forecast
     for entry in team.left_out:
         run.event("left_out", **dataclasses.asdict(entry))
     print(f"{config.model} at {image_size(config)} pixels on {config.dataset}")
@@ -255,6 +256,8 @@ def announce(
             + (f", {predicted.compute_s[member.group_rank]:.3g} s" if predicted else "")
         )
     for line in team.who_is_left_out():
+        print(f"  {line}")
+    for line in planned.links.remarks() if planned.links else ():
         print(f"  {line}")
     counts = " + ".join(map(str, plan.counts))
     print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}")
