@@ -97,8 +97,8 @@ def test_the_plain_line_trains_over_five_hosts_as_on_one(
     rates: dict[bool, list[float]] = {True: [], False: []}  # Mbit/s, by whether the slow one is in
     for flow in run["links"]:
         rates[NAMES[3] in (flow["from"], flow["to"])].append(flow["bytes_per_s"] * 8e-6)
-    assert len(rates[True]) == 8 and median(rates[True]) == pytest.approx(20, rel=0.2)
-    assert len(rates[False]) == 12 and median(rates[False]) == pytest.approx(200, rel=0.2)
+    assert len(rates[True]) == 8 and 10 < median(rates[True]) < 22
+    assert len(rates[False]) == 12 and 100 < median(rates[False]) < 220
     assert len(alone) == 5
     for rank in range(5):
         assert losses(door, f"{engine}-five", rank) == pytest.approx(alone, rel=2e-6)
