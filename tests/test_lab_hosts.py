@@ -72,6 +72,9 @@ else:
 """
 
 
+TRIES = 15  # of 2 s each; one does on a machine that is left alone
+
+
 @pytest.mark.parametrize(
     ("sender", "receiver", "mbit"),
     [
@@ -90,9 +93,14 @@ def test_links_have_the_rate_of_the_profile(
         tesla.on(sender, python, "-c", RATE, receiver)
         return float(job.communicate(timeout=10)[0])
 
-    # Nothing makes a link faster. Headers take 4 %, and what is not sent while another machine
-    # has the processors is lost but for a burst of 32 kb (seen: 153 of 200 for a minute).
-    assert 0.5 * mbit < max(measure() for _ in range(3)) < 1.1 * mbit
+    # Nothing makes a link faster, but whatever else this machine does makes it slower: so it is
+    # measured until once it has its rate, and never above that.
+    best = 0.0
+    for _ in range(TRIES):
+        best = max(best, measure())
+        if best > 0.9 * mbit:
+            break
+    assert 0.9 * mbit < best < 1.1 * mbit
 
 
 BURN = """
