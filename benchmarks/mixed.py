@@ -9,33 +9,32 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from result import ROOT
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "torch_dist"))
 
-from ddp_engine import DdpEngine  # noqa: E402
+from ddp_engine import DdpEngine
 
-from motley import launch  # noqa: E402
-from motley.balance import Speed  # noqa: E402
-from motley.clock import Laps  # noqa: E402
-from motley.data import load_images  # noqa: E402
-from motley.engine import EngineMaker, Seating, make_optimizer  # noqa: E402
-from motley.measure import measure_speed, measure_wire  # noqa: E402
-from motley.model import Classifier, image_size, model_name, set_matmul_precision  # noqa: E402
-from motley.options import Config, read_config, training_parser  # noqa: E402
-from motley.planning import balance  # noqa: E402
-from motley.precision import parse_loss_scale  # noqa: E402
-from motley.sampler import Batch  # noqa: E402
-from motley.speeds import Measured, refine  # noqa: E402
-from motley.team import Team  # noqa: E402
+from motley import launch
+from motley.balance import Speed
+from motley.clock import Laps
+from motley.data import load_images
+from motley.engine import EngineMaker, Seating, make_optimizer
+from motley.measure import measure_speed, measure_wire
+from motley.model import Classifier, image_size, model_name, set_matmul_precision
+from motley.options import Config, read_config, training_parser
+from motley.planning import balance
+from motley.precision import parse_loss_scale
+from motley.sampler import Batch
+from motley.speeds import Measured, refine
+from motley.team import Team
 
 
 class Bench(ABC):

@@ -220,8 +220,7 @@ class ZeroEngine(EngineBase):
     def _make_slots(self) -> None:
         """Take a step with a gradient of zeros: partitions get their slots only by stepping."""
         self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
-        if self._stage < 2:
-            self._engine.allreduce_gradients()
+        self._send()
         self._engine.step()
 
 

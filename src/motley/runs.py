@@ -85,6 +85,8 @@ class Run:
     def is_shared(self) -> bool:
         """Whether all ranks see the disk that rank 0 records on, and what it continues from; all
         ranks call it."""
+        if len(set(self._world.machines)) == 1:
+            return True
         mark = self._world.from_first(self._leave_mark)
         needed = [mark or "", *self.resume_from[:1]]
         seen = self._world.allgather(all(map(os.path.exists, needed)))
