@@ -86,7 +86,8 @@ class ZeroEngine(EngineBase):
         self._engine.enable_backward_allreduce = self._stage >= 2
         if self._stage == 0:
             self.optimizer.register_step_pre_hook(self._agree)
-        self._agreed: tuple[bool, float | None] = (False, None)
+        self._told: list[Tensor | float] = []  # what each rank tells the others in a step
+        self._heard = Tensor()
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         if self._stage >= 2 and not len(batch.labels):
@@ -138,20 +139,23 @@ class ZeroEngine(EngineBase):
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
+        self._told = [loss_sum, ready_s, float(bool(self._short))]
         self._engine.step()
         if self._stage == 0:
-            overflow, norm = self._agreed
+            rows = self._heard.tolist()
+            overflow = not all(math.isfinite(row[3]) for row in rows)
+            norm = rows[0][3] / scale
         else:
             overflow = bool(self._engine.optimizer.overflow)
-            norm = None if overflow else float(self._engine.get_global_grad_norm())
-        rows = exchange([loss_sum, ready_s, float(bool(self._short))])
+            norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
+            rows = exchange(self._told)
         short = self._tell_short([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)
         self.clock.lap("opt")
         return StepResult(
             loss_sum=math.fsum(row[0] for row in rows),
-            grad_norm=norm,
+            grad_norm=None if overflow else norm,
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[1] for row in rows),
@@ -160,15 +164,14 @@ class ZeroEngine(EngineBase):
 
     def _agree(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before the optimizer steps at stage 0: overflow, unscale, clip, alike on all ranks."""
-        norms = gather([gradient_norm(self._parameters)])[:, 0]
-        overflow = not bool(norms.isfinite().all())
-        if overflow:
-            for parameter in self._parameters:
-                parameter.grad = None  # an optimizer leaves such parameters alone
-        else:
+        self._heard = gather([*self._told, gradient_norm(self._parameters)]).cpu()
+        norms = self._heard[:, 3]
+        if norms.isfinite().all():
             clip = self._seating.config.clip_grad
             unscale_and_clip(self._parameters, norms[0], self.scale.value, clip)
-        self._agreed = (overflow, None if overflow else float(norms[0]) / self.scale.value)
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None  # an optimizer leaves such parameters alone
 
     def state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine. Stages 1 and 2 put their partitions together."""

@@ -35,7 +35,7 @@ def release() -> None:
 
 def shortage(error: BaseException, device: torch.device) -> str:
     """What the allocator said and who holds the memory now, one line."""
-    said = (" ".join(str(error).split()) or type(error).__name__)[:300]
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
         return f"{said}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
