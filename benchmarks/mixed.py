@@ -35,6 +35,7 @@ from motley.precision import parse_loss_scale
 from motley.sampler import Batch
 from motley.speeds import Measured, refine
 from motley.team import Team
+from motley.wire import EXACT
 
 
 class Bench(ABC):
@@ -108,10 +109,9 @@ class Bench(ABC):
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()))
-        measured = Measured(tuple(speeds), wire)
-        planned = balance(
-            n, refine(self.world, self.team, model, n, measured), make_engine.overlaps
-        )
+        wire = replace(wire, overlaps=make_engine.sending.overlaps)
+        measured = Measured(tuple(speeds), {EXACT: wire})
+        planned = balance(n, refine(self.world, self.team, model, n, measured))
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None

@@ -22,6 +22,9 @@ _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gra
 # no more than the model has.
 _BUCKETS, _BUCKET = ("reduce_bucket_size", "allgather_bucket_size"), 50_000_000
 
+# What travels, in DeepSpeed's words for our --wire.
+_WIRE, _WIRES = "communication_data_type", {"exact": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
 # What the file may say besides; from DeepSpeed's page on its configuration.
 _ALLOWED = (
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
@@ -96,6 +99,12 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
                 '"auto", or change --batch-size, --micro-batch or --clip-grad'
             )
         content[key] = value
+    wire = str(seating.plan.wire)
+    if content.setdefault(_WIRE, _WIRES[wire]) not in ("auto", _WIRES[wire]):
+        raise MotleyError(
+            f"{path}: {_WIRE} is {content[_WIRE]}, but --wire is {wire}; leave out one of them"
+        )
+    content[_WIRE] = _WIRES[wire]
     if zero.get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see zero_engine.py
     content.setdefault("steps_per_print", 10**9)

@@ -44,6 +44,7 @@ from motley.errors import MotleyError
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
 from motley.sampler import Batch
+from motley.wire import SIXTEEN, Sending
 
 
 class ZeroEngine(EngineBase):
@@ -57,7 +58,7 @@ class ZeroEngine(EngineBase):
     themselves on their partitions; they are told the scale before each backward pass.
     """
 
-    overlaps = False
+    sending = Sending(overlaps=False, kinds=("exact", *SIXTEEN))
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from motley.balance import Speed, limit_s, split
 from motley.errors import MotleyError
-from motley.forecast import Forecast, Wire, choose_machines, forecast, what_if
+from motley.forecast import Forecast, choose_machines, forecast, what_if
 from motley.plan import cut
+from motley.wire import Wire
 
 CLOSE = 1 + 1e-9
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
     "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "rebalance",
-    "plan", "precision", "records", "gpu_records", "gpu_log", "processes", "leftovers",
+    "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes", "leftovers",
     "at_once", "login", "shell", "remote",
 }  # fmt: skip
 LAUNCH = {"faults", "vigil", "escort", "lifeline", "launch", "traffic"}

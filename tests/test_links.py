@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from motley import traffic
 from motley.balance import Speed
-from motley.forecast import Wire, choose_machines
+from motley.forecast import choose_machines
 from motley.links import Flow, Links, rounds
+from motley.wire import Wire
 
 WORD = b"0123456789abcdef"
 

@@ -8,12 +8,15 @@ pytestmark = pytest.mark.mpi
 # Where a run is started and where it goes on after 14 of 24 steps.
 STARTS = {
     "DDP": (3, DDP),
+    "PowerSGD": (3, DDP, "--wire", "powersgd:2", "--shares", "3,2,1"),
     "ZeRO 1": (3, ZERO, "--stage", 1),
     "ZeRO 2": (2, ZERO, "--stage", 2),
 }
 WAYS = [
     ("ZeRO 1", (3, ZERO, "--stage", 1), 0.0),  # the same ranks: bit for bit
     ("ZeRO 2", (2, ZERO, "--stage", 2), 0.0),
+    ("PowerSGD", (3, DDP, "--wire", "powersgd:2", "--shares", "3,2,1"), 0.0),
+    ("PowerSGD", (2, DDP, "--wire", "powersgd:2", "--shares", "2,1"), 0.05),
     ("ZeRO 1", (2, DDP), 2e-6),
     ("DDP", (2, ZERO, "--stage", 2), 2e-6),
 ]
@@ -38,3 +41,5 @@ def test_a_resumed_run_continues_the_same_losses(
     expected = Trained(unbroken, resumed.done).losses[14:]
     assert len(resumed.losses) == 10
     assert resumed.losses == pytest.approx(expected, rel=tolerance, abs=0.0)
+    forgets = [event for event in resumed.events if "empty error memory" in str(event)]
+    assert bool(forgets) == (start == "PowerSGD" and tolerance > 0)

@@ -9,8 +9,8 @@ import torch
 
 from motley import speeds
 from motley.balance import Speed, split
-from motley.forecast import Wire
 from motley.speeds import Measured, refine
+from motley.wire import EXACT, Wire
 
 
 @dataclass
@@ -40,7 +40,7 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     members = [SimpleNamespace(uuid="a"), SimpleNamespace(uuid="b")]
     team: Any = SimpleNamespace(rank=1, members=members)
     world: Any = Alone(fast)
-    before = Measured((fast, slow), Wire(0.0, 0.002, on_gpu=True))
+    before = Measured((fast, slow), {EXACT: Wire(0.0, 0.002, on_gpu=True)})
     assert split(512, before.speeds)[1] == 62  # as a straight line has it
     after = refine(world, team, torch.nn.Linear(1, 1), 512, before)  # type: ignore[arg-type]
     counts = split(512, after.speeds)

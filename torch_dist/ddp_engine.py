@@ -28,6 +28,8 @@ from motley.errors import MotleyError
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
 from motley.sampler import Batch
+from motley.senders import Bucket, Sender, make_sender
+from motley.wire import Sending
 
 
 class DdpEngine(EngineBase):
@@ -38,7 +40,7 @@ class DdpEngine(EngineBase):
     DDP's own average over ranks, which is wrong for unequal shares, is not used.
     """
 
-    overlaps = True
+    sending = Sending()
     loss_weight = 1
     equal_micro_steps = False
 
@@ -50,6 +52,8 @@ class DdpEngine(EngineBase):
         self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
         self._overlap = seating.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
+        self._sender = make_sender(seating.plan.wire, seating.device)
+        self._keeps = f"wire.{seating.plan.wire}.{seating.plan.buckets}."  # between steps
         self._wrap()
 
     def _wrap(self) -> None:
@@ -62,19 +66,19 @@ class DdpEngine(EngineBase):
         )
         # Each rank has them alike, and after a pass that broke off not all would send them.
         self._ddp.broadcast_buffers = False
-        self._buckets: dict[int, Tensor] = {}
+        self._buckets: dict[int, Bucket] = {}
         self._sent = 0  # buckets, in a step
         self._broken_off = False  # a backward pass in which DDP sends; DDP takes no other then
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
 
     def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if bucket.is_last():
+        own = Bucket(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
+        if own.final:
             self.clock.lap("compute", ready=True)
-        self._buckets[bucket.index()] = bucket.buffer()
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        self._buckets[own.place] = own
         self._sent += 1
-        return work.get_future().then(lambda future: future.value()[0])
+        return self._sender.send(own)
 
     def _fix_buckets(self) -> None:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
@@ -83,10 +87,11 @@ class DdpEngine(EngineBase):
         with warnings.catch_warnings():
             # The first gradients are not views of the buckets yet, and DDP says so.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+            sender, self._sender = self._sender, Sender()  # what is sent here is no gradient
             for _ in range(2):
                 self._buckets.clear()
                 self._ddp(self._model.blank_images(1)).sum().backward()
-        self._sent = 0
+        self._sender, self._sent = sender, 0
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
@@ -109,8 +114,8 @@ class DdpEngine(EngineBase):
     def _send(self) -> None:
         # Gradients are views of these, and DDP's own hook would sum the very same.
         buckets = [self._buckets[index] for index in range(self._sent, len(self._buckets))]
-        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
-            work.wait()
+        for future in [self._sender.send(bucket) for bucket in buckets]:
+            future.wait()
         self._sent = 0
         self.clock.lap("sync")
 
@@ -144,6 +149,7 @@ class DdpEngine(EngineBase):
             self.scale.update(overflow)
         elif any(row[4] for row in rows):
             self._wrap_anew()
+        self._sender.settle(not overflow and not short, self.scale.value / scale)
         self.clock.lap("opt")
         return StepResult(
             loss_sum=math.fsum(row[0] for row in rows),
@@ -173,6 +179,27 @@ class DdpEngine(EngineBase):
             return {}
         net = self._model.net
         return model_state(net) | optimizer_state(net, self.optimizer)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine."""
+        kept = self._sender.state().items()
+        return super().own_state() | {self._keeps + name: value for name, value in kept}
+
+    def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
+        """See motley.engine.Engine."""
+        notes = super().load_own_state(state)
+        kept = {
+            name.removeprefix(self._keeps): value
+            for name, value in state.items() if name.startswith(self._keeps)
+        }  # fmt: skip
+        if kept:
+            self._sender.load_state(kept)
+        elif self._sender.state():
+            notes.append(
+                f"--wire {self._seating.plan.wire} begins with an empty error memory: the "
+                "checkpoint is of other ranks, another --wire or other buckets"
+            )
+        return notes
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See motley.engine.Engine."""

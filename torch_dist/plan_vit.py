@@ -59,6 +59,8 @@ def show(team: Team, planned: Planned) -> None:
     if planned.links is not None:
         show_links(planned.links)
     out.print(f"\n{predicted.sentence()}\n")
+    for line in planned.advice:
+        out.print(f"{line}\n")
     if min(plan.counts) < 10 and len(plan.counts) > 1:
         out.print(
             f"the smallest share is {min(plan.counts)} samples, so rounding to whole samples "
@@ -68,9 +70,7 @@ def show(team: Team, planned: Planned) -> None:
     for name in ("s a step", "images/s", "as planned is 1"):
         others.add_column(name, justify="right")
     names = [f"rank {member.rank} on {member.host}" for member in team.members]
-    rows = {"as planned": predicted}
-    if planned.with_all is not None:
-        rows["--hosts all"] = planned.with_all
+    rows = {f"as planned, --wire {plan.wire}": predicted, **planned.others}
     rows |= what_if(plan.global_batch, names, planned.speeds, planned.wire)
     for label, forecast in rows.items():
         times = forecast.images_per_s / predicted.images_per_s

@@ -24,6 +24,7 @@ from motley.options import Config
 from motley.plan import Plan
 from motley.precision import LossScale
 from motley.sampler import Batch
+from motley.wire import Sending
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
     Attributes:
-        overlaps: it can send gradients while the backward pass still runs.
+        sending: how it can send gradients.
         loss_weight: on each loss, besides the scale and 1/N: what undoes its own average.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
             and compute cannot be told from communication.
@@ -61,7 +62,7 @@ class Engine(Protocol):
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
     """
 
-    overlaps: bool
+    sending: Sending
     loss_weight: int
     equal_micro_steps: bool
     clock: Clock
@@ -102,8 +103,15 @@ class Engine(Protocol):
     def own_state(self) -> dict[str, Tensor]:
         """What this rank alone holds (random numbers, error feedback), on the CPU."""
 
-    def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`own_state` of the same rank of as many ranks."""
+    def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
+        """Continue from :meth:`own_state` of the same rank of as many ranks.
+
+        Args:
+            state: empty where there were more ranks, or fewer.
+
+        Returns:
+            What could not be continued, for the user.
+        """
 
     def reconfigure(self, plan: Plan) -> None:
         """Take a new plan at a step boundary."""
@@ -132,7 +140,7 @@ class Seating:
 class EngineMaker(Protocol):
     """An engine's class: it makes one, and says beforehand what it can."""
 
-    overlaps: bool
+    sending: Sending
 
     def __call__(self, model: Classifier, seating: Seating) -> Engine:
         """Set an engine on a model."""
@@ -219,9 +227,11 @@ class EngineBase:
         """See :class:`Engine`."""
         return random_state(self._seating.device)
 
-    def load_own_state(self, state: dict[str, Tensor]) -> None:
+    def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """See :class:`Engine`."""
-        load_random_state(state, self._seating.device)
+        if state:
+            load_random_state(state, self._seating.device)
+        return []
 
     def reconfigure(self, plan: Plan) -> None:
         """See :class:`Engine`. Each micro-step is told all that it needs of the plan."""

@@ -9,66 +9,14 @@ from typing import Any
 
 from motley.balance import Speed, limit_s, split
 from motley.links import Links
+from motley.wire import Wire, WireMode
 
 _WORTH = 0.01  # of a step, that more buckets must save
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
 _MOST = 32
-_WORTH_LEAVING = 0.03  # of a step, that hosts must save by their absence
+WORTH_IT = 0.03  # of a step, that hosts must save by their absence, or a wire that rounds
+_WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _FEW_MACHINES = 6  # have 62 subsets
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How long all ranks take to add up their gradients, as measured.
-
-    Attributes:
-        latency_s: of next to nothing: what each bucket costs, whatever its size.
-        transfer_s: of the whole gradient, besides.
-        on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
-        overlaps: a backward pass can hide it; not where it needs the very cores that compute.
-        size: of the gradient, bytes.
-    """
-
-    latency_s: float
-    transfer_s: float
-    on_gpu: bool = False
-    overlaps: bool = True
-    size: float = 0.0
-
-    def seconds(self, buckets: int = 1) -> float:
-        """The whole gradient, in so many buckets one after the other."""
-        return buckets * self.latency_s + self.transfer_s
-
-    def exposed(self, buckets: int, backward_s: float) -> float:
-        """What a backward pass cannot hide.
-
-        A bucket is ready when its part of the backward pass is done: so the first may travel
-        only then, and the last when the whole pass is.
-        """
-        if buckets == 1 or not self.overlaps:
-            return self.seconds(buckets)
-        hidden = backward_s * (1 - 1 / buckets)
-        return max(self.latency_s + self.transfer_s / buckets, self.seconds(buckets) - hidden)
-
-    def among(self, machines: Sequence[int], ranks: Sequence[int], links: Links | None) -> "Wire":
-        """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
-        over each link. What the slowest link does not account for, such as the processors' own
-        work, shrinks with n alone.
-
-        Args:
-            machines: of all ranks. ranks: those left.
-            links: of the machines; None: all alike.
-        """
-        if len(ranks) == 1:
-            return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0)
-        share = (1 - 1 / len(ranks)) / (1 - 1 / len(machines))
-        before = after = 0.0
-        if links is not None:
-            before = min(links.ring_s(self.size, len(machines)), self.transfer_s)
-            left = {machines[rank] for rank in ranks}
-            after = min(links.ring_s(self.size, len(ranks), left), before)
-        transfer_s = after + (self.transfer_s - before) * share
-        return dataclasses.replace(self, transfer_s=transfer_s)
 
 
 @dataclass(frozen=True)
@@ -177,6 +125,7 @@ def choose_machines(
     wire: Wire,
     links: Links | None = None,
     needed: int | None = None,
+    fixed: bool = False,
 ) -> Choice:
     """All ranks that get a sample, or those of some machines alone with which a step is shortest,
     if that is shorter than with all by more than clocks err.
@@ -185,7 +134,7 @@ def choose_machines(
 
     Args:
         machines: which machine each rank is on. links: of them, if measured.
-        needed: a machine that has to stay.
+        needed: a machine that has to stay. fixed: all have.
     """
     everyone = tuple(range(len(speeds)))
 
@@ -205,13 +154,43 @@ def choose_machines(
     for machine, speed in zip(machines, speeds, strict=True):
         rates[machine] = rates.get(machine, 0.0) + speed.rate
     whole = forecast(split(global_batch, speeds), speeds, wire)
+    if fixed:
+        return Choice(everyone, frozenset(), whole, whole)
     most = choice(everyone)
     fewer = [
         choice([rank for rank in everyone if machines[rank] in some])
         for some in _subsets(rates, links) if needed is None or needed in some
     ]  # fmt: skip
     best = min([most, *fewer], key=lambda found: found.chosen.step_s)
-    return best if best.chosen.step_s < (1 - _WORTH_LEAVING) * most.chosen.step_s else most
+    return best if best.chosen.step_s < (1 - WORTH_IT) * most.chosen.step_s else most
+
+
+def better_modes(
+    options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
+) -> tuple[str, ...]:
+    """What a user may ask for that would be faster than ``mode``: the fastest that only rounds,
+    and the fastest of all, a sentence each.
+
+    Args:
+        options: who would train in each mode. names: of the ranks' hosts.
+    """
+    sentences = []
+    best = options[mode].chosen.step_s
+    for inexact in (False, True):
+        found = [m for m in options if m != mode and m.is_inexact == inexact]
+        other = min(found, key=lambda m: options[m].chosen.step_s, default=mode)
+        choice = options[other]
+        if choice.chosen.step_s > (1 - _WORTH_A_WORD) * best:
+            continue
+        hosts = ", ".join(dict.fromkeys(names[rank] for rank in choice.ranks))
+        who = f" with {hosts} alone" if len(choice.ranks) < len(names) else " with all hosts"
+        price = "inexact: it may cost accuracy" if inexact else "rounded to 16 bits on the way"
+        sentences.append(
+            f"with --wire {other} a step should take {choice.chosen.step_s:.3g} s{who}, "
+            f"{best / choice.chosen.step_s:.2f} times as fast; the gradient is {price}"
+        )
+        best = choice.chosen.step_s
+    return tuple(sentences)
 
 
 def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:

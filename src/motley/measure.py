@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ from motley.balance import Speed
 from motley.clock import Clock
 from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
 from motley.errors import MotleyError
-from motley.forecast import Wire
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
+from motley.senders import PowerSgdSender, buckets_of, make_sender
+from motley.wire import Wire, WireMode
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,9 @@ _PIECE_MIB = 25.0  # sent at once; more would need more memory
 _TRIES = 3
 
 
+_ENOUGH_S = 1.0  # of tries that took so long, none is repeated
+
+
 def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
     """Time an all-reduce of next to nothing, and of the whole gradient of these parameters.
 
@@ -234,25 +238,53 @@ def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
     total = sum(parameter.numel() for parameter in parameters)
     piece = torch.zeros(min(int(_PIECE_MIB * 2**18), total), device=device)
     sizes = [min(len(piece), total - start) for start in range(0, total, len(piece))]
-    dist.all_reduce(piece[:1])  # makes the connections
+
+    def all_reduce(sizes: Sequence[int]) -> None:
+        for size in sizes:
+            dist.all_reduce(piece[:size])
+
+    all_reduce([1])  # makes the connections
     # As many small ones as pieces: a GPU is told of the next while it works on one.
-    small = [1] * len(sizes)
-    tries = [(_all_reduce_s(piece, small), _all_reduce_s(piece, sizes)) for _ in range(_TRIES)]
-    spent = torch.tensor(
-        [statistics.median(column) for column in zip(*tries, strict=True)],
-        dtype=torch.float64, device=device,
-    )  # fmt: skip
-    dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
-    small_s, whole_s = spent.tolist()
+    small_s = _together_s(lambda: all_reduce([1] * len(sizes)), device)
+    whole_s = _together_s(lambda: all_reduce(sizes), device)
     on_gpu = dist.get_backend() == "nccl"
     return Wire(small_s / len(sizes), max(0.0, whole_s - small_s), on_gpu, size=4.0 * total)
 
 
-def _all_reduce_s(piece: torch.Tensor, sizes: Sequence[int]) -> float:
-    """Seconds of all-reduces, one after another."""
-    _wait(piece.device)
-    start = time.perf_counter()
-    for size in sizes:
-        dist.all_reduce(piece[:size])
-    _wait(piece.device)
-    return time.perf_counter() - start
+def measure_mode(mode: WireMode, parameters: Sequence[torch.Tensor], exact: Wire) -> Wire:
+    """Time another mode of adding up the gradient of these parameters; as :func:`measure_wire`.
+
+    Args:
+        exact: what :func:`measure_wire` found.
+    """
+    device = parameters[0].device
+    sender, messages = make_sender(mode, device), 1
+    buckets = buckets_of(parameters, int(_PIECE_MIB * 2**18))
+    if isinstance(sender, PowerSgdSender):
+        messages = 3
+        sender.begin_at_once()
+
+    def send() -> None:
+        for future in [sender.send(bucket) for bucket in buckets]:
+            future.wait()
+
+    send()
+    whole_s = _together_s(send, device)
+    latency_s = messages * exact.latency_s
+    transfer_s = max(0.0, whole_s - latency_s * len(buckets))
+    size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
+    return replace(exact, latency_s=latency_s, transfer_s=transfer_s, size=float(size))
+
+
+def _together_s(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds of what all ranks do together: the median of some tries, the same on all ranks."""
+    tries: list[float] = []
+    while len(tries) < _TRIES and sum(tries) < _ENOUGH_S:
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+        dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
+        tries.append(spent.item())
+    return statistics.median(tries)

@@ -34,6 +34,7 @@ class Config:
     shares: str | None
     replan: str
     hosts: str
+    wire: str
     max_steps: int | None
     opt: str
     lr: float
@@ -168,6 +169,14 @@ def training_parser(description: str) -> OneVoice:
         metavar="auto|all|NAME,...",
         help="who trains: auto (default) leaves out hosts without which a step is shorter, but "
         "none with --shares; all; or these alone",
+    )
+    group.add_argument(
+        "--wire",
+        default="auto",
+        metavar="auto|exact|bf16|fp16|powersgd:R",
+        help="how gradients are added up: exact, in fp32; rounded to 16 bits, half the bytes; "
+        "PowerSGD of rank R, few bytes and inexact. auto (default): exact, or 16 bits if that is "
+        "faster and some rank computes in 16 bits anyway",
     )
     group.add_argument("--epochs", type=_positive, default=30, metavar="E", help="default 30")
     group.add_argument("--max-steps", type=_positive, metavar="K", help="stop after K steps")

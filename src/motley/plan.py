@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from motley.errors import MotleyError
 from motley.spelling import nearest
+from motley.wire import EXACT, WireMode
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class Plan:
             ones empty (for engines that communicate at every micro-batch).
         buckets: that the gradient is sent in while the backward pass still runs, where the
             engine can; 1: after it; None: as torch's DDP does by itself.
+        wire: how the ranks' gradients are added up.
     """
 
     global_batch: int
@@ -192,6 +194,7 @@ class Plan:
     max_micro_batch: tuple[int, ...]
     equal_micro_steps: bool = False
     buckets: int | None = None
+    wire: WireMode = EXACT
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -236,6 +239,7 @@ def make_plan(
     shares: Sequence[float],
     max_micro_batch: Sequence[int],
     buckets: int | None = None,
+    wire: WireMode = EXACT,
 ) -> Plan:
     """The plan for a user's global batch, or a MotleyError that names the option to change."""
     working = sum(share > 0 for share in shares)
@@ -245,7 +249,7 @@ def make_plan(
             f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
             "rank the share 0"
         )
-    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), buckets=buckets)
+    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), buckets=buckets, wire=wire)
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,19 +1,22 @@
 """Makes the plan: from ``--shares``, from the run that is continued, or from measured speeds."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from motley.balance import Speed, split
 from motley.data import Images, load_images
-from motley.forecast import Forecast, Wire, choose_machines, forecast
+from motley.errors import MotleyError
+from motley.forecast import WORTH_IT, Choice, Forecast, better_modes, choose_machines, forecast
 from motley.launch import World
 from motley.links import Links
 from motley.model import Classifier, build_model, image_size, set_matmul_precision
 from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
-from motley.speeds import Measured, measure_team, refine, remember, wire_of
+from motley.speeds import Measured, measure_team, refine, remember, wires_of
 from motley.team import Team, narrow_team, narrowed
+from motley.wire import EXACT, Sending, Wire, WireMode, parse_wire, rounded_as
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,9 @@ class Planned:
     Attributes:
         speeds: of each rank, measured; empty for a plan made by hand.
         forecast, wire: None for a plan made by hand; no wire for that of a continued run.
-        overlaps: the engine that it was made for does; see motley.engine.
-        with_all: the forecast with all ranks, if the plan leaves some out.
+        overlaps: the engine that it was made for does; see motley.wire.Sending.
+        others: what else could be done with the same batch, by the options for it.
+        advice: what would be better than what was chosen, for the user; may be empty.
         links: between the machines, those left out included; None where not measured.
     """
 
@@ -52,7 +56,8 @@ class Planned:
     forecast: Forecast | None = None
     wire: Wire | None = None
     overlaps: bool = True
-    with_all: Forecast | None = None
+    others: Mapping[str, Forecast] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
     links: Links | None = None
 
 
@@ -62,62 +67,96 @@ def plan_batch(
     team: Team,
     parts: Parts | None,
     config: Config,
-    overlaps: bool = True,
+    sending: Sending | None = None,
 ) -> tuple[Team, Planned]:
     """Who does how much of every global batch. Every launched rank calls it.
 
     Args:
-        overlaps: the engine does; see motley.engine.
         run: may be a continued one; None if nothing is to be trained.
         parts: None on a rank that is left out.
+        sending: what the engine can; None: all.
 
     Returns:
         Those who train, all or without hosts that make a step longer; and their plan.
     """
+    sending = sending or Sending()
+    asked = parse_wire(config.wire)
+    if asked is not None and asked.kind not in sending.kinds:
+        raise MotleyError(
+            f"--wire {asked}: DeepSpeed sends gradients as they are or rounded; choose exact, "
+            "bf16 or fp16, or train with torch_dist/train_vit.py"
+        )
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
-        return team, Planned(make_plan(config.batch_size, shares, sizes), overlaps=overlaps)
-    if run is not None and (before := _plan_before(world, run, team, config, overlaps)) is not None:
+        plan = make_plan(config.batch_size, shares, sizes, wire=asked or EXACT)
+        return team, Planned(plan, overlaps=sending.overlaps)
+    if run is not None and (before := _plan_before(world, run, team, config, sending)) is not None:
         return before
     make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
     model = parts.model if parts else None
-    measured = measure_team(world, team, model, config)
+    measured = measure_team(world, team, model, config, sending)
     if config.micro_batch is not None:
         most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
         pairs = zip(measured.speeds, most, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
-    all_ranks, with_all = team, None
+    all_ranks = team
     own = None if team.rank is None else measured.speeds[team.rank]
-    if config.hosts == "auto":
-        team, measured, with_all = _leave_out(world, run, team, model, config, measured, overlaps)
+    options = _options(world, run, team, config, measured)
+    mode = _best_mode(options, asked, rounded_as(team.precisions))
+    choice = options[mode]
+    if len(choice.ranks) < team.size:
+        team = narrow_team(world, team, *_stay(world, team, measured, choice))
         model = model if team.rank is not None else None
+        speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
+        config = replace(config, wire=str(mode))
+        wires = wires_of(world, team, model, config, sending, choice.chosen.step_s)
+        measured = Measured(speeds, wires, measured.links)
     measured = refine(world, team, model, config.batch_size, measured)
     if config.micro_batch is None and own is not None:
         remember(all_ranks, config, own if team.rank is None else measured.speeds[team.rank])
-    return team, replace(balance(config.batch_size, measured, overlaps), with_all=with_all)
+    planned = balance(config.batch_size, measured, mode)
+    others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
+    if len(choice.ranks) < all_ranks.size:
+        others["--hosts all"] = choice.whole
+    names = [member.host for member in all_ranks.members]
+    advice = better_modes(options, mode, names)
+    return team, replace(planned, others=others, advice=advice)
 
 
-def _leave_out(
-    world: World,
-    run: Run | None,
-    team: Team,
-    model: Classifier | None,
-    config: Config,
-    measured: Measured,
-    overlaps: bool,
-) -> tuple[Team, Measured, Forecast | None]:
-    """Who trains if a step is to be short, what was measured of them, and, if some are left
-    out, the forecast with all."""
+def _options(
+    world: World, run: Run | None, team: Team, config: Config, measured: Measured
+) -> dict[WireMode, Choice]:
+    """Who should train, by what travels."""
     machines = [world.machines[member.rank] for member in team.members]
     # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
     free = (run is None or run.is_shared()) and not world.has_fixed_master()
-    choice = choose_machines(
-        config.batch_size, machines, measured.speeds, _through(measured.wire, overlaps),
-        measured.links, None if free else world.machines[0],
+    needed = None if free else world.machines[0]
+    return {
+        mode: choose_machines(
+            config.batch_size, machines, measured.speeds, wire, measured.links, needed,
+            fixed=config.hosts != "auto",
+        )
+        for mode, wire in measured.wires.items()
+    }  # fmt: skip
+
+
+def _best_mode(
+    options: Mapping[WireMode, Choice], asked: WireMode | None, rounded: WireMode | None
+) -> WireMode:
+    """The mode that was asked for; else the exact one, or the rounded if that is faster."""
+    if asked is not None:
+        return asked if asked in options else EXACT  # one rank alone sends nothing
+    faster = rounded in options and rounded is not None and (
+        options[rounded].chosen.step_s < (1 - WORTH_IT) * options[EXACT].chosen.step_s
     )  # fmt: skip
-    if len(choice.ranks) == team.size:
-        return team, measured, None
+    return rounded if faster and rounded is not None else EXACT
+
+
+def _stay(
+    world: World, team: Team, measured: Measured, choice: Choice
+) -> tuple[set[int], dict[int, str]]:
+    """The launched ranks that train if a step is to be short; and why each other is left out."""
     stay = [team.members[rank] for rank in choice.ranks]
     hosts = ", ".join(dict.fromkeys(member.host for member in stay))
     slower = (
@@ -126,43 +165,32 @@ def _leave_out(
     )
 
     def reason(rank: int) -> str:
-        link = measured.links.remark(machines[rank]) if measured.links else ""
+        machine = world.machines[team.members[rank].rank]
+        link = measured.links.remark(machine) if measured.links else ""
         why = "the share would be less than a sample" if rank in choice.idle else slower
         return f"{link}{': ' if link else ''}{why}; --hosts all keeps all"
 
     reasons = {member.rank: reason(rank) for rank, member in enumerate(team.members)}
-    team = narrow_team(world, team, {member.rank for member in stay}, reasons)
-    speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
-    wire = wire_of(world, team, model)
-    return team, Measured(speeds, wire, measured.links), choice.whole
+    return {member.rank for member in stay}, reasons
 
 
-def balance(global_batch: int, measured: Measured, overlaps: bool) -> Planned:
-    """Shares by measured speed, and what to expect of them.
-
-    Args:
-        overlaps: the engine does; see motley.engine.
-    """
-    speeds, wire = measured.speeds, _through(measured.wire, overlaps)
+def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Planned:
+    """Shares by measured speed, and what to expect of them."""
+    speeds, wire = measured.speeds, measured.wires[mode]
     counts = split(global_batch, speeds)
     predicted = forecast(counts, speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
-    plan = make_plan(global_batch, counts, sizes, predicted.buckets)
-    return Planned(plan, speeds, predicted, wire, overlaps, links=measured.links)
-
-
-def _through(wire: Wire, overlaps: bool) -> Wire:
-    """As an engine can use it."""
-    return replace(wire, overlaps=wire.overlaps and overlaps)
+    plan = make_plan(global_batch, counts, sizes, predicted.buckets, mode)
+    return Planned(plan, speeds, predicted, wire, wire.overlaps, links=measured.links)
 
 
 def _plan_before(
-    world: World, run: Run, team: Team, config: Config, overlaps: bool
+    world: World, run: Run, team: Team, config: Config, sending: Sending
 ) -> tuple[Team, Planned] | None:
     """The plan that the run which is continued began with, if the same ranks go on through an
     engine alike: so, to the bit, do they, unless that run had to change it."""
     content = world.from_first(run.read_continued)
-    same = ("batch_size", "micro_batch", "shares", "hosts")
+    same = ("batch_size", "micro_batch", "shares", "hosts", "wire")
     old: dict[str, Any] = content.get("config", {})
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])
@@ -174,12 +202,15 @@ def _plan_before(
     if any(old.get(key) != getattr(config, key) for key in same):
         return None
     plan = content["plan"]
-    if plan.get("overlaps") != overlaps:  # or of a version that measured less
+    wire = parse_wire(plan.get("wire", "auto"))
+    if wire is None or plan.get("overlaps") != sending.overlaps:  # or of an older version
         return None
     speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     if len(members) < team.size:
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}
         team = narrow_team(world, team, kept, reasons)
-    made = make_plan(plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"])
-    return team, Planned(made, tuple(speeds), known, overlaps=overlaps)
+    made = make_plan(
+        plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"], wire
+    )
+    return team, Planned(made, tuple(speeds), known, overlaps=sending.overlaps)

@@ -25,17 +25,24 @@ def search_scale(
 ) -> float:
     """Find the loss scale on the first global batches of the first epoch."""
     assert team.rank is not None
-    fp16, batches = team.precisions[team.rank] == "fp16", list[Batch]()
+    wire = plan.wire.kind == "fp16"
+    fp16, batches = wire or team.precisions[team.rank] == "fp16", list[Batch]()
     if fp16:
         for _, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
             batches += [batch for batch, _ in micro_batches]
-    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not.
+    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and a sum
+    # on the wire may be so many times a rank's part.
     weight = team.size / plan.global_batch
-    return find_scale(model, batches, weight, smoothing, fp16)
+    return find_scale(model, batches, weight, smoothing, fp16, wire)
 
 
 def find_scale(
-    model: Classifier, batches: Sequence[Batch], weight: float, smoothing: float, fp16: bool
+    model: Classifier,
+    batches: Sequence[Batch],
+    weight: float,
+    smoothing: float,
+    fp16: bool,
+    wire: bool = False,
 ) -> float:
     """The scale that all ranks start with; all ranks of the group call it.
 
@@ -44,7 +51,8 @@ def find_scale(
     Args:
         batches: this rank's first micro-batches.
         weight: that a sample's loss is multiplied by besides the scale.
-        fp16: this rank computes in fp16; others have nothing to try.
+        fp16: this rank computes or sends in fp16; others have nothing to try.
+        wire: it sends.
     """
     power = HIGHEST
     if fp16:
@@ -52,7 +60,7 @@ def find_scale(
         low, high = 0, HIGHEST + 1  # low is taken for good, high for bad
         while high - low > 1:
             middle = (low + high) // 2
-            if _overflows(model, batches, weight * 2.0**middle, smoothing):
+            if _overflows(model, batches, weight * 2.0**middle, smoothing, wire):
                 high = middle
             else:
                 low = middle
@@ -63,9 +71,9 @@ def find_scale(
 
 
 def _overflows(
-    model: Classifier, batches: Sequence[Batch], weight: float, smoothing: float
+    model: Classifier, batches: Sequence[Batch], weight: float, smoothing: float, wire: bool
 ) -> bool:
-    """Whether the gradient of any batch, or of all together, is not finite."""
+    """Whether the gradient of any batch, or of all together, is not finite, as it is or sent."""
     model.zero_grad(set_to_none=True)
     for batch in batches:
         if len(batch.labels):
@@ -73,5 +81,7 @@ def _overflows(
             torch.autograd.backward([losses.sum() * weight])
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     finite = bool(gradient_norm(parameters).isfinite()) if parameters else True
+    if finite and wire:
+        finite = all(bool(p.grad.half().isfinite().all()) for p in parameters if p.grad is not None)
     model.zero_grad(set_to_none=True)
     return not finite

@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from motley.balance import Speed, split
+from motley.balance import Speed, limit_s, split
 from motley.engine import make_optimizer
-from motley.forecast import Wire
 from motley.launch import World, cache_folder
 from motley.links import Links
-from motley.measure import measure_speed, measure_wire, time_micro_batch
+from motley.measure import measure_mode, measure_speed, measure_wire, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.plan import cut
 from motley.runs import versions
 from motley.team import Team
 from motley.traffic import measure_links
+from motley.wire import BF16, EXACT, OFFERED, Sending, Wire, WireMode, parse_wire, rounded_as
 
 _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
+_WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
@@ -35,35 +36,57 @@ class Measured:
 
     Attributes:
         speeds: by rank in the group.
+        wires: of the modes that were measured; EXACT always is.
         links: between machines; None where there is one alone.
     """
 
     speeds: tuple[Speed, ...]
-    wire: Wire
+    wires: Mapping[WireMode, Wire]
     links: Links | None = None
 
 
-def measure_team(world: World, team: Team, model: Classifier | None, config: Config) -> Measured:
+def measure_team(
+    world: World, team: Team, model: Classifier | None, config: Config, sending: Sending
+) -> Measured:
     """Measure all ranks at once; every launched rank calls it, those left out without a model."""
     own = None
     if model is not None and team.rank is not None:
         own = _speed_of(team, model, config)
     found = [each for each in world.allgather(own) if each is not None]
     links = measure_links(world) if len(set(world.machines)) > 1 else None
-    return Measured(_alike(team, found), wire_of(world, team, model), links)
+    speeds = _alike(team, found)
+    step_s = limit_s(config.batch_size, speeds)
+    return Measured(speeds, wires_of(world, team, model, config, sending, step_s), links)
 
 
-def wire_of(world: World, team: Team, model: Classifier | None) -> Wire:
-    """What an all-reduce of all gradients takes; every launched rank calls it."""
-    own = None
+def wires_of(
+    world: World,
+    team: Team,
+    model: Classifier | None,
+    config: Config,
+    sending: Sending,
+    step_s: float,
+) -> dict[WireMode, Wire]:
+    """What it takes to add up all gradients; every launched rank calls it.
+
+    In each mode that may be taken, or is worth a word; in the exact one alone where that is but
+    a small part of a step of ``step_s``.
+    """
+    own: dict[WireMode, Wire] = {}
     if model is not None and team.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        own = measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
-    wire = next(each for each in world.allgather(own) if each is not None)
+        own[EXACT] = measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
+        slow = own[EXACT].seconds() > _WORTH_A_WORD * step_s
+        asked, rounded = parse_wire(config.wire), rounded_as(team.precisions) or BF16
+        for mode in dict.fromkeys((asked, *((rounded, OFFERED) if slow else ()))):
+            if mode and mode != EXACT and mode.kind in sending.kinds and team.size > 1:
+                own[mode] = measure_mode(mode, parameters, own[EXACT])
+    wires = next(each for each in world.allgather(own) if each)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     machines = {world.machines[member.rank] for member in team.members}
-    overlaps = any(member.uuid for member in team.members) or len(machines) > 1
-    return replace(wire, overlaps=overlaps)
+    apart = any(member.uuid for member in team.members) or len(machines) > 1
+    overlaps = apart and sending.overlaps
+    return {mode: replace(wire, overlaps=overlaps) for mode, wire in wires.items()}
 
 
 def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:

@@ -47,8 +47,10 @@ def save(
 ) -> None:
     """Write a checkpoint; all ranks call it, rank 0 writes."""
     tensors = engine.state()
-    own = everyone(engine.own_state())
-    if dist.get_rank() != 0:
+    own: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    first = dist.get_rank() == 0
+    dist.gather_object(engine.own_state(), own if first else None)
+    if not first:
         return
     for rank, part in enumerate(own):
         tensors |= {f"ranks.{rank}.{name}": value for name, value in part.items()}
@@ -83,15 +85,12 @@ def resume(
     progress, notes, source = content
     if progress is None:
         raise MotleyError(notes)
-    tensors = _spread(tensors, device)
-    engine.load_state({n: t for n, t in tensors.items() if not n.startswith("ranks.")})
+    own = _deal(tensors, progress["ranks"])
+    shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
+    engine.load_state(_spread(shared, device))
     if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
-    if progress["ranks"] == dist.get_world_size():
-        prefix = f"ranks.{dist.get_rank()}."
-        engine.load_own_state(
-            {n.removeprefix(prefix): t.cpu() for n, t in tensors.items() if n.startswith(prefix)}
-        )
+    notes += engine.load_own_state(own)
     position = Position(progress["step"], progress["epoch"], progress["consumed"])
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
@@ -107,6 +106,22 @@ def _differences(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     if wrong := differing(_MUST):
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
     return [f"note: {text}" for text in differing(_SHOULD)]
+
+
+def _deal(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """What this rank alone had saved, which rank 0 holds; nothing where there were other ranks."""
+    if ranks != dist.get_world_size():
+        return {}
+    parts: list[dict[str, Tensor]] | None = None
+    if dist.get_rank() == 0:
+        parts = [{} for _ in range(ranks)]
+        for name, tensor in tensors.items():
+            if name.startswith("ranks."):
+                _, rank, rest = name.split(".", 2)
+                parts[int(rank)][rest] = tensor
+    own: list[dict[str, Tensor]] = [{}]
+    dist.scatter_object_list(own, parts, src=0)
+    return own[0]
 
 
 def _spread(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

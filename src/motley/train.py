@@ -81,7 +81,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
     # All that can be wrong with the options is said before the run's records are touched.
     parts = open_parts(team, config)
-    team, planned = plan_batch(world, run, team, parts, config, make_engine.overlaps)
+    team, planned = plan_batch(world, run, team, parts, config, make_engine.sending)
     plan = planned.plan
     run.check_leader(team.members[0].rank)
     job, position, notes = None, Position(), list[str]()
@@ -126,7 +126,7 @@ def assemble(
     img_size, model, plan = image_size(config), parts.model, planned.plan
     loader = Loader(parts.images, config, img_size, team.rank, team.device)
     torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
-    scale = parse_loss_scale(config.loss_scale, team.precisions)
+    scale = parse_loss_scale(config.loss_scale, (*team.precisions, plan.wire.kind))
     notes: list[Note] = []
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
         scale.value = search_scale(team, loader, model, plan, config.smoothing)
@@ -228,6 +228,7 @@ def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict
             **dataclasses.asdict(plan),
             "counts": plan.counts,
             "micro_batches": plan.micro_batches,
+            "wire": str(plan.wire),
             "overlaps": planned.overlaps,
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
@@ -260,9 +261,11 @@ def announce(
     for line in planned.links.remarks() if planned.links else ():
         print(f"  {line}")
     counts = " + ".join(map(str, plan.counts))
-    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}")
+    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}, {plan.wire}")
     if predicted:
         print(f"  {predicted.sentence()}")
+    for line in planned.advice:
+        print(f"  {line}")
     sys.stdout.flush()
 
 

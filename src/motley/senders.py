@@ -1,0 +1,215 @@
+"""How a rank adds its gradient to the others', one class for each ``--wire``.
+
+A sender is given buckets in the same order on every rank, and gives back their sums over all
+ranks: exact, rounded to 16 bits on the way, or by PowerSGD (torch's own).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.futures import Future
+
+from motley.wire import WireMode
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel at once; has what torch's hooks ask of a dist.GradBucket.
+
+    Attributes:
+        place: of its steps' buckets, 0-based. flat: all its gradients, fp32 [numbers].
+        grads: views of ``flat``, in the parameters' shapes. final: the step's last.
+    """
+
+    place: int
+    flat: Tensor
+    grads: Sequence[Tensor]
+    final: bool
+
+    def index(self) -> int:
+        """See ``place``."""
+        return self.place
+
+    def buffer(self) -> Tensor:
+        """See ``flat``."""
+        return self.flat
+
+    def gradients(self) -> Sequence[Tensor]:
+        """See ``grads``."""
+        return self.grads
+
+    def is_last(self) -> bool:
+        """See ``final``."""
+        return self.final
+
+
+class Sender:
+    """The exact one: fp32. What the others do besides is for what they keep between steps."""
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """Begin to sum a bucket over all ranks, in place."""
+        work = dist.all_reduce(bucket.flat, async_op=True)
+        return work.get_future().then(_first)
+
+    def settle(self, taken: bool, factor: float) -> None:
+        """Hear how the step went; all ranks hear the same.
+
+        Args:
+            taken: else the parameters are as before, and so must be what the sender keeps.
+            factor: of the coming step's loss scale to this one's.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank alone keeps between steps, on the CPU."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`state`."""
+
+
+class RoundingSender(Sender):
+    """Sends 16-bit numbers. The gradient is divided by N and scaled already, so that nothing
+    is divided after it is rounded; a sum that overflows is seen in the norm."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """See Sender."""
+        work = dist.all_reduce(bucket.flat.to(self._dtype), async_op=True)
+        return work.get_future().then(lambda future: bucket.flat.copy_(_first(future)))
+
+
+class PowerSgdSender(Sender):
+    """Sends two thin matrices in place of each gradient matrix; what they leave out, the error,
+    is added to the next step's gradient.
+
+    torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
+    that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
+    scaled as the loss is.
+
+    On a CPU the hook's second and third message would be begun by gloo's threads, in another
+    order on every rank; so one thread sends one bucket after another.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._ranks, self._device = dist.get_world_size(), device
+        self._power = PowerSGDState(
+            process_group=None, matrix_approximation_rank=rank,
+            start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
+            compression_stats_logging_frequency=2**62,
+        )  # fmt: skip
+        self._thread = None if device.type == "cuda" else ThreadPoolExecutor(1, "powersgd")
+        self._keep()
+
+    def _keep(self) -> None:
+        # The hook puts a new error in the old one's place, but writes into the Q's.
+        power = self._power
+        self._kept = (power.iter, dict(power.error_dict), _copies(power.q_memory_dict))
+
+    def begin_at_once(self) -> None:
+        """Without exact steps before, which torch's hook takes to fix its buckets."""
+        self._power.iter = _EXACT_AT_FIRST
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """See Sender."""
+        if self._thread is None:
+            return self._sum(bucket)
+        return _in(self._thread, lambda: self._sum(bucket).wait())
+
+    def _sum(self, bucket: Bucket) -> Future[Tensor]:
+        bucket.flat.mul_(self._ranks)
+        return powerSGD_hook(self._power, bucket)
+
+    def settle(self, taken: bool, factor: float) -> None:
+        """See Sender."""
+        power = self._power
+        if not taken:
+            power.iter, power.error_dict, power.q_memory_dict = self._kept
+            for place in set(power.p_memory_dict) - set(power.q_memory_dict):
+                del power.p_memory_dict[place]  # by it the hook knows whether there is a Q
+        if factor != 1.0:
+            for error in power.error_dict.values():
+                error.mul_(factor)
+        self._keep()
+
+    def state(self) -> dict[str, Tensor]:
+        """See Sender."""
+        power = self._power
+        state = {"iter": torch.tensor(power.iter)}
+        for place in power.p_memory_dict:
+            state[f"error.{place}"] = power.error_dict[place].cpu()
+            state[f"p.{place}"] = power.p_memory_dict[place].cpu()
+            state[f"q.{place}"] = power.q_memory_dict[place].cpu()
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Sender."""
+        power = self._power
+        power.iter = int(state["iter"])
+        for name, found in (
+            ("error", power.error_dict), ("p", power.p_memory_dict), ("q", power.q_memory_dict),
+        ):  # fmt: skip
+            for key, value in state.items():
+                kind, _, place = key.partition(".")
+                if kind == name:
+                    found[int(place)] = value.to(self._device)
+        self._keep()
+
+
+def make_sender(mode: WireMode, device: torch.device) -> Sender:
+    """The sender of a mode."""
+    if mode.kind == "powersgd":
+        return PowerSgdSender(mode.rank, device)
+    if mode.kind in _DTYPES:
+        return RoundingSender(_DTYPES[mode.kind])
+    return Sender()
+
+
+def buckets_of(parameters: Sequence[Tensor], numbers: int) -> list[Bucket]:
+    """Buckets of at most so many numbers (or one tensor), filled with noise: to time a sender."""
+    groups: list[list[Tensor]] = [[]]
+    for parameter in parameters:
+        if groups[-1] and sum(p.numel() for p in groups[-1]) + parameter.numel() > numbers:
+            groups.append([])
+        groups[-1].append(parameter)
+    buckets = []
+    for place, group in enumerate(groups):
+        flat = torch.randn(sum(p.numel() for p in group), device=group[0].device)
+        parts = torch.split(flat, [p.numel() for p in group])
+        grads = [part.view_as(p) for part, p in zip(parts, group, strict=True)]
+        buckets.append(Bucket(place, flat, grads, place == len(groups) - 1))
+    return buckets
+
+
+def _first(future: Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]
+
+
+def _copies(memory: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {place: tensor.clone() for place, tensor in memory.items()}
+
+
+def _in(thread: ThreadPoolExecutor, work: Callable[[], Tensor]) -> Future[Tensor]:
+    """What the work gives, once the thread has done it."""
+    future: Future[Tensor] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    thread.submit(run)
+    return future

@@ -1,0 +1,152 @@
+"""How ranks add up their gradients: the modes of ``--wire``, and how long one takes. Pure."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from motley.errors import MotleyError
+from motley.links import Links
+from motley.spelling import nearest
+
+SIXTEEN = ("bf16", "fp16")
+_KINDS = ("exact", *SIXTEEN, "powersgd")
+
+
+@dataclass(frozen=True)
+class WireMode:
+    """What travels.
+
+    Attributes:
+        kind: exact: fp32. bf16, fp16: rounded before it is sent. powersgd: matrices of a low
+            rank in place of the gradient's, what that leaves out is sent later; inexact.
+        rank: of these matrices.
+    """
+
+    kind: str = "exact"
+    rank: int = 0
+
+    @property
+    def is_inexact(self) -> bool:
+        """Not the gradient to rounding: it may cost accuracy."""
+        return self.kind == "powersgd"
+
+    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
+        """What a gradient of these shapes takes on the wire; PowerSGD's as torch's hook does it,
+        which leaves alone what would not become half as large."""
+        if self.kind != "powersgd":
+            width = 2 if self.kind in SIXTEEN else 4
+            return width * sum(map(math.prod, shapes))
+        total = 0
+        for shape in shapes:
+            high, whole = shape[0], math.prod(shape)
+            wide = whole // high
+            thin = (high + wide) * min(high, wide, self.rank)
+            total += thin if 2 * thin < whole else whole
+        return 4 * total
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.rank}" if self.rank else self.kind
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What an engine can do with gradients.
+
+    Attributes:
+        overlaps: send them while the backward pass still runs.
+        kinds: of WireMode.
+    """
+
+    overlaps: bool = True
+    kinds: tuple[str, ...] = _KINDS
+
+
+EXACT, BF16 = WireMode(), WireMode("bf16")
+OFFERED = WireMode("powersgd", 4)  # where nobody has named a rank
+
+
+def parse_wire(text: str) -> WireMode | None:
+    """Read ``--wire``; None for auto."""
+    if text == "auto":
+        return None
+    kind, colon, number = text.partition(":")
+    if kind not in _KINDS:
+        choices = ("auto", *_KINDS)
+        raise MotleyError(
+            f"--wire {text} is unknown{nearest(kind, choices)}; choose auto, exact, bf16, fp16, "
+            "or powersgd:R, as in powersgd:4"
+        )
+    if kind != "powersgd":
+        if colon:
+            raise MotleyError(f"--wire {text}: {kind} takes no number; write --wire {kind}")
+        return WireMode(kind)
+    if not re.fullmatch(r"[1-9]\d{0,3}", number):
+        raise MotleyError(
+            f"--wire {text}: powersgd needs a rank of 1 or more, as in powersgd:4; a higher one "
+            "sends more and leaves out less"
+        )
+    return WireMode(kind, int(number))
+
+
+def rounded_as(precisions: Sequence[str]) -> WireMode | None:
+    """The 16-bit wire that adds no new kind of rounding to a job; None where all compute in fp32.
+
+    fp16 where a rank computes in it, for then a loss scale keeps its range; else bf16.
+    """
+    return next((WireMode(kind) for kind in ("fp16", "bf16") if kind in precisions), None)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How long all ranks take to add up their gradients, as measured.
+
+    Attributes:
+        latency_s: of next to nothing: what each bucket costs, whatever its size.
+        transfer_s: of the whole gradient, besides.
+        on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
+        overlaps: a backward pass can hide it; not where it needs the very cores that compute.
+        size: of all that is summed, bytes.
+    """
+
+    latency_s: float
+    transfer_s: float
+    on_gpu: bool = False
+    overlaps: bool = True
+    size: float = 0.0
+
+    def seconds(self, buckets: int = 1) -> float:
+        """The whole gradient, in so many buckets one after the other."""
+        return buckets * self.latency_s + self.transfer_s
+
+    def exposed(self, buckets: int, backward_s: float) -> float:
+        """What a backward pass cannot hide.
+
+        A bucket is ready when its part of the backward pass is done: so the first may travel
+        only then, and the last when the whole pass is.
+        """
+        if buckets == 1 or not self.overlaps:
+            return self.seconds(buckets)
+        hidden = backward_s * (1 - 1 / buckets)
+        return max(self.latency_s + self.transfer_s / buckets, self.seconds(buckets) - hidden)
+
+    def among(self, machines: Sequence[int], ranks: Sequence[int], links: Links | None) -> "Wire":
+        """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
+        over each link. What the slowest link does not account for, such as the processors' own
+        work, shrinks with n alone.
+
+        Args:
+            machines: of all ranks. ranks: those left.
+            links: of the machines; None: all alike.
+        """
+        if len(ranks) == 1:
+            return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0)
+        share = (1 - 1 / len(ranks)) / (1 - 1 / len(machines))
+        before = after = 0.0
+        if links is not None:
+            before = min(links.ring_s(self.size, len(machines)), self.transfer_s)
+            left = {machines[rank] for rank in ranks}
+            after = min(links.ring_s(self.size, len(ranks), left), before)
+        transfer_s = after + (self.transfer_s - before) * share
+        return dataclasses.replace(self, transfer_s=transfer_s)

@@ -1,0 +1,56 @@
+"""A step that nobody takes, and a loss scale that changes, leave PowerSGD's error memory right.
+
+The same gradients twice: as they are; and with one that is not finite between them, and twice
+the loss scale from the third on. Doubling rounds nothing, so the sums agree to the bit.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from motley import launch
+from motley.senders import Sender, buckets_of, make_sender
+from motley.team import join_team, leave_team
+from motley.wire import parse_wire
+
+SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
+STEPS = 8
+
+
+def send(sender: Sender, seed: int, scale: float) -> Tensor:
+    """The sum of one step's gradients, the loss scale undone."""
+    torch.manual_seed(seed)
+    buckets = buckets_of([torch.empty(shape) for shape in SHAPES], 10_000)
+    for bucket in buckets:
+        bucket.flat.mul_(scale)
+    for future in [sender.send(bucket) for bucket in buckets]:
+        future.wait()
+    return torch.cat([bucket.flat for bucket in buckets]) / scale
+
+
+def main(world: launch.World) -> None:
+    """Run both, compare."""
+    join_team(world, "fp32")
+    mode, cpu = parse_wire("powersgd:2"), torch.device("cpu")
+    assert mode is not None
+    plain, tried = make_sender(mode, cpu), make_sender(mode, cpu)
+    for step in range(STEPS):
+        seed, scale = 10 * step + world.rank, 1.0 if step < 2 else 2.0
+        expected = send(plain, seed, 1.0)
+        plain.settle(True, 1.0)
+        if step in (0, 3, 4):
+            send(tried, seed, math.inf)
+            tried.settle(False, 1.0)
+        if step == 5:  # as after a resume
+            again = make_sender(mode, cpu)
+            again.load_state(tried.state())
+            tried = again
+        found = send(tried, seed, scale)
+        tried.settle(True, 2.0 if step == 1 else 1.0)
+        assert torch.equal(found, expected), (step, found - expected)
+    leave_team()
+
+
+if __name__ == "__main__":
+    launch.run(main)

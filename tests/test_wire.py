@@ -1,0 +1,128 @@
+"""What travels between ranks: modes that are asked for, their sizes, and what they do to a run."""
+
+import math
+
+import pytest
+import torch
+from conftest import DDP, ZERO, Jobs, Trained
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
+
+from motley.balance import Speed
+from motley.errors import MotleyError
+from motley.forecast import better_modes, choose_machines
+from motley.senders import buckets_of
+from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, parse_wire, rounded_as
+
+TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
+
+
+@pytest.mark.parametrize("text", ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32"])
+def test_a_mode_is_written_as_it_is_read(text: str) -> None:
+    assert str(parse_wire(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bf61", "nearest: bf16"), ("powersdg:4", "nearest: powersgd"), ("", "choose auto"),
+        ("powersgd", "as in powersgd:4"), ("powersgd:0", "1 or more"), ("powersgd:-1", "1 or more"),
+        ("powersgd:4.5", "1 or more"), ("fp16:2", "write --wire fp16"),
+    ],
+)  # fmt: skip
+def test_a_mode_that_is_none_is_answered_with_what_is_one(text: str, says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        parse_wire(text)
+
+
+def test_auto_rounds_the_wire_only_where_a_rank_rounds_anyway() -> None:
+    assert parse_wire("auto") is None
+    assert rounded_as(("fp32", "tf32")) is None
+    assert rounded_as(("fp32", "bf16")) == BF16
+    assert rounded_as(("bf16", "fp16", "fp32")) == WireMode("fp16")
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=3), min_size=1),
+    st.integers(1, 40),
+)
+def test_powersgd_sends_what_torchs_hook_says_that_it_sends(
+    shapes: list[list[int]], rank: int
+) -> None:
+    numbers = 0
+    for shape in shapes:
+        high, wide = shape[0], math.prod(shape[1:])
+        thin, before, after = _should_compress(high, wide, min(high, wide, rank), 2)
+        numbers += after if thin else before
+    assert WireMode("powersgd", rank).bytes_of(shapes) == 4 * numbers
+    whole = EXACT.bytes_of(shapes)
+    assert BF16.bytes_of(shapes) * 2 == whole >= WireMode("powersgd", rank).bytes_of(shapes)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 100))
+def test_buckets_hold_every_number_once(sizes: list[int], most: int) -> None:
+    buckets = buckets_of([torch.empty(size, 2) for size in sizes], most)
+    assert sum(len(bucket.flat) for bucket in buckets) == 2 * sum(sizes)
+    assert [bucket.place for bucket in buckets] == list(range(len(buckets)))
+    assert [bucket.final for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+    for bucket in buckets:
+        bucket.flat.zero_()
+        assert not any(bool(grad.any()) for grad in bucket.grads)  # views
+        assert len(bucket.flat) <= most or len(bucket.grads) == 1
+
+
+def test_what_would_be_faster_is_said_with_its_price() -> None:
+    wires = {EXACT: Wire(0.0, 5.0), BF16: Wire(0.0, 2.5), OFFERED: Wire(0.0, 0.2)}
+    options = {
+        mode: choose_machines(120, [0, 1], TEAM, wire, fixed=True) for mode, wire in wires.items()
+    }
+    rounded, inexact = better_modes(options, EXACT, ["a", "b"])
+    assert "--wire bf16" in rounded and "rounded" in rounded and "with all hosts" in rounded
+    assert "--wire powersgd:4" in inexact and "may cost accuracy" in inexact
+    assert better_modes(options, OFFERED, ["a", "b"]) == ()
+    wires[EXACT] = Wire(0.0, 0.01)
+    options[EXACT] = choose_machines(120, [0, 1], TEAM, wires[EXACT], fixed=True)
+    assert better_modes(options, EXACT, ["a", "b"]) == ()
+
+
+WIRES = {
+    "bf16": (3, DDP, "--wire", "bf16"),
+    "fp16": (3, DDP, "--wire", "fp16"),
+    "fp16 through DeepSpeed": (3, ZERO, "--wire", "fp16", "--stage", 1),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", WIRES)
+def test_a_rounded_wire_gives_the_same_losses_but_for_rounding(
+    module_jobs: Jobs, name: str
+) -> None:
+    steps = ("--max-steps", 20, "--precision", "fp32")
+    alone = module_jobs.logs / "alone"
+    if not alone.exists():
+        module_jobs.train(1, DDP, "alone", *steps)
+    ranks, script, *options = WIRES[name]
+    run = module_jobs.train(ranks, script, name, *steps, *options, "--shares", "5,3,1")
+    losses = Trained(alone, run.done).losses
+    assert run.losses == pytest.approx(losses, rel=1e-4) and run.losses != losses
+    assert run.run["plan"]["wire"] == options[1]
+    kinds = [event["event"] for event in run.events]
+    assert "overflow" not in kinds and ("loss_scale" in kinds) == ("fp16" in name)
+
+
+@pytest.mark.mpi
+def test_a_wire_that_overflows_skips_the_step_for_all(jobs: Jobs) -> None:
+    run = jobs.train(
+        2, DDP, "high", "--wire", "fp16", "--loss-scale", "2^22", "--max-steps", 10,
+        "--precision", "fp32", "--shares", "3,1",
+    )  # fmt: skip
+    skipped = [step["overflow"] for step in run.steps()]
+    assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
+    assert not [event for event in run.events if event["event"] == "drift"]
+
+
+@pytest.mark.mpi
+def test_powersgd_remembers_through_skipped_steps_scales_and_resumes(jobs: Jobs) -> None:
+    done = jobs.run(3, "tests/drivers/power_sgd.py")
+    assert done.code == 0, done.output
