@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """One bar a mode, ours in colour, with images/s and the spread of the repeats.
+    """One bar a mode, ours in colour, with images/s; a line from the slowest repeat to the fastest.
 
     Args:
         rows: as a benchmark writes them; that of mode ``limit`` becomes the line.
@@ -19,9 +19,15 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     shown = [row for row in rows if row["mode"] != "limit"][::-1]
     figure, axes = plt.subplots(figsize=(8, 0.9 + 0.42 * len(shown)), layout="constrained")
     places = range(len(shown))
+    bars = [row["fraction_of_limit"] for row in shown]
+    limits = [row["fraction_of_limit"] * row["step_s"] for row in shown]
+    ends = [
+        (limit / max(row["repeats"]), limit / min(row["repeats"]))
+        for limit, row in zip(limits, shown, strict=True)
+    ]
+    beyond = [(bar - low, high - bar) for bar, (low, high) in zip(bars, ends, strict=True)]
     axes.barh(
-        places, [row["fraction_of_limit"] for row in shown],
-        xerr=[row["fraction_of_limit"] * row["spread"] / 2 for row in shown],
+        places, bars, xerr=list(zip(*beyond, strict=True)),
         color=["tab:blue" if row["mode"].startswith("motley") else "0.65" for row in shown],
         height=0.62,
     )  # fmt: skip
