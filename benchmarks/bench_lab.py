@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,13 +67,23 @@ class BenchLab:
 
 
 @contextmanager
-def bench_lab() -> Iterator[BenchLab]:
-    """Make a lab in which the first host may log in to all; take it down whatever happens."""
+def bench_lab(mbit: float = 10_000, slow: float | None = None) -> Iterator[BenchLab]:
+    """Make a lab in which the first host may log in to all; take it down whatever happens.
+
+    Args:
+        mbit: that each link carries, each way. slow: that the last host's does, if less.
+    """
     made = BenchLab(f"bench{os.getpid()}")
     for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell's & has them ignored
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        made.do("up", "--profile", "lab/unshaped.toml")
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as profile:
+            text = (ROOT / "lab" / "unshaped.toml").read_text().replace("10000", str(mbit))
+            profile.write(text)
+            if slow is not None:  # the last table is the last host's
+                profile.write(f"up_mbit = {slow}\ndown_mbit = {slow}\n")
+            profile.flush()
+            made.do("up", "--profile", profile.name)
         made.do("exec", HOSTS[0], "--", "bash", stdin=_KEYS)
         yield made
     finally:

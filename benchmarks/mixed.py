@@ -35,7 +35,7 @@ from motley.precision import parse_loss_scale
 from motley.sampler import Batch
 from motley.speeds import Measured, refine
 from motley.team import Team
-from motley.wire import EXACT
+from motley.wire import EXACT, WireMode
 
 
 class Bench(ABC):
@@ -98,24 +98,30 @@ class Bench(ABC):
         return self.world.allgather(measure_speed(model, lambda: self.optimizer(model), most))
 
     def ours(
-        self, n: int, speeds: list[Speed], make_engine: EngineMaker = DdpEngine, **options: Any
+        self,
+        n: int,
+        speeds: list[Speed],
+        make_engine: EngineMaker = DdpEngine,
+        mode: WireMode = EXACT,
+        **options: Any,
     ) -> dict[str, Any]:
         """Our engine and plan; the loop's own way to take a step.
 
         Args:
             n: the global batch.
+            mode: what travels.
             options: of the training, which the engine reads.
         """
         model = self.model()
         start = time.perf_counter()
-        wire = measure_wire(list(model.parameters()))
+        wire = measure_wire(list(model.parameters()), mode)
         wire = replace(wire, overlaps=make_engine.sending.overlaps)
-        measured = Measured(tuple(speeds), {EXACT: wire})
-        planned = balance(n, refine(self.world, self.team, model, n, measured))
+        measured = Measured(tuple(speeds), {mode: wire})
+        planned = balance(n, refine(self.world, self.team, model, n, measured, mode), mode)
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None
-        scale = parse_loss_scale(self.config.loss_scale, self.team.precisions)
+        scale = parse_loss_scale(self.config.loss_scale, (*self.team.precisions, mode.kind))
         seating = Seating(
             replace(self.config, batch_size=n, **options), self.rank, self.team.size,
             self.team.device, self.team.precisions, scale, plan,
@@ -141,7 +147,7 @@ class Bench(ABC):
         return {
             "step_s": step_s, "predicted_s": predicted.step_s, "counts": plan.counts,
             "micro_batches": plan.max_micro_batch, "wire": asdict(wire), "refined_s": measured_s,
-            "buckets": predicted.buckets,
+            "buckets": predicted.buckets, "wire_s": predicted.wire_s,
             "predicted_compute_s": predicted.compute_s, "laps": self.world.allgather(own),
         }  # fmt: skip
 

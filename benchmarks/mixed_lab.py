@@ -38,8 +38,12 @@ MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp",
          "motley-deepspeed-0", "motley-deepspeed-1")  # fmt: skip
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the job; returns what its first rank measured."""
+def measure(options: argparse.Namespace, **links: float | None) -> list[dict[str, Any]]:
+    """Run the job; returns what its first rank measured.
+
+    Args:
+        links: of bench_lab.
+    """
     words = [
         "--n", options.n, "--speeds", options.speeds, "--fastest-s", options.fastest_s, "--steps",
         options.steps, "--repeats", options.repeats, "--modes", ",".join(options.modes),
@@ -47,7 +51,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.emulation == "quotas":
         words += ["--emulation", "quotas", "--img-size", _QUOTAS_PIXELS]
     results = []
-    with bench_lab() as lab:
+    with bench_lab(**links) as lab:
         for line in lab.train("benchmarks/mixed_rank.py", *words):
             kind, _, content = line.partition(" ")
             if line == "READY\n":
@@ -69,7 +73,9 @@ def give_quotas(lab: BenchLab, options: argparse.Namespace) -> None:
         lab.do("cpus", host, f"{whole * speed / sum(speeds):.3f}", stdout=subprocess.DEVNULL)
 
 
-def table(results: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def table(
+    results: list[dict[str, Any]], options: argparse.Namespace, link: str = "unshaped"
+) -> list[dict[str, Any]]:
     """One row a mode, and the limit."""
     by_mode: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for each in results:
@@ -85,32 +91,40 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> list[di
     for mode, found in by_mode.items():
         seconds = [each["step_s"] for each in found]
         step_s, forecast = statistics.median(seconds), middle(mode, "predicted_s")
+        wire_s = middle(mode, "wire_s")
         rows.append({
             "mode": mode, "engine": "deepspeed" if "deepspeed" in mode else "torch",
-            "link": "unshaped", "n": options.n,
+            "link": link, "n": options.n,
             "speeds": [float(word) for word in options.speeds.split(":")],
             "images_per_s": options.n / step_s,
             "fraction_of_limit": limit / step_s, "times_plain_ddp": plain and plain / step_s,
             "times_best_single": alone / step_s,
             "spread": (max(seconds) - min(seconds)) / step_s, "step_s": step_s,
             "predicted_s": forecast, "prediction_error": forecast and forecast / step_s - 1,
+            "wire_s": wire_s, "fraction_of_bound": wire_s and max(limit, wire_s) / step_s,
             "repeats": seconds, "stolen": [each["stolen"] for each in found],
-            "laps": found[-1].get("laps"),
+            "laps": found[-1].get("laps"), "wire": found[-1].get("wire"),
+            "buckets": found[-1].get("buckets"),
         })  # fmt: skip
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table, for a terminal."""
-    heads = f"{'images/s':>9} {'of limit':>9} {'x plain DDP':>12} {'spread':>7} {'predicted':>10}"
-    print(f"\n{'':<20} {heads}")
+    """The table, for a terminal. The bound is the longer of the limit and one all-reduce."""
+    heads = ("images/s", "of limit", "of bound", "x plain DDP", "spread", "predicted")
+    print(f"\n{'':<24}" + "".join(f"{head:>13}" for head in heads))
     for row in rows:
-        error, times = row["prediction_error"], row["times_plain_ddp"]
-        print(
-            f"{row['mode']:<20} {row['images_per_s']:9.1f} {row['fraction_of_limit']:9.3f} "
-            f"{'' if times is None else format(times, '12.2f'):>12} {row['spread']:7.1%} "
-            f"{'' if error is None else format(error, '+10.1%'):>10}"
-        )
+        cells = (
+            f"{row['images_per_s']:.1f}", f"{row['fraction_of_limit']:.3f}",
+            _unless_none(row["fraction_of_bound"], ".3f"),
+            _unless_none(row["times_plain_ddp"], ".2f"),
+            f"{row['spread']:.1%}", _unless_none(row["prediction_error"], "+.1%"),
+        )  # fmt: skip
+        print(f"{row['mode']:<24}" + "".join(f"{cell:>13}" for cell in cells))
+
+
+def _unless_none(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def main() -> None:

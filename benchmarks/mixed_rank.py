@@ -31,10 +31,10 @@ from motley.engine import make_optimizer
 from motley.model import Classifier, build_model, image_size
 from motley.sampler import Batch
 from motley.team import Team, join_team, leave_team
+from motley.wire import EXACT, parse_wire
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
 PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")
-OURS = {"motley-ddp": None, "motley-deepspeed-0": 0, "motley-deepspeed-1": 1}
 
 
 class LabBench(Bench):
@@ -103,6 +103,15 @@ class LabBench(Bench):
         return self._deepspeed(model, batch, 1)
 
 
+def ours(bench: LabBench, mode: str, speeds: list[Speed]) -> dict[str, Any]:
+    """``motley-ddp``, ``motley-deepspeed-STAGE``, and either with ``-WIRE``."""
+    _, engine, *rest = mode.split("-")
+    make, stage = (ZeroEngine, int(rest.pop(0))) if engine == "deepspeed" else (DdpEngine, None)
+    wire = parse_wire(rest[0]) if rest else EXACT
+    assert wire is not None
+    return bench.ours(bench.options.n, speeds, make, wire, stage=stage)
+
+
 def cpu_seconds() -> tuple[float, float]:
     """Of all processors so far: what other machines on the same hardware took, and all."""
     times = psutil.cpu_times()
@@ -141,11 +150,8 @@ def main(world: launch.World, options: argparse.Namespace) -> None:
         speeds = limit()
         order = options.modes if repeat % 2 == 0 else options.modes[::-1]
         for mode in order:
-            if mode in OURS:
-                make = DdpEngine if OURS[mode] is None else ZeroEngine
-                tell(mode, repeat, bench.ours(options.n, speeds, make, stage=OURS[mode]))
-            else:
-                tell(mode, repeat, bench.peer(mode))
+            found = bench.peer(mode) if mode in PEERS else ours(bench, mode, speeds)
+            tell(mode, repeat, found)
             gc.collect()
             dist.barrier()
         limit()

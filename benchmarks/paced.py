@@ -1,12 +1,13 @@
 """A classifier that computes for real, and sleeps as long as a slower device would take more.
 
 All else is real: gradients, optimizer, gloo, TCP. Gradients become ready where they would: a
-block's backward pass is real at the end of its part of the modelled time. How early it has to
-begin for that is learnt from the passes before.
+linear layer's backward pass is real at the end of its part of the modelled time. How early it has
+to begin for that is learnt from the passes before.
 """
 
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from motley.data import Images
 from motley.model import Classifier
 
 FORWARD = 1 / 3  # of a micro-batch's time; the backward pass does twice the work
-_LEARN = 0.3  # of how late a block was, it begins earlier the next time
+_LEARN = 0.3  # of how late a layer was, it begins earlier the next time
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Pace:
 
     Attributes:
         sample_s: of a sample, seconds. factor: of all times, for a while.
-        early: by samples and block, how much earlier than due the real pass begins, seconds.
+        early: by samples and layer, how much earlier than due the real pass begins, seconds.
     """
 
     sample_s: float
@@ -43,27 +44,30 @@ class Paced(Classifier):
     def __init__(self, net: nn.Module, images: Images, img_size: int, pace: Pace) -> None:
         super().__init__(net, images, img_size, "fp32", torch.device("cpu"))
         self._pace = pace
-        blocks = list(net.blocks)
-        self._parts, self._place = len(blocks), 0
-        for block in blocks:
-            block.register_full_backward_pre_hook(lambda *_: self._next_block())
-        net.patch_embed.proj.weight.register_post_accumulate_grad_hook(lambda _: self._block_ends())
+        layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
+        self._place = 0
+        # A layer computes in proportion to its weights; backward, the last one is the first.
+        done = list(accumulate(layer.weight.numel() for layer in reversed(layers)))
+        self._done = [0.0, *(numbers / done[-1] for numbers in done)]
+        for layer in layers:
+            layer.register_full_backward_pre_hook(lambda *_: self._next_layer())
+        net.patch_embed.proj.weight.register_post_accumulate_grad_hook(lambda _: self._layer_ends())
 
-    def _next_block(self) -> None:
+    def _next_layer(self) -> None:
         if self._place:
-            self._block_ends()
+            self._layer_ends()
         self._place += 1
         _sleep_until(self._due() - self._pace.early.get((self._samples, self._place), 0.0))
 
-    def _block_ends(self) -> None:
+    def _layer_ends(self) -> None:
         if self._place:  # else an idle rank's gradients, which take no time
             key, late = (self._samples, self._place), time.perf_counter() - self._due()
             self._pace.early[key] = max(0.0, self._pace.early.get(key, 0.0) + _LEARN * late)
             _sleep_until(self._due())
 
     def _due(self) -> float:
-        """When this block's backward pass should end."""
-        return self._backward_start + self._place / self._parts * self._backward_s
+        """When this layer's backward pass should end."""
+        return self._backward_start + self._done[self._place] * self._backward_s
 
     def forward(self, images: Tensor) -> Tensor:
         """See Classifier."""

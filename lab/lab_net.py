@@ -12,8 +12,9 @@ from typing import Any
 from lab_change import Changes
 from lab_profile import LabHost
 
-# What a cable may queue, in ms of its rate: about what a cheap switch holds.
-QUEUE_MS = 20
+# What a cable may queue: about what a cheap switch holds, in ms of its rate; and at least so many
+# bytes, for packets are no smaller where links are, and of few that wait TCP loses too many.
+QUEUE_MS, QUEUE_BYTES = 20, 256 * 1024
 
 
 class Switch:
@@ -35,9 +36,10 @@ class Switch:
     def _shape(self, pid: object, interface: str, mbit: float) -> None:
         # TBF needs a burst of 32 kB or so, and of 1 ms of its rate where timers are coarse.
         burst = max(32_768, round(mbit * 125))
+        queue_ms = max(QUEUE_MS, round(QUEUE_BYTES * 8 / mbit / 1000))
         self._change.run(
             "nsenter", "-t", pid, "-n", "tc", "qdisc", "replace", "dev", interface, "root",
-            "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", burst, "latency", f"{QUEUE_MS}ms",
+            "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", burst, "latency", f"{queue_ms}ms",
         )  # fmt: skip
 
     def power_on(self) -> None:

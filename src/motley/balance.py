@@ -13,7 +13,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,20 +32,24 @@ class Speed:
         seconds: forward and backward pass of a micro-batch of each.
         step_s: once a step, whatever the batch: clipping and the optimizer, seconds.
         memory_mib: peak memory at each size; None where unknown.
+        preferred: one of the sizes, to be m though others may be faster; 0: none.
     """
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
     step_s: float
     memory_mib: tuple[float | None, ...] = ()
+    preferred: int = 0
 
     @cached_property
     def micro_batch(self) -> int:
-        """m: the largest measured size that is as fast as any, per sample.
+        """m: the largest measured size that is as fast as any, per sample; or the preferred one.
 
         The largest, since most shares are no multiple of it: cut into few micro-batches, all
         of them stay near the best rate.
         """
+        if self.preferred:
+            return self.preferred
         rates = [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True)]
         enough = _AS_FAST * max(rates)
         return max(s for s, rate in zip(self.sizes, rates, strict=True) if rate >= enough)
@@ -115,6 +119,13 @@ class Speed:
             (*self.seconds[:place], seconds, *self.seconds[place:]),
             self.step_s,
             (*memory[:place], memory_mib, *memory[place:]),
+            self.preferred,
+        )
+
+    def in_one(self, samples: int) -> "Speed":
+        """The same that takes so many samples in one micro-batch, or in as few as were timed."""
+        return replace(
+            self, preferred=next((s for s in self.sizes if s >= samples), self.sizes[-1])
         )
 
     def at_most(self, micro_batch: int) -> "Speed":
@@ -127,6 +138,7 @@ class Speed:
                 (*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
                 self.step_s,
                 (*(memory[index] for index in kept), None),
+                min(self.preferred, micro_batch),
             )
             if micro_batch < self.sizes[-1]
             else self
@@ -135,7 +147,7 @@ class Speed:
     def as_json(self) -> dict[str, Any]:
         """For run.json and for the cache; :meth:`from_json` reads it."""
         return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
-                "memory_mib": self.memory_mib}  # fmt: skip
+                "memory_mib": self.memory_mib, "preferred": self.preferred}  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Speed":
@@ -149,7 +161,10 @@ class Speed:
             raise ValueError("sizes do not ascend")
         if not all(0 < value < math.inf for value in seconds) or not 0 <= step_s < math.inf:
             raise ValueError("no times")
-        return cls(sizes, seconds, step_s, memory)
+        preferred = int(content.get("preferred", 0))
+        if preferred not in (0, *sizes):
+            raise ValueError("a preferred size that was not timed")
+        return cls(sizes, seconds, step_s, memory, preferred)
 
 
 def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:

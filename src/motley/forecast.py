@@ -102,6 +102,26 @@ def forecast(
     )  # fmt: skip
 
 
+def arrange(
+    global_batch: int, speeds: Sequence[Speed], wire: Wire
+) -> tuple[tuple[Speed, ...], tuple[int, ...], Forecast]:
+    """Split the batch, in micro-batches that make a step short: the fastest, or where the wire is
+    to hide behind a backward pass, whole shares.
+
+    Returns:
+        The speeds, with what m is to be; the samples of each rank; and what to expect.
+    """
+    speeds = tuple(speeds)
+    counts = split(global_batch, speeds)
+    found = forecast(counts, speeds, wire)
+    if wire.overlaps and found.exposed_s > _WORTH * found.step_s:
+        long = tuple(speed.in_one(n) for speed, n in zip(speeds, counts, strict=True))
+        others = split(global_batch, long)
+        if (other := forecast(others, long, wire)).step_s < (1 - _WORTH) * found.step_s:
+            return long, others, other
+    return speeds, counts, found
+
+
 @dataclass(frozen=True)
 class Choice:
     """Who should train.
@@ -141,19 +161,17 @@ def choose_machines(
     def choice(some: Sequence[int]) -> Choice:
         ranks = some
         while True:
-            few = [speeds[rank] for rank in ranks]
-            counts = split(global_batch, few)
+            less = wire.among(machines, ranks, links)
+            _, counts, found = arrange(global_batch, [speeds[rank] for rank in ranks], less)
             able = [r for r, n in zip(ranks, counts, strict=True) if n or machines[r] == needed]
             if len(able) == len(ranks):
-                less = wire.among(machines, ranks, links)
-                idle = frozenset(some) - set(ranks)
-                return Choice(tuple(ranks), idle, whole, forecast(counts, few, less))
+                return Choice(tuple(ranks), frozenset(some) - set(ranks), whole, found)
             ranks = able
 
     rates: dict[int, float] = {}
     for machine, speed in zip(machines, speeds, strict=True):
         rates[machine] = rates.get(machine, 0.0) + speed.rate
-    whole = forecast(split(global_batch, speeds), speeds, wire)
+    *_, whole = arrange(global_batch, speeds, wire)
     if fixed:
         return Choice(everyone, frozenset(), whole, whole)
     most = choice(everyone)
@@ -224,9 +242,8 @@ def what_if(
     fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
     for count in range(2, len(speeds)):
         few = [speeds[rank] for rank in sorted(fast[:count])]
-        rows[f"the fastest {count}"] = forecast(
-            split(global_batch, few), few, wire.among(ranks, fast[:count], None)
-        )
+        less = wire.among(ranks, fast[:count], None)
+        *_, rows[f"the fastest {count}"] = arrange(global_batch, few, less)
     twice = 2 * global_batch
-    rows[f"--batch-size {twice}"] = forecast(split(twice, speeds), speeds, wire)
+    *_, rows[f"--batch-size {twice}"] = arrange(twice, speeds, wire)
     return rows

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ from motley.clock import Clock
 from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
 from motley.errors import MotleyError
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
-from motley.senders import PowerSgdSender, buckets_of, make_sender
-from motley.wire import Wire, WireMode
+from motley.senders import Bucket, buckets_of, make_sender
+from motley.wire import EXACT, Wire, WireMode
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ def _wait(device: torch.device) -> None:
 _BUDGET_S = 11.0  # for one rank's table; all ranks measure at once
 _REPEATS = 3  # at least, after a warm run
 _LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
-_PLATEAU = 1.02  # twice the micro-batch that is less than this faster per sample ends the table
 _STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
 _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
 
@@ -86,9 +85,9 @@ def measure_speed(
 ) -> Speed:
     """Time forward and backward pass of micro-batches of 1, 2, 4, ..., and one optimizer step.
 
-    Ends at ``most`` samples, at a plateau, where memory ends, or when the next size would not
-    fit into the time. Parameters and random numbers are left as they were, and no memory is
-    held.
+    Ends at ``most`` samples, where memory ends, or when the next size would not fit into the
+    time; not where larger ones are no faster, for a longer last backward pass hides more of the
+    wire. Parameters and random numbers are left as they were, and no memory is held.
 
     Args:
         make: the optimizer; it takes one step of size 0 to have its state in memory, as in
@@ -112,7 +111,7 @@ def measure_speed(
             next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
             if time.perf_counter() - start + next_s > budget_s:
                 break
-            if not _fits(memory, device):
+            if not _fits(sizes, memory, size, device):
                 break
             try:
                 spent, peak = time_micro_batch(model, size)
@@ -123,8 +122,6 @@ def measure_speed(
             sizes.append(size)
             seconds.append(spent)
             memory.append(peak)
-            if len(sizes) > 3 and sizes[-1] / spent < _PLATEAU * sizes[-2] / seconds[-2]:
-                break
     finally:
         model.zero_grad(set_to_none=True)
         del optimizer
@@ -212,68 +209,69 @@ def _time(
     return statistics.median(lap.seconds("run") for lap in laps[-_REPEATS:])
 
 
-def _fits(memory: Sequence[float | None], device: torch.device) -> bool:
-    """Whether twice the last micro-batch should fit, by how memory grew so far."""
-    known = [peak for peak in memory if peak is not None]
+def _fits(
+    sizes: Sequence[int], memory: Sequence[float | None], size: int, device: torch.device
+) -> bool:
+    """Whether a micro-batch of ``size`` should fit, by how memory grew with it so far."""
+    known = [pair for pair in zip(sizes, memory, strict=True) if pair[1] is not None]
     if len(known) < 2:
         return True
+    (before, less), (last, peak) = known[-2:]
+    assert less is not None and peak is not None
     free, _ = torch.cuda.mem_get_info(device)
     room = (free + torch.cuda.memory_reserved(device)) / 2**20
-    return known[-1] + 2 * (known[-1] - known[-2]) < _MEMORY_MARGIN * room
+    return peak + (size - last) * (peak - less) / (last - before) < _MEMORY_MARGIN * room
 
 
-_PIECE_MIB = 25.0  # sent at once; more would need more memory
+def has_room(model: Classifier, speed: Speed, size: int) -> bool:
+    """Whether a micro-batch of ``size`` should fit into memory, and is worth timing.
+
+    Nobody says what a CPU's takes; there, not beyond twice what was tried.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return size <= 2 * speed.sizes[-1]
+    return _fits(speed.sizes, speed.memory_mib or (None,) * len(speed.sizes), size, device)
+
+
+_PIECE_MIB = 25.0  # sent at once at most, and
+_TINY = 8  # high and wide is a matrix of next to nothing
+_PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 _TRIES = 3
-
-
 _ENOUGH_S = 1.0  # of tries that took so long, none is repeated
 
 
-def measure_wire(parameters: Sequence[torch.Tensor]) -> Wire:
-    """Time an all-reduce of next to nothing, and of the whole gradient of these parameters.
+def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> Wire:
+    """Time what it takes to add up next to nothing, and the whole gradient of these parameters.
 
     All ranks of the process group must call it, and get the same answer.
     """
     device = parameters[0].device
     total = sum(parameter.numel() for parameter in parameters)
-    piece = torch.zeros(min(int(_PIECE_MIB * 2**18), total), device=device)
-    sizes = [min(len(piece), total - start) for start in range(0, total, len(piece))]
-
-    def all_reduce(sizes: Sequence[int]) -> None:
-        for size in sizes:
-            dist.all_reduce(piece[:size])
-
-    all_reduce([1])  # makes the connections
+    whole = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # As many small ones as pieces: a GPU is told of the next while it works on one.
-    small_s = _together_s(lambda: all_reduce([1] * len(sizes)), device)
-    whole_s = _together_s(lambda: all_reduce(sizes), device)
-    on_gpu = dist.get_backend() == "nccl"
-    return Wire(small_s / len(sizes), max(0.0, whole_s - small_s), on_gpu, size=4.0 * total)
+    tiny = [torch.empty(_TINY, _TINY, device=device) for _ in whole]
+    small_s = _send_s(mode, buckets_of(tiny, _TINY**2))
+    whole_s = _send_s(mode, whole)
+    return Wire(
+        small_s / len(whole), max(0.0, whole_s - small_s), dist.get_backend() == "nccl",
+        size=float(mode.bytes_of([tuple(parameter.shape) for parameter in parameters])),
+    )  # fmt: skip
 
 
-def measure_mode(mode: WireMode, parameters: Sequence[torch.Tensor], exact: Wire) -> Wire:
-    """Time another mode of adding up the gradient of these parameters; as :func:`measure_wire`.
-
-    Args:
-        exact: what :func:`measure_wire` found.
-    """
-    device = parameters[0].device
-    sender, messages = make_sender(mode, device), 1
-    buckets = buckets_of(parameters, int(_PIECE_MIB * 2**18))
-    if isinstance(sender, PowerSgdSender):
-        messages = 3
-        sender.begin_at_once()
+def _send_s(mode: WireMode, buckets: Sequence[Bucket]) -> float:
+    """Seconds of adding up buckets."""
+    device = buckets[0].flat.device
+    sender = make_sender(mode, device)
+    sender.begin_at_once()
 
     def send() -> None:
         for future in [sender.send(bucket) for bucket in buckets]:
             future.wait()
 
-    send()
-    whole_s = _together_s(send, device)
-    latency_s = messages * exact.latency_s
-    transfer_s = max(0.0, whole_s - latency_s * len(buckets))
-    size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
-    return replace(exact, latency_s=latency_s, transfer_s=transfer_s, size=float(size))
+    if len(buckets[0].flat) == _TINY**2:
+        send()  # makes the connections
+    return _together_s(send, device)
 
 
 def _together_s(run: Callable[[], None], device: torch.device) -> float:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from motley.balance import Speed, split
+from motley.balance import Speed
 from motley.data import Images, load_images
 from motley.errors import MotleyError
-from motley.forecast import WORTH_IT, Choice, Forecast, better_modes, choose_machines, forecast
+from motley.forecast import WORTH_IT, Choice, Forecast, arrange, better_modes, choose_machines
 from motley.launch import World
 from motley.links import Links
 from motley.model import Classifier, build_model, image_size, set_matmul_precision
@@ -112,7 +112,7 @@ def plan_batch(
         config = replace(config, wire=str(mode))
         wires = wires_of(world, team, model, config, sending, choice.chosen.step_s)
         measured = Measured(speeds, wires, measured.links)
-    measured = refine(world, team, model, config.batch_size, measured)
+    measured = refine(world, team, model, config.batch_size, measured, mode)
     if config.micro_batch is None and own is not None:
         remember(all_ranks, config, own if team.rank is None else measured.speeds[team.rank])
     planned = balance(config.batch_size, measured, mode)
@@ -176,9 +176,8 @@ def _stay(
 
 def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Planned:
     """Shares by measured speed, and what to expect of them."""
-    speeds, wire = measured.speeds, measured.wires[mode]
-    counts = split(global_batch, speeds)
-    predicted = forecast(counts, speeds, wire)
+    wire = measured.wires[mode]
+    speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, predicted.buckets, mode)
     return Planned(plan, speeds, predicted, wire, wire.overlaps, links=measured.links)

@@ -62,6 +62,9 @@ class Sender:
         work = dist.all_reduce(bucket.flat, async_op=True)
         return work.get_future().then(_first)
 
+    def begin_at_once(self) -> None:
+        """Without steps that are exact at first, as torch's PowerSGD takes them."""
+
     def settle(self, taken: bool, factor: float) -> None:
         """Hear how the step went; all ranks hear the same.
 
@@ -119,7 +122,7 @@ class PowerSgdSender(Sender):
         self._kept = (power.iter, dict(power.error_dict), _copies(power.q_memory_dict))
 
     def begin_at_once(self) -> None:
-        """Without exact steps before, which torch's hook takes to fix its buckets."""
+        """See Sender."""
         self._power.iter = _EXACT_AT_FIRST
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
@@ -177,7 +180,7 @@ def make_sender(mode: WireMode, device: torch.device) -> Sender:
     return Sender()
 
 
-def buckets_of(parameters: Sequence[Tensor], numbers: int) -> list[Bucket]:
+def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
     """Buckets of at most so many numbers (or one tensor), filled with noise: to time a sender."""
     groups: list[list[Tensor]] = [[]]
     for parameter in parameters:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from motley.balance import Speed, limit_s, split
+from motley.balance import Speed, limit_s
 from motley.engine import make_optimizer
+from motley.forecast import arrange
 from motley.launch import World, cache_folder
 from motley.links import Links
-from motley.measure import measure_mode, measure_speed, measure_wire, time_micro_batch
+from motley.measure import has_room, measure_speed, measure_wire, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.plan import cut
@@ -27,6 +28,7 @@ from motley.wire import BF16, EXACT, OFFERED, Sending, Wire, WireMode, parse_wir
 _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
+_SHOWS = 0.02  # of a step: a wire that cannot be hidden
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
@@ -80,7 +82,7 @@ def wires_of(
         asked, rounded = parse_wire(config.wire), rounded_as(team.precisions) or BF16
         for mode in dict.fromkeys((asked, *((rounded, OFFERED) if slow else ()))):
             if mode and mode != EXACT and mode.kind in sending.kinds and team.size > 1:
-                own[mode] = measure_mode(mode, parameters, own[EXACT])
+                own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     machines = {world.machines[member.rank] for member in team.members}
@@ -133,20 +135,30 @@ def _slowdown(model: Classifier, speed: Speed, size: int) -> float:
 
 
 def refine(
-    world: World, team: Team, model: Classifier | None, global_batch: int, measured: Measured
+    world: World,
+    team: Team,
+    model: Classifier | None,
+    global_batch: int,
+    measured: Measured,
+    mode: WireMode = EXACT,
 ) -> Measured:
     """Time the micro-batches that the split would use, and split anew, some times over.
 
     A GPU computes in waves of tiles: one image more can cost a whole wave (8 % on a H200), and
-    between powers of two a straight line does not show it. Every launched rank calls it.
+    between powers of two a straight line does not show it. Where the wire takes a part of the
+    step, a whole share in one micro-batch is timed too: the longer the last backward pass, the
+    more of the wire it hides. Every launched rank calls it.
     """
     for _ in range(_ROUNDS):
-        counts = split(global_batch, measured.speeds)
+        speeds, counts, predicted = arrange(global_batch, measured.speeds, measured.wires[mode])
+        shows = measured.wires[mode].overlaps and predicted.exposed_s > _SHOWS * predicted.step_s
         speed = None
         if model is not None and team.rank is not None:
-            speed = measured.speeds[team.rank]
-            if team.members[team.rank].uuid:
-                speed = _with_sizes(model, speed, cut(counts[team.rank], speed.micro_batch))
+            speed, own = measured.speeds[team.rank], counts[team.rank]
+            sizes = cut(own, speeds[team.rank].micro_batch) if team.members[team.rank].uuid else ()
+            if shows and own and has_room(model, speed, own):
+                sizes = (*sizes, own)
+            speed = _with_sizes(model, speed, sizes)
         found = tuple(each for each in world.allgather(speed) if each is not None)
         if found == measured.speeds:
             break
