@@ -62,7 +62,11 @@ class LabBench(Bench):
             "deepspeed-0": self._deepspeed_0, "deepspeed-1": self._deepspeed_1,
         }  # fmt: skip
         # They wait for the slowest host alone, so a step repeats within half a percent.
-        return {"step_s": self.time_steps(makers[mode](model, batch), warm=1, steps=3)}
+        return {
+            "step_s": self.time_steps(
+                makers[mode](model, batch), warm=1, steps=min(3, self.options.steps)
+            )
+        }
 
     def _accelerate(self, model: Classifier, batch: Batch) -> Callable[[], None]:
         from accelerate import Accelerator

@@ -31,9 +31,10 @@ LINKS: dict[str, tuple[float | None, float | None]] = {  # Mbit/s: of all, and o
     "unshaped": (None, None), "100": (100, None), "20": (20, None), "10-to-1": (200, 20),
 }  # fmt: skip
 MODES = (
-    "plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp", "motley-ddp-bf16",
-    "motley-ddp-fp16", "motley-ddp-powersgd:4", "motley-deepspeed-0-fp16",
+    "plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp", "motley-ddp-fp16",
+    "motley-ddp-powersgd:4", "motley-deepspeed-0-fp16",
 )  # fmt: skip
+LEAF = ("motley-ddp-exact/leaf4", "motley-ddp-fp16/leaf4")  # where one link is slow
 
 
 def main() -> None:
@@ -45,6 +46,7 @@ def main() -> None:
         mbit, slow = (rate and rate / options.slower for rate in LINKS[link])
         print(f"links: {link}", flush=True)
         rates = {"mbit": mbit or 10_000, "slow": slow}
+        options.modes = options.chosen or [*MODES, *(LEAF if slow else ())]
         found = mixed_lab.table(mixed_lab.measure(options, **rates), options, link)
         mixed_lab.show(found)
         rows += found
@@ -98,16 +100,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slower", type=float, default=2.0, metavar="TIMES", help="default 2")
     parser.add_argument("--n", type=int, default=180, help="global batch, default 180")
     parser.add_argument("--speeds", default="7:5:3:2:1", help="of the hosts, default 7:5:3:2:1")
-    parser.add_argument("--steps", type=int, default=5, help="of ours timed a block, default 5")
+    parser.add_argument("--steps", type=int, default=3, help="timed a block, default 3")
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES),
-                        help=f"default: {','.join(MODES)}")  # fmt: skip
+    parser.add_argument("--modes", dest="chosen", type=lambda text: text.split(","),
+                        help=f"default: {','.join(MODES)}; with a slow link also {','.join(LEAF)}")  # fmt: skip
     options = parser.parse_args()
     if unknown := [link for link in options.links if link not in LINKS]:
         parser.error(f"--links {unknown[0]} is none of {', '.join(LINKS)}")
     if options.quick:
-        options.repeats, options.steps, options.links = 1, 3, ["20"]
-        options.modes = options.modes[:1] + options.modes[-1:]
+        options.repeats, options.links = 1, ["20"]
+        options.chosen = options.chosen or ["plain-ddp", "motley-ddp-powersgd:4"]
     options.fastest_s, options.emulation = options.slower * _SAMPLE_S, "paced"
     return options
 

@@ -58,7 +58,7 @@ class ZeroEngine(EngineBase):
     themselves on their partitions; they are told the scale before each backward pass.
     """
 
-    sending = Sending(overlaps=False, kinds=("exact", *SIXTEEN))
+    sending = Sending(overlaps=False, kinds=("exact", *SIXTEEN), leaf=False)
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -168,7 +168,7 @@ def test_a_forecast_is_within_its_bounds(
 
 def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
     team = [linear(700), linear(100)]
-    rows = what_if(80, ["fast", "slow"], team, Wire(0.0, 0.0))
+    rows = what_if(80, ["fast", "slow"], [0, 1], team, Wire(0.0, 0.0))
     planned = forecast(split(80, team), team, Wire(0.0, 0.0))
     assert rows["fast alone"].images_per_s == pytest.approx(700)
     assert rows["equal shares"].images_per_s == pytest.approx(200)

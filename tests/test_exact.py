@@ -15,6 +15,8 @@ RUNS = {
     "an idle rank": (3, DDP, "--shares", "2,0,1"),
     "a loss scale": (2, DDP, "--shares", "3,1", "--loss-scale", "2^12"),
     "PowerSGD that has nothing to gain": (3, DDP, "--shares", "5,4,3", "--wire", "powersgd:64"),
+    "a leaf": (4, DDP, "--shares", "5,4,3,1", "--wire", "exact/leaf3"),
+    "a leaf, the first": (3, DDP, "--shares", "1,0,2", "--wire", "exact/leaf0"),
     "DeepSpeed 0": (5, ZERO, "--shares", "5,4,3,2,1", "--micro-batch", "10,7,128,3,4"),
     "DeepSpeed 0, an idle rank": (3, ZERO, "--shares", "2,0,1", "--loss-scale", "2^12"),
     "DeepSpeed 1": (3, ZERO, "--stage", 1, "--shares", "3,0,1", "--micro-batch", 20),

@@ -115,3 +115,11 @@ def test_large_messages_that_do_not_arrive_are_told_from_a_silent_machine(
         assert "large ones do not" in there.error and "MTU" in back.error
         assert "does not answer" in traffic.call(address, WORD)[0].error
     assert "cannot connect" in traffic.call(address, WORD)[0].error
+
+
+def test_the_leaf_is_the_one_machine_behind_a_far_slower_link() -> None:
+    assert links({"a": 1e9, "b": 1e8, "c": 1e9}).leaf() == 1
+    assert links({"a": 1e9, "b": 1e9, "c": (1e9, 1e8)}).leaf() == 2  # one way is enough
+    assert links({"a": 1e9, "b": 6e8, "c": 1e9}).leaf() is None  # not so much slower
+    assert links({"a": 1e8, "b": 1e8, "c": 1e9}).leaf() is None  # two are
+    assert links({"a": 1e9, "b": 1e8}).leaf() is None  # of two, a ring sends no more

@@ -1,6 +1,7 @@
 """What travels between ranks: modes that are asked for, their sizes, and what they do to a run."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +13,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_co
 from motley.balance import Speed
 from motley.errors import MotleyError
 from motley.forecast import better_modes, choose_machines
+from motley.planning import _best_mode
 from motley.senders import buckets_of
-from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, parse_wire, rounded_as
+from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, allowed, parse_wire, rounded_as
 
 TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 
 
-@pytest.mark.parametrize("text", ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32"])
+@pytest.mark.parametrize(
+    "text", ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32", "exact/leaf4", "fp16/leaf0"]
+)
 def test_a_mode_is_written_as_it_is_read(text: str) -> None:
     assert str(parse_wire(text)) == text
 
@@ -29,6 +33,7 @@ def test_a_mode_is_written_as_it_is_read(text: str) -> None:
         ("bf61", "nearest: bf16"), ("powersdg:4", "nearest: powersgd"), ("", "choose auto"),
         ("powersgd", "as in powersgd:4"), ("powersgd:0", "1 or more"), ("powersgd:-1", "1 or more"),
         ("powersgd:4.5", "1 or more"), ("fp16:2", "write --wire fp16"),
+        ("powersgd:4/leaf1", "as in exact/leaf4"), ("exact/leaf", "as in exact/leaf4"),
     ],
 )  # fmt: skip
 def test_a_mode_that_is_none_is_answered_with_what_is_one(text: str, says: str) -> None:
@@ -84,6 +89,20 @@ def test_what_would_be_faster_is_said_with_its_price() -> None:
     wires[EXACT] = Wire(0.0, 0.01)
     options[EXACT] = choose_machines(120, [0, 1], TEAM, wires[EXACT], fixed=True)
     assert better_modes(options, EXACT, ["a", "b"]) == ()
+
+
+def test_the_plan_takes_what_it_may_and_is_faster() -> None:
+    leaf, fp16 = replace(EXACT, leaf=1), WireMode("fp16")
+    seconds = {EXACT: 5.0, leaf: 3.0, fp16: 2.5, replace(fp16, leaf=1): 2.45, OFFERED: 0.2}
+    options = {
+        mode: choose_machines(120, [0, 1], TEAM, Wire(0.0, spent), fixed=True)
+        for mode, spent in seconds.items()
+    }
+    assert _best_mode(options, allowed(None, ("fp32", "fp32"))) == leaf
+    assert _best_mode(options, allowed(None, ("fp16", "fp32"))) == fp16  # 2 % are no reason
+    assert _best_mode(options, allowed(EXACT, ("fp16", "fp32"))) == leaf
+    assert _best_mode(options, allowed(OFFERED, ("fp32", "fp32"))) == OFFERED
+    assert _best_mode({EXACT: options[EXACT]}, (OFFERED,)) == EXACT  # one rank alone
 
 
 WIRES = {

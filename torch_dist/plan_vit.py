@@ -8,6 +8,7 @@ one all-reduce, splits the batch, and predicts this and other ways to do it.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -21,6 +22,7 @@ from motley.options import Config, read_config, training_parser
 from motley.planning import Planned, open_parts, plan_batch
 from motley.progress import console
 from motley.team import Team, join_team, leave_team
+from motley.wire import EXACT
 
 
 def main(world: launch.World, config: Config) -> None:
@@ -32,15 +34,15 @@ def main(world: launch.World, config: Config) -> None:
     team = join_team(world, config.precision, config.hosts)
     team, planned = plan_batch(world, None, team, open_parts(team, config), config)
     if world.rank == 0:
-        show(team, planned)
+        show(team, planned, [world.machines[member.rank] for member in team.members])
     if team.rank is not None:
         leave_team()
 
 
-def show(team: Team, planned: Planned) -> None:
-    """One row a rank, then one row for each other way."""
+def show(team: Team, planned: Planned, machines: Sequence[int]) -> None:
+    """One row a rank, each on one of ``machines``; then one row for each other way."""
     plan, predicted, out = planned.plan, planned.forecast, console()
-    assert predicted is not None and planned.wire is not None
+    assert predicted is not None
     table = Table("rank", "host", "device", "precision", "why", box=None, pad_edge=False)
     for name in ("micro-batch", "samples", "compute", "waits"):
         table.add_column(name, justify="right")
@@ -71,7 +73,8 @@ def show(team: Team, planned: Planned) -> None:
         others.add_column(name, justify="right")
     names = [f"rank {member.rank} on {member.host}" for member in team.members]
     rows = {f"as planned, --wire {plan.wire}": predicted, **planned.others}
-    rows |= what_if(plan.global_batch, names, planned.speeds, planned.wire)
+    wire = planned.wires[EXACT]
+    rows |= what_if(plan.global_batch, names, machines, planned.speeds, wire, planned.links)
     for label, forecast in rows.items():
         times = forecast.images_per_s / predicted.images_per_s
         others.add_row(

@@ -224,16 +224,22 @@ def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[
 
 
 def what_if(
-    global_batch: int, names: Sequence[str], speeds: Sequence[Speed], wire: Wire
+    global_batch: int,
+    names: Sequence[str],
+    machines: Sequence[int],
+    speeds: Sequence[Speed],
+    wire: Wire,
+    links: Links | None = None,
 ) -> dict[str, Forecast]:
     """Other ways to do it, predicted: for a person who wonders.
 
     Args:
-        names: of the ranks, for the rows.
+        names, machines: of the ranks; names are for the rows.
+        wire: the exact one, of all in a ring.
     """
     ranks = range(len(speeds))
     best = min(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
-    alone = wire.among(ranks, [best], None)
+    alone = wire.among(machines, [best], links)
     rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], alone)}
     if len(speeds) == 1:
         return rows
@@ -242,7 +248,7 @@ def what_if(
     fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
     for count in range(2, len(speeds)):
         few = [speeds[rank] for rank in sorted(fast[:count])]
-        less = wire.among(ranks, fast[:count], None)
+        less = wire.among(machines, fast[:count], links)
         *_, rows[f"the fastest {count}"] = arrange(global_batch, few, less)
     twice = 2 * global_batch
     *_, rows[f"--batch-size {twice}"] = arrange(twice, speeds, wire)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+_FAR = 0.5  # of the second slowest: to send less over it is worth a detour
 _SLOWER = 0.7  # of the others' median: a link that is worth a word
 
 
@@ -70,6 +71,13 @@ class Links:
             return 0.0
         slowest = min(map(self.carries, machines))
         return 2 * (ranks - 1) / ranks * size / slowest if slowest > 0 else float("inf")
+
+    def leaf(self) -> int | None:
+        """The one machine whose link is far slower than all others'; None if there is none."""
+        if len(self.hosts) < 3:
+            return None
+        slowest, second, *_ = sorted(self.hosts, key=self.carries)
+        return slowest if 0 < self.carries(slowest) < _FAR * self.carries(second) else None
 
     def as_json(self) -> list[dict[str, Any]]:
         """For run.json: one entry a flow."""

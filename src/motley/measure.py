@@ -242,25 +242,30 @@ _ENOUGH_S = 1.0  # of tries that took so long, none is repeated
 
 
 def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> Wire:
-    """Time what it takes to add up next to nothing, and the whole gradient of these parameters.
+    """Time what it takes to add up next to nothing, and the gradient of these parameters; of a
+    wire so slow that this takes seconds, a part of it.
 
     All ranks of the process group must call it, and get the same answer.
     """
     device = parameters[0].device
     total = sum(parameter.numel() for parameter in parameters)
-    whole = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
+    pieces = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # As many small ones as pieces: a GPU is told of the next while it works on one.
-    tiny = [torch.empty(_TINY, _TINY, device=device) for _ in whole]
-    small_s = _send_s(mode, buckets_of(tiny, _TINY**2))
-    whole_s = _send_s(mode, whole)
+    tiny = [torch.empty(_TINY, _TINY, device=device) for _ in pieces]
+    latency_s = _send_s(mode, buckets_of(tiny, _TINY**2)) / len(pieces)
+    first_s = _send_s(mode, pieces[:1])
+    part = pieces[: max(1, min(len(pieces), int(_ENOUGH_S / first_s)))]
+    part_s = _send_s(mode, part) if len(part) > 1 else first_s
+    share = sum(len(bucket.flat) for bucket in part) / total
     return Wire(
-        small_s / len(whole), max(0.0, whole_s - small_s), dist.get_backend() == "nccl",
+        latency_s, max(0.0, part_s - latency_s * len(part)) / share,
+        dist.get_backend() == "nccl",
         size=float(mode.bytes_of([tuple(parameter.shape) for parameter in parameters])),
     )  # fmt: skip
 
 
 def _send_s(mode: WireMode, buckets: Sequence[Bucket]) -> float:
-    """Seconds of adding up buckets."""
+    """Seconds of adding up buckets, the same on all ranks."""
     device = buckets[0].flat.device
     sender = make_sender(mode, device)
     sender.begin_at_once()
@@ -271,7 +276,9 @@ def _send_s(mode: WireMode, buckets: Sequence[Bucket]) -> float:
 
     if len(buckets[0].flat) == _TINY**2:
         send()  # makes the connections
-    return _together_s(send, device)
+    seconds = _together_s(send, device)
+    sender.close()
+    return seconds
 
 
 def _together_s(run: Callable[[], None], device: torch.device) -> float:

@@ -1,6 +1,6 @@
 """Makes the plan: from ``--shares``, from the run that is continued, or from measured speeds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
 from motley.speeds import Measured, measure_team, refine, remember, wires_of
 from motley.team import Team, narrow_team, narrowed
-from motley.wire import EXACT, Sending, Wire, WireMode, parse_wire, rounded_as
+from motley.wire import EXACT, Sending, Wire, WireMode, allowed, parse_wire
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Planned:
 
     Attributes:
         speeds: of each rank, measured; empty for a plan made by hand.
-        forecast, wire: None for a plan made by hand; no wire for that of a continued run.
+        forecast: None for a plan made by hand.
+        wires: by what travels; none for a plan made by hand, or for that of a continued run.
         overlaps: the engine that it was made for does; see motley.wire.Sending.
         others: what else could be done with the same batch, by the options for it.
         advice: what would be better than what was chosen, for the user; may be empty.
@@ -54,7 +55,7 @@ class Planned:
     plan: Plan
     speeds: tuple[Speed, ...] = ()
     forecast: Forecast | None = None
-    wire: Wire | None = None
+    wires: Mapping[WireMode, Wire] = field(default_factory=dict)
     overlaps: bool = True
     others: Mapping[str, Forecast] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
@@ -81,11 +82,13 @@ def plan_batch(
     """
     sending = sending or Sending()
     asked = parse_wire(config.wire)
-    if asked is not None and asked.kind not in sending.kinds:
+    if asked is not None and not sending.can(asked):
         raise MotleyError(
-            f"--wire {asked}: DeepSpeed sends gradients as they are or rounded; choose exact, "
-            "bf16 or fp16, or train with torch_dist/train_vit.py"
+            f"--wire {asked}: DeepSpeed sends gradients as they are or rounded, in a ring; choose "
+            "exact, bf16 or fp16, or train with torch_dist/train_vit.py"
         )
+    if asked is not None and asked.leaf is not None and not asked.leaf < team.size > 2:
+        raise MotleyError(f"--wire {asked} is for 3 ranks or more, and {team.size} take part")
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
@@ -103,7 +106,7 @@ def plan_batch(
     all_ranks = team
     own = None if team.rank is None else measured.speeds[team.rank]
     options = _options(world, run, team, config, measured)
-    mode = _best_mode(options, asked, rounded_as(team.precisions))
+    mode = _best_mode(options, allowed(asked, team.precisions))
     choice = options[mode]
     if len(choice.ranks) < team.size:
         team = narrow_team(world, team, *_stay(world, team, measured, choice))
@@ -135,22 +138,22 @@ def _options(
     return {
         mode: choose_machines(
             config.batch_size, machines, measured.speeds, wire, measured.links, needed,
-            fixed=config.hosts != "auto",
+            fixed=config.hosts != "auto" or mode.leaf is not None,
         )
         for mode, wire in measured.wires.items()
     }  # fmt: skip
 
 
-def _best_mode(
-    options: Mapping[WireMode, Choice], asked: WireMode | None, rounded: WireMode | None
-) -> WireMode:
-    """The mode that was asked for; else the exact one, or the rounded if that is faster."""
-    if asked is not None:
-        return asked if asked in options else EXACT  # one rank alone sends nothing
-    faster = rounded in options and rounded is not None and (
-        options[rounded].chosen.step_s < (1 - WORTH_IT) * options[EXACT].chosen.step_s
-    )  # fmt: skip
-    return rounded if faster and rounded is not None else EXACT
+def _best_mode(options: Mapping[WireMode, Choice], may: Sequence[WireMode]) -> WireMode:
+    """Of the modes that the plan may take, whether or not they spare a slow link, the first one,
+    or what is faster than those before it by more than clocks err."""
+    best: WireMode | None = None
+    for mode in (m for kind in may for m in options if m == replace(kind, leaf=m.leaf)):
+        if best is None or (
+            options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
+        ):
+            best = mode
+    return best or EXACT  # one rank alone sends nothing, whatever was asked for
 
 
 def _stay(
@@ -180,7 +183,7 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
     speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, predicted.buckets, mode)
-    return Planned(plan, speeds, predicted, wire, wire.overlaps, links=measured.links)
+    return Planned(plan, speeds, predicted, measured.wires, wire.overlaps, links=measured.links)
 
 
 def _plan_before(

@@ -23,7 +23,17 @@ from motley.plan import cut
 from motley.runs import versions
 from motley.team import Team
 from motley.traffic import measure_links
-from motley.wire import BF16, EXACT, OFFERED, Sending, Wire, WireMode, parse_wire, rounded_as
+from motley.wire import (
+    BF16,
+    EXACT,
+    OFFERED,
+    SIXTEEN,
+    Sending,
+    Wire,
+    WireMode,
+    parse_wire,
+    rounded_as,
+)
 
 _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
@@ -58,7 +68,7 @@ def measure_team(
     links = measure_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     step_s = limit_s(config.batch_size, speeds)
-    return Measured(speeds, wires_of(world, team, model, config, sending, step_s), links)
+    return Measured(speeds, wires_of(world, team, model, config, sending, step_s, links), links)
 
 
 def wires_of(
@@ -68,6 +78,7 @@ def wires_of(
     config: Config,
     sending: Sending,
     step_s: float,
+    links: Links | None = None,
 ) -> dict[WireMode, Wire]:
     """What it takes to add up all gradients; every launched rank calls it.
 
@@ -78,10 +89,14 @@ def wires_of(
     if model is not None and team.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         own[EXACT] = measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
-        slow = own[EXACT].seconds() > _WORTH_A_WORD * step_s
-        asked, rounded = parse_wire(config.wire), rounded_as(team.precisions) or BF16
-        for mode in dict.fromkeys((asked, *((rounded, OFFERED) if slow else ()))):
-            if mode and mode != EXACT and mode.kind in sending.kinds and team.size > 1:
+        asked = parse_wire(config.wire)
+        modes = [] if asked is None else [asked]
+        if own[EXACT].seconds() > _WORTH_A_WORD * step_s:
+            modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
+        if (leaf := _leaf(world, team, links)) is not None:
+            modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
+        for mode in dict.fromkeys(modes):
+            if mode != EXACT and sending.can(mode) and team.size > 1:
                 own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
@@ -89,6 +104,13 @@ def wires_of(
     apart = any(member.uuid for member in team.members) or len(machines) > 1
     overlaps = apart and sending.overlaps
     return {mode: replace(wire, overlaps=overlaps) for mode, wire in wires.items()}
+
+
+def _leaf(world: World, team: Team, links: Links | None) -> int | None:
+    """The one rank behind a link that is far slower than the others', if there is such."""
+    slow = None if links is None else links.leaf()
+    ranks = [m.group_rank for m in team.members if world.machines[m.rank] == slow]
+    return ranks[0] if len(ranks) == 1 and team.size > 2 else None
 
 
 def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:

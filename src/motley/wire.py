@@ -22,10 +22,13 @@ class WireMode:
         kind: exact: fp32. bf16, fp16: rounded before it is sent. powersgd: matrices of a low
             rank in place of the gradient's, what that leaves out is sent later; inexact.
         rank: of these matrices.
+        leaf: the rank behind the one slow link, which sends its gradient once and receives the
+            sum once, while the others make the sum among themselves; None: all in a ring.
     """
 
     kind: str = "exact"
     rank: int = 0
+    leaf: int | None = None
 
     @property
     def is_inexact(self) -> bool:
@@ -47,7 +50,8 @@ class WireMode:
         return 4 * total
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.rank}" if self.rank else self.kind
+        words = f"{self.kind}:{self.rank}" if self.rank else self.kind
+        return words if self.leaf is None else f"{words}/leaf{self.leaf}"
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,16 @@ class Sending:
 
     Attributes:
         overlaps: send them while the backward pass still runs.
-        kinds: of WireMode.
+        kinds: of WireMode. leaf: spare one slow link.
     """
 
     overlaps: bool = True
     kinds: tuple[str, ...] = _KINDS
+    leaf: bool = True
+
+    def can(self, mode: WireMode) -> bool:
+        """Whether the engine can do this mode."""
+        return mode.kind in self.kinds and (self.leaf or mode.leaf is None)
 
 
 EXACT, BF16 = WireMode(), WireMode("bf16")
@@ -71,6 +80,12 @@ def parse_wire(text: str) -> WireMode | None:
     """Read ``--wire``; None for auto."""
     if text == "auto":
         return None
+    text, slash, leaf = text.partition("/leaf")
+    if slash:  # as the plan writes it
+        mode = parse_wire(text)
+        if mode is None or mode.kind == "powersgd" or not leaf.isdecimal():
+            raise MotleyError(f"--wire {text}{slash}{leaf}: write it as in exact/leaf4")
+        return dataclasses.replace(mode, leaf=int(leaf))
     kind, colon, number = text.partition(":")
     if kind not in _KINDS:
         choices = ("auto", *_KINDS)
@@ -88,6 +103,14 @@ def parse_wire(text: str) -> WireMode | None:
             "sends more and leaves out less"
         )
     return WireMode(kind, int(number))
+
+
+def allowed(asked: WireMode | None, precisions: Sequence[str]) -> tuple[WireMode, ...]:
+    """What the plan may take: what was asked for; else the exact wire, and the rounded one where
+    that adds no new kind of rounding. Whether it spares a slow link is the plan's to say."""
+    if asked is not None:
+        return (asked,)
+    return tuple(mode for mode in (EXACT, rounded_as(precisions)) if mode)
 
 
 def rounded_as(precisions: Sequence[str]) -> WireMode | None:
