@@ -1,17 +1,20 @@
 """A lab of five unshaped hosts, for benchmarks: up, one mpirun job after another, down."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_interface
+from typing import Any
 
 from result import ROOT, VENV
 
-_SUBNET = "10.97.97.0/24"  # of lab/unshaped.toml
 _KEYS = """
 set -e
 mkdir -p -m 700 .ssh
@@ -19,14 +22,20 @@ mkdir -p -m 700 .ssh
 cp .ssh/id_ed25519.pub .ssh/authorized_keys
 ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
 """
-HOSTS = tuple(f"paced{number}" for number in range(1, 6))
+HOSTS = tuple(f"paced{number}" for number in range(1, 6))  # of lab/unshaped.toml
 
 
 @dataclass(frozen=True)
 class BenchLab:
-    """A lab that is up; its homes are shared."""
+    """A lab that is up; its homes are shared.
+
+    Attributes:
+        head: its first host. subnet: that its hosts share, as in 10.97.97.0/24.
+    """
 
     name: str
+    head: str
+    subnet: str
 
     def do(self, *words: object, stdin: str | None = None, stdout: int | None = None) -> str:
         """A command of lab.sh; what follows ``--`` goes last.
@@ -42,23 +51,35 @@ class BenchLab:
 
     def on_head(self, script: str) -> str:
         """What a bash script prints on the first host, in the lab user's home."""
-        return self.do("exec", HOSTS[0], "--", "bash", "-c", script, stdout=subprocess.PIPE)
+        return self.do("exec", self.head, "--", "bash", "-c", script, stdout=subprocess.PIPE)
 
     def train(self, *words: object) -> Iterator[str]:
         """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints."""
         script = (
             f"cd {ROOT} && export PATH={VENV}/bin:$PATH OMP_NUM_THREADS=1 && exec mpirun -np 5 "
             "--hostfile ~/hosts.txt -x MOTLEY_VENV -x OMP_NUM_THREADS --mca btl_tcp_if_include "
-            f"{_SUBNET} --prtemca prte_if_include {_SUBNET} ./entry_cn.sh "
+            f"{self.subnet} --prtemca prte_if_include {self.subnet} ./entry_cn.sh "
             f"{' '.join(map(str, words))}"
         )
         job = subprocess.Popen(
-            self._command(("exec", HOSTS[0], "--", "bash", "-c", script)),
+            self._command(("exec", self.head, "--", "bash", "-c", script)),
             cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         )  # fmt: skip
         yield from job.stdout or ()
         if job.wait() != 0:
             raise SystemExit(f"the job ended with status {job.returncode}; see above")
+
+    def records(self, run: str) -> dict[str, Any]:
+        """run.json, the steps of the first rank that trained, and events of a run in ~/logs."""
+
+        def lines(name: str) -> list[dict[str, Any]]:
+            text = self.on_head(f"cat ~/logs/{run}/{name} 2>/dev/null || true")
+            return [json.loads(line) for line in text.splitlines()]
+
+        about = json.loads(self.on_head(f"cat ~/logs/{run}/run.json"))
+        first = about["ranks"][0]["rank"]
+        return {"run": about, "steps": lines(f"steps.rank{first}.jsonl"),
+                "events": lines("events.jsonl")}  # fmt: skip
 
     def _command(self, words: tuple[object, ...]) -> list[str]:
         given = list(map(str, words))
@@ -66,25 +87,36 @@ class BenchLab:
         return ["bash", "lab/lab.sh", *given[:at], "--name", self.name, *given[at:]]
 
 
-@contextmanager
-def bench_lab(mbit: float = 10_000, slow: float | None = None) -> Iterator[BenchLab]:
-    """Make a lab in which the first host may log in to all; take it down whatever happens.
+def unshaped(mbit: float = 10_000, slow: float | None = None) -> str:
+    """A profile: lab/unshaped.toml with slower links.
 
     Args:
         mbit: that each link carries, each way. slow: that the last host's does, if less.
     """
-    made = BenchLab(f"bench{os.getpid()}")
+    text = (ROOT / "lab" / "unshaped.toml").read_text().replace("10000", str(mbit))
+    # The last table is the last host's.
+    return text if slow is None else f"{text}up_mbit = {slow}\ndown_mbit = {slow}\n"
+
+
+@contextmanager
+def bench_lab(profile: str | None = None) -> Iterator[BenchLab]:
+    """Make a lab in which the first host may log in to all; take it down whatever happens.
+
+    Args:
+        profile: as lab/tesla.toml; default: of hosts without limits.
+    """
+    profile = profile or unshaped()
+    first = tomllib.loads(profile)["host"][0]
+    subnet = str(ip_interface(first["address"]).network)
+    made = BenchLab(f"bench{os.getpid()}", first["name"], subnet)
     for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell's & has them ignored
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as profile:
-            text = (ROOT / "lab" / "unshaped.toml").read_text().replace("10000", str(mbit))
-            profile.write(text)
-            if slow is not None:  # the last table is the last host's
-                profile.write(f"up_mbit = {slow}\ndown_mbit = {slow}\n")
-            profile.flush()
-            made.do("up", "--profile", profile.name)
-        made.do("exec", HOSTS[0], "--", "bash", stdin=_KEYS)
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(profile)
+            file.flush()
+            made.do("up", "--profile", file.name)
+        made.do("exec", made.head, "--", "bash", stdin=_KEYS)
         yield made
     finally:
         made.do("down")

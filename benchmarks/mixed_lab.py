@@ -38,11 +38,11 @@ MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp",
          "motley-deepspeed-0", "motley-deepspeed-1")  # fmt: skip
 
 
-def measure(options: argparse.Namespace, **links: float | None) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, profile: str | None = None) -> list[dict[str, Any]]:
     """Run the job; returns what its first rank measured.
 
     Args:
-        links: of bench_lab.
+        profile: of bench_lab.
     """
     words = [
         "--n", options.n, "--speeds", options.speeds, "--fastest-s", options.fastest_s, "--steps",
@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace, **links: float | None) -> list[dict[str
     if options.emulation == "quotas":
         words += ["--emulation", "quotas", "--img-size", _QUOTAS_PIXELS]
     results = []
-    with bench_lab(**links) as lab:
+    with bench_lab(profile) as lab:
         for line in lab.train("benchmarks/mixed_rank.py", *words):
             kind, _, content = line.partition(" ")
             if line == "READY\n":

@@ -1,53 +1,102 @@
-"""torch_dist/train_vit.py on a paced host, one of which may change; replan_lab.py starts it.
+"""The training scripts on paced hosts, one of which may change; replan_lab.py and tesla_replay.py
+start it.
 
-    ... ./entry_cn.sh benchmarks/paced_train.py --speeds 7:5:3:2:1 --slow 1:2:40:80 [OPTIONS]
+    ... ./entry_cn.sh benchmarks/paced_train.py --rates 70,50,30,20,10 [OPTIONS OF train_vit.py]
+    ... ./entry_cn.sh benchmarks/paced_train.py --rates ... --slow 1:2:40:80 [OPTIONS]
 
---slow RANK:FACTOR:FROM:TO makes one rank FACTOR times slower from step FROM to step TO.
+--rates are samples a second, by rank; --optimizer-s what an optimizer step takes on each.
+--slow RANK:FACTOR:FROM:TO makes one rank FACTOR times slower from step FROM to step TO. Whatever
+the precision of a rank is called, it computes in fp32 here; the plan goes by the name.
 """
 
 import argparse
+import sys
+import time
 from typing import Any
 
-import mixed  # noqa: F401 - finds the engines
+import mixed
+import torch
 from ddp_engine import DdpEngine
 from paced import Pace, Paced
+from result import ROOT
 
-from motley import launch, planning
-from motley.options import read_config, training_parser
+from motley import engine, launch, planning, speeds
+from motley.options import Config, read_config, training_parser
 from motley.train import train
+
+
+def numbers(text: str) -> list[float]:
+    """Of a list with commas."""
+    return [float(word) for word in text.split(",")]
 
 
 def main() -> None:
     """Put a paced model and a schedule of its pace where training would have its own."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--speeds", type=lambda text: [float(word) for word in text.split(":")])
-    parser.add_argument("--fastest-s", type=float)
+    parser.add_argument("--rates", type=numbers, required=True)
+    parser.add_argument("--optimizer-s", type=numbers)
     parser.add_argument("--slow", type=lambda text: [float(word) for word in text.split(":")])
+    parser.add_argument("--engine", choices=("ddp", "deepspeed"), default="ddp")
     given, rest = parser.parse_known_args()
     config = read_config(training_parser(str(__doc__)), rest)
 
     def run(world: launch.World) -> None:
-        pace = Pace(given.fastest_s * max(given.speeds) / given.speeds[world.rank])
-        slow_rank, factor, first, end = given.slow
+        torch.set_num_threads(1)
+        pace = Pace(1 / given.rates[world.rank])
+        make: Any = DdpEngine
+        if given.engine == "deepspeed":
+            sys.path.insert(0, str(ROOT / "deepspeed"))
+            import quiet  # noqa: F401 - before deepspeed
+            from zero_engine import ZeroEngine
 
-        class Changing(DdpEngine):
-            """Changes the pace between two steps."""
-
-            taken = 0
-
-            def accumulate(self, batch: Any, n_global: int, last: bool) -> Any:
-                """See motley.engine.Engine."""
-                slow = world.rank == slow_rank and first <= self.taken < end
-                pace.factor = factor if slow else 1.0
-                self.taken += last
-                return super().accumulate(batch, n_global, last)
-
+            make = ZeroEngine
+        if given.slow:
+            make = changing(make, pace, world.rank, given.slow)
+        if given.optimizer_s:
+            pace_optimizer(given.optimizer_s[world.rank])
         planning.Classifier = (  # type: ignore[assignment, misc]
             lambda net, images, size, _precision, _device: Paced(net, images, size, pace)
         )
-        train(world, config, Changing)
+        train(world, config, make)
 
     launch.run(run)
+
+
+def changing(make: Any, pace: Pace, rank: int, slow: list[float]) -> type:
+    """An engine that changes the pace between two steps."""
+    slow_rank, factor, first, end = slow
+
+    class Changing(make):  # type: ignore[misc]
+        taken = 0
+
+        def accumulate(self, batch: Any, n_global: int, last: bool) -> Any:
+            pace.factor = factor if rank == slow_rank and first <= self.taken < end else 1.0
+            self.taken += last
+            return super().accumulate(batch, n_global, last)
+
+    return Changing
+
+
+def pace_optimizer(step_s: float) -> None:
+    """Let each optimizer step take so long."""
+    real = mixed.make_optimizer
+
+    def make_optimizer(net: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
+        optimizer = real(net, config)
+        began = 0.0
+
+        def begin(*_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def end(*_: Any) -> None:
+            time.sleep(max(0.0, began + step_s - time.perf_counter()))
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(end)
+        return optimizer
+
+    engine.make_optimizer = speeds.make_optimizer = make_optimizer
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ times doubled while it is slow. Needs root, for the lab.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -33,8 +32,9 @@ _STEADY = 5  # steps, whose median is a throughput
 
 def runs(lab: BenchLab, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Train all three; their records."""
-    pace = ["benchmarks/paced_train.py", "--speeds", options.speeds, "--fastest-s",
-            options.fastest_s]  # fmt: skip
+    speeds = [float(word) for word in options.speeds.split(":")]
+    rates = ",".join(str(speed / max(speeds) / options.fastest_s) for speed in speeds)
+    pace = ["benchmarks/paced_train.py", "--rates", rates]
     common = ["--logs", "~/logs", "--batch-size", options.n, "--no-augment", "--max-steps",
               3 * options.steps, "--precision", "fp32"]  # fmt: skip
     slow = ["--slow", f"{SLOW}:{FACTOR}:{options.steps}:{2 * options.steps}"]
@@ -48,18 +48,7 @@ def runs(lab: BenchLab, options: argparse.Namespace) -> dict[str, dict[str, Any]
         for line in lab.train(*given, *common, "--run", name):
             if line.startswith(("epoch", "  rank", "the ranks")):
                 print(f"  {line.strip()}", flush=True)
-    return {name: records(lab, name) for name in words}
-
-
-def records(lab: BenchLab, name: str) -> dict[str, Any]:
-    """run.json, steps and events of a run."""
-    steps = lab.on_head(f"cat ~/logs/{name}/steps.rank0.jsonl").splitlines()
-    events = lab.on_head(f"cat ~/logs/{name}/events.jsonl 2>/dev/null || true").splitlines()
-    return {
-        "run": json.loads(lab.on_head(f"cat ~/logs/{name}/run.json")),
-        "steps": [json.loads(line) for line in steps],
-        "events": [json.loads(line) for line in events],
-    }
+    return {name: lab.records(name) for name in words}
 
 
 def limits(run: dict[str, Any], n: int) -> tuple[float, float]:

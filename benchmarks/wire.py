@@ -25,6 +25,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import mixed_lab
 import result
+from bench_lab import unshaped
 
 _SAMPLE_S = 0.006  # on the fastest host; what link rates are named beside
 LINKS: dict[str, tuple[float | None, float | None]] = {  # Mbit/s: of all, and of the last host
@@ -45,9 +46,10 @@ def main() -> None:
     for link in options.links:
         mbit, slow = (rate and rate / options.slower for rate in LINKS[link])
         print(f"links: {link}", flush=True)
-        rates = {"mbit": mbit or 10_000, "slow": slow}
         options.modes = options.chosen or [*MODES, *(LEAF if slow else ())]
-        found = mixed_lab.table(mixed_lab.measure(options, **rates), options, link)
+        found = mixed_lab.table(
+            mixed_lab.measure(options, unshaped(mbit or 10_000, slow)), options, link
+        )
         mixed_lab.show(found)
         rows += found
         if options.json:  # after each kind, for all of it takes long
@@ -103,7 +105,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed a block, default 3")
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
     parser.add_argument("--modes", dest="chosen", type=lambda text: text.split(","),
-                        help=f"default: {','.join(MODES)}; with a slow link also {','.join(LEAF)}")  # fmt: skip
+                        help=f"default: {','.join(MODES)}; also {','.join(LEAF)} where one "
+                        "link is slow")  # fmt: skip
     options = parser.parse_args()
     if unknown := [link for link in options.links if link not in LINKS]:
         parser.error(f"--links {unknown[0]} is none of {', '.join(LINKS)}")

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
     "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "rebalance",
-    "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes", "leftovers",
-    "at_once", "login", "shell", "remote",
+    "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
+    "leftovers", "at_once", "login", "shell", "remote",
 }  # fmt: skip
 LAUNCH = {"faults", "vigil", "escort", "lifeline", "launch", "traffic"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
+from motley.advice import better_modes, larger_batch
 from motley.balance import Speed
 from motley.errors import MotleyError
-from motley.forecast import better_modes, choose_machines
+from motley.forecast import choose_machines
 from motley.planning import _best_mode
 from motley.senders import buckets_of
 from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, allowed, parse_wire, rounded_as
@@ -89,6 +90,21 @@ def test_what_would_be_faster_is_said_with_its_price() -> None:
     wires[EXACT] = Wire(0.0, 0.01)
     options[EXACT] = choose_machines(120, [0, 1], TEAM, wires[EXACT], fixed=True)
     assert better_modes(options, EXACT, ["a", "b"]) == ()
+
+
+def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
+    machines, names = [0, 1], ["a", "b"]
+    wire = Wire(0.0, 1.0, overlaps=False)
+    (sentence,) = larger_batch(100, names, machines, TEAM, wire)  # a alone: 1.0 s
+    wanted = int(sentence.partition("--batch-size ")[2].split()[0])
+    assert "as a alone" in sentence and wanted % 100 == 0
+    for samples, beats in ((wanted, True), (wanted // 2, False)):
+        alone = TEAM[0].seconds_of(samples)
+        together = choose_machines(samples, machines, TEAM, wire).chosen.step_s
+        assert (alone / together >= 1.1) == beats
+    assert larger_batch(wanted, names, machines, TEAM, wire) == ()
+    assert larger_batch(100, names, machines, TEAM, Wire(0.0, 1e9)) == ()  # none would do
+    assert larger_batch(100, names, [0, 0], TEAM, wire) == ()  # one machine
 
 
 def test_the_plan_takes_what_it_may_and_is_faster() -> None:

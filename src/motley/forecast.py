@@ -9,13 +9,12 @@ from typing import Any
 
 from motley.balance import Speed, limit_s, split
 from motley.links import Links
-from motley.wire import Wire, WireMode
+from motley.wire import Wire
 
 _WORTH = 0.01  # of a step, that more buckets must save
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
 _MOST = 32
 WORTH_IT = 0.03  # of a step, that hosts must save by their absence, or a wire that rounds
-_WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _FEW_MACHINES = 6  # have 62 subsets
 
 
@@ -181,34 +180,6 @@ def choose_machines(
     ]  # fmt: skip
     best = min([most, *fewer], key=lambda found: found.chosen.step_s)
     return best if best.chosen.step_s < (1 - WORTH_IT) * most.chosen.step_s else most
-
-
-def better_modes(
-    options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
-) -> tuple[str, ...]:
-    """What a user may ask for that would be faster than ``mode``: the fastest that only rounds,
-    and the fastest of all, a sentence each.
-
-    Args:
-        options: who would train in each mode. names: of the ranks' hosts.
-    """
-    sentences = []
-    best = options[mode].chosen.step_s
-    for inexact in (False, True):
-        found = [m for m in options if m != mode and m.is_inexact == inexact]
-        other = min(found, key=lambda m: options[m].chosen.step_s, default=mode)
-        choice = options[other]
-        if choice.chosen.step_s > (1 - _WORTH_A_WORD) * best:
-            continue
-        hosts = ", ".join(dict.fromkeys(names[rank] for rank in choice.ranks))
-        who = f" with {hosts} alone" if len(choice.ranks) < len(names) else " with all hosts"
-        price = "inexact: it may cost accuracy" if inexact else "rounded to 16 bits on the way"
-        sentences.append(
-            f"with --wire {other} a step should take {choice.chosen.step_s:.3g} s{who}, "
-            f"{best / choice.chosen.step_s:.2f} times as fast; the gradient is {price}"
-        )
-        best = choice.chosen.step_s
-    return tuple(sentences)
 
 
 def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from motley.advice import better_modes, larger_batch
 from motley.balance import Speed
 from motley.data import Images, load_images
 from motley.errors import MotleyError
-from motley.forecast import WORTH_IT, Choice, Forecast, arrange, better_modes, choose_machines
+from motley.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.launch import World
 from motley.links import Links
 from motley.model import Classifier, build_model, image_size, set_matmul_precision
@@ -82,13 +83,7 @@ def plan_batch(
     """
     sending = sending or Sending()
     asked = parse_wire(config.wire)
-    if asked is not None and not sending.can(asked):
-        raise MotleyError(
-            f"--wire {asked}: DeepSpeed sends gradients as they are or rounded, in a ring; choose "
-            "exact, bf16 or fp16, or train with torch_dist/train_vit.py"
-        )
-    if asked is not None and asked.leaf is not None and not asked.leaf < team.size > 2:
-        raise MotleyError(f"--wire {asked} is for 3 ranks or more, and {team.size} take part")
+    _check_wire(asked, team, sending)
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
@@ -97,13 +92,38 @@ def plan_batch(
     if run is not None and (before := _plan_before(world, run, team, config, sending)) is not None:
         return before
     make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
-    model = parts.model if parts else None
+    return _measure_and_plan(
+        world, run, team, parts.model if parts else None, config, sending, asked
+    )
+
+
+def _check_wire(asked: WireMode | None, team: Team, sending: Sending) -> None:
+    """MotleyError if the engine, or so few ranks, cannot do what ``--wire`` asks for."""
+    if asked is not None and not sending.can(asked):
+        raise MotleyError(
+            f"--wire {asked}: DeepSpeed sends gradients as they are or rounded, in a ring; choose "
+            "exact, bf16 or fp16, or train with torch_dist/train_vit.py"
+        )
+    if asked is not None and asked.leaf is not None and not asked.leaf < team.size > 2:
+        raise MotleyError(f"--wire {asked} is for 3 ranks or more, and {team.size} take part")
+
+
+def _measure_and_plan(
+    world: World,
+    run: Run | None,
+    team: Team,
+    model: Classifier | None,
+    config: Config,
+    sending: Sending,
+    asked: WireMode | None,
+) -> tuple[Team, Planned]:
+    """See :func:`plan_batch`; where nobody has said who takes how much."""
     measured = measure_team(world, team, model, config, sending)
     if config.micro_batch is not None:
         most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
         pairs = zip(measured.speeds, most, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
-    all_ranks = team
+    everyone, everything = team, measured
     own = None if team.rank is None else measured.speeds[team.rank]
     options = _options(world, run, team, config, measured)
     mode = _best_mode(options, allowed(asked, team.precisions))
@@ -111,19 +131,25 @@ def plan_batch(
     if len(choice.ranks) < team.size:
         team = narrow_team(world, team, *_stay(world, team, measured, choice))
         model = model if team.rank is not None else None
+        wires = wires_of(
+            world, team, model, replace(config, wire=str(mode)), sending, choice.chosen.step_s
+        )
+        mode = mode if mode in wires else EXACT  # one rank alone sends nothing
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
-        config = replace(config, wire=str(mode))
-        wires = wires_of(world, team, model, config, sending, choice.chosen.step_s)
         measured = Measured(speeds, wires, measured.links)
     measured = refine(world, team, model, config.batch_size, measured, mode)
     if config.micro_batch is None and own is not None:
-        remember(all_ranks, config, own if team.rank is None else measured.speeds[team.rank])
+        remember(everyone, config, own if team.rank is None else measured.speeds[team.rank])
     planned = balance(config.batch_size, measured, mode)
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
-    if len(choice.ranks) < all_ranks.size:
+    if len(choice.ranks) < everyone.size:
         others["--hosts all"] = choice.whole
-    names = [member.host for member in all_ranks.members]
-    advice = better_modes(options, mode, names)
+    names = [member.host for member in everyone.members]
+    machines = [world.machines[member.rank] for member in everyone.members]
+    ring = everything.wires.get(replace(mode, leaf=None), everything.wires[EXACT])
+    advice = better_modes(options, mode, names) + larger_batch(
+        config.batch_size, names, machines, everything.speeds, ring, everything.links
+    )
     return team, replace(planned, others=others, advice=advice)
 
 

@@ -113,6 +113,7 @@ class LeafSender(Sender):
         ranks, self._rank = range(dist.get_world_size()), dist.get_rank()
         self._leaf, self._next = leaf, next(rank for rank in ranks if rank != leaf)
         self._dtype, self._device = dtype, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pair = sorted((self._leaf, self._next))
         others = [rank for rank in ranks if rank != leaf]
         # One group a direction: what one way has to wait for must not hold up the other.
@@ -122,17 +123,20 @@ class LeafSender(Sender):
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """See Sender."""
-        copied = None
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            return _in(self._thread, lambda: self._through_cpu(bucket.flat, copied), self._device)
-        return _in(self._thread, self._begin(bucket.flat.to(self._dtype), bucket.flat))
+        if self._stream is None:
+            return _in(self._thread, self._begin(bucket.flat.to(self._dtype), bucket.flat))
+        ready = torch.cuda.current_stream(self._device).record_event()
+        return _in(self._thread, lambda: self._through_cpu(bucket.flat, ready), self._device)
 
     def _through_cpu(self, flat: Tensor, ready: torch.cuda.Event) -> Tensor:
-        ready.synchronize()
-        host = flat.to("cpu", self._dtype)
-        return flat.copy_(self._begin(host, host)())
+        """Sum what is on a GPU, beside what that still computes."""
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            host = flat.to("cpu", self._dtype)
+            flat.copy_(self._begin(host, host)())
+            self._stream.synchronize()
+        return flat
 
     def _begin(self, part: Tensor, into: Tensor) -> Callable[[], Tensor]:
         """Post what can be at once; returns what does the rest.

@@ -18,10 +18,10 @@ SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
 STEPS = 8
 
 
-def send(sender: Sender, seed: int, scale: float) -> Tensor:
+def send(sender: Sender, seed: int, scale: float, device: torch.device) -> Tensor:
     """The sum of one step's gradients, the loss scale undone."""
     torch.manual_seed(seed)
-    buckets = buckets_of([torch.empty(shape) for shape in SHAPES], 10_000)
+    buckets = buckets_of([torch.empty(shape, device=device) for shape in SHAPES], 10_000)
     for bucket in buckets:
         bucket.flat.mul_(scale)
     for future in [sender.send(bucket) for bucket in buckets]:
@@ -31,22 +31,21 @@ def send(sender: Sender, seed: int, scale: float) -> Tensor:
 
 def main(world: launch.World) -> None:
     """Run both, compare."""
-    join_team(world, "fp32")
-    mode, cpu = parse_wire("powersgd:2"), torch.device("cpu")
+    device, mode = join_team(world, "fp32").device, parse_wire("powersgd:2")
     assert mode is not None
-    plain, tried = make_sender(mode, cpu), make_sender(mode, cpu)
+    plain, tried = make_sender(mode, device), make_sender(mode, device)
     for step in range(STEPS):
         seed, scale = 10 * step + world.rank, 1.0 if step < 2 else 2.0
-        expected = send(plain, seed, 1.0)
+        expected = send(plain, seed, 1.0, device)
         plain.settle(True, 1.0)
         if step in (0, 3, 4):
-            send(tried, seed, math.inf)
+            send(tried, seed, math.inf, device)
             tried.settle(False, 1.0)
         if step == 5:  # as after a resume
-            again = make_sender(mode, cpu)
+            again = make_sender(mode, device)
             again.load_state(tried.state())
             tried = again
-        found = send(tried, seed, scale)
+        found = send(tried, seed, scale, device)
         tried.settle(True, 2.0 if step == 1 else 1.0)
         assert torch.equal(found, expected), (step, found - expected)
     leave_team()

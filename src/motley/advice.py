@@ -1,0 +1,83 @@
+"""What a user may ask for that would be faster than what was planned, in words. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from motley.balance import Speed
+from motley.forecast import Choice, arrange, choose_machines
+from motley.links import Links
+from motley.wire import Wire, WireMode
+
+_WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
+_BEATS = 1.1  # times the best machine alone: what a lab should at least be
+_DOUBLINGS = 6  # of the batch, at most
+
+
+def better_modes(
+    options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
+) -> tuple[str, ...]:
+    """What a user may ask for that would be faster than ``mode``: the fastest that only rounds,
+    and the fastest of all, a sentence each.
+
+    Args:
+        options: who would train in each mode. names: of the ranks' hosts.
+    """
+    sentences = []
+    best = options[mode].chosen.step_s
+    for inexact in (False, True):
+        found = [m for m in options if m != mode and m.is_inexact == inexact]
+        other = min(found, key=lambda m: options[m].chosen.step_s, default=mode)
+        choice = options[other]
+        if choice.chosen.step_s > (1 - _WORTH_A_WORD) * best:
+            continue
+        hosts = ", ".join(dict.fromkeys(names[rank] for rank in choice.ranks))
+        who = f" with {hosts} alone" if len(choice.ranks) < len(names) else " with all hosts"
+        price = "inexact: it may cost accuracy" if inexact else "rounded to 16 bits on the way"
+        sentences.append(
+            f"with --wire {other} a step should take {choice.chosen.step_s:.3g} s{who}, "
+            f"{best / choice.chosen.step_s:.2f} times as fast; the gradient is {price}"
+        )
+        best = choice.chosen.step_s
+    return tuple(sentences)
+
+
+def larger_batch(
+    global_batch: int,
+    names: Sequence[str],
+    machines: Sequence[int],
+    speeds: Sequence[Speed],
+    wire: Wire,
+    links: Links | None = None,
+) -> tuple[str, ...]:
+    """That the batch is too small for these machines to beat the best of them, and which is not;
+    nothing where it is not so, or where none would do.
+
+    Args:
+        names, machines: of the ranks.
+        wire: of what the plan would send.
+    """
+
+    of = {machine: [r for r, m in enumerate(machines) if m == machine] for machine in machines}
+
+    def gain(samples: int) -> tuple[float, int]:
+        """Times as fast as the best machine alone, and a rank of that one."""
+        alone = {}
+        for ranks in of.values():
+            few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
+            alone[ranks[0]] = arrange(samples, few, less)[2].step_s
+        best = min(alone, key=lambda rank: alone[rank])
+        together = choose_machines(samples, machines, speeds, wire, links).chosen
+        return alone[best] / together.step_s, best
+
+    times, best = gain(global_batch)
+    if len(of) < 2 or times >= _BEATS:
+        return ()
+    for power in range(1, _DOUBLINGS + 1):
+        samples = global_batch * 2**power
+        larger, _ = gain(samples)
+        if larger >= _BEATS:
+            return (
+                f"these hosts together are {max(1.0, times):.2f} times as fast as {names[best]} "
+                f"alone: a step is too short for what they have to tell each other; with "
+                f"--batch-size {samples} they should be {larger:.2f} times as fast",
+            )
+    return ()
