@@ -14,7 +14,7 @@ from lab_profile import LabHost
 
 # What a cable may queue: about what a cheap switch holds, in ms of its rate; and at least so many
 # bytes, for packets are no smaller where links are, and of few that wait TCP loses too many.
-QUEUE_MS, QUEUE_BYTES = 20, 256 * 1024
+QUEUE_MS, QUEUE_BYTES = 20, 64 * 1024
 
 
 class Switch:
