@@ -102,7 +102,8 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     wire = str(seating.plan.wire)
     if content.setdefault(_WIRE, _WIRES[wire]) not in ("auto", _WIRES[wire]):
         raise MotleyError(
-            f"{path}: {_WIRE} is {content[_WIRE]}, but --wire is {wire}; leave out one of them"
+            f"{path}: {_WIRE} is {content[_WIRE]}, but the wire is {wire}; remove it, or give "
+            "--wire as it says"
         )
     content[_WIRE] = _WIRES[wire]
     if zero.get("stage", 0) == 0:

@@ -17,6 +17,7 @@ WAYS = [
     ("ZeRO 2", (2, ZERO, "--stage", 2), 0.0),
     ("PowerSGD", (3, DDP, "--wire", "powersgd:2", "--shares", "3,2,1"), 0.0),
     ("PowerSGD", (2, DDP, "--wire", "powersgd:2", "--shares", "2,1"), 0.05),
+    ("DDP", (3, DDP), 0.0),
     ("ZeRO 1", (2, DDP), 2e-6),
     ("DDP", (2, ZERO, "--stage", 2), 2e-6),
 ]

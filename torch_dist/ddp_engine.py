@@ -52,6 +52,8 @@ class DdpEngine(EngineBase):
         self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
         self._overlap = seating.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
+        # Gloo copies to a GPU in a stream of its own, for which no future waits.
+        self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
         self._sender = make_sender(seating.plan.wire, seating.device)
         self._keeps = f"wire.{seating.plan.wire}.{seating.plan.buckets}."  # between steps
         self._wrap()
@@ -77,8 +79,9 @@ class DdpEngine(EngineBase):
         if own.final:
             self.clock.lap("compute", ready=True)
         self._buckets[own.place] = own
-        self._sent += 1
-        return self._sender.send(own)
+        future = self._sender.send(own)
+        self._sent += 1  # if memory had ended, it would be sent again
+        return future
 
     def _fix_buckets(self) -> None:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
@@ -122,6 +125,8 @@ class DdpEngine(EngineBase):
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
+        if self._copies:
+            torch.cuda.synchronize(self._seating.device)
         norm = gradient_norm(self._parameters)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
@@ -182,8 +187,10 @@ class DdpEngine(EngineBase):
 
     def own_state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine."""
-        kept = self._sender.state().items()
-        return super().own_state() | {self._keeps + name: value for name, value in kept}
+        kept = self._sender.state()
+        if kept:  # in the unit of the loss scale
+            kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
+        return super().own_state() | {self._keeps + name: value for name, value in kept.items()}
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """See motley.engine.Engine."""
@@ -193,7 +200,9 @@ class DdpEngine(EngineBase):
             for name, value in state.items() if name.startswith(self._keeps)
         }  # fmt: skip
         if kept:
+            factor = self.scale.value / float(kept.pop("scale"))
             self._sender.load_state(kept)
+            self._sender.settle(True, factor)
         elif self._sender.state():
             notes.append(
                 f"--wire {self._seating.plan.wire} begins with an empty error memory: the "

@@ -124,9 +124,10 @@ class Speed:
 
     def in_one(self, samples: int) -> "Speed":
         """The same that takes so many samples in one micro-batch, or in as few as were timed."""
-        return replace(
-            self, preferred=next((s for s in self.sizes if s >= samples), self.sizes[-1])
-        )
+        if samples <= 0:
+            return self
+        enough = next((size for size in self.sizes if size >= samples), self.sizes[-1])
+        return replace(self, preferred=enough)
 
     def at_most(self, micro_batch: int) -> "Speed":
         """The same with no micro-batch above this size."""

@@ -251,21 +251,27 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> 
     total = sum(parameter.numel() for parameter in parameters)
     pieces = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # As many small ones as pieces: a GPU is told of the next while it works on one.
-    tiny = [torch.empty(_TINY, _TINY, device=device) for _ in pieces]
-    latency_s = _send_s(mode, buckets_of(tiny, _TINY**2)) / len(pieces)
+    side = max(_TINY, 4 * mode.rank + 1)  # smaller ones PowerSGD sends as they are
+    tiny = [torch.empty(side, side, device=device) for _ in pieces]
+    latency_s = _send_s(mode, buckets_of(tiny, side**2), warm=True) / len(pieces)
     first_s = _send_s(mode, pieces[:1])
     part = pieces[: max(1, min(len(pieces), int(_ENOUGH_S / first_s)))]
     part_s = _send_s(mode, part) if len(part) > 1 else first_s
-    share = sum(len(bucket.flat) for bucket in part) / total
+    size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
+    share = mode.bytes_of([tuple(g.shape) for bucket in part for g in bucket.grads]) / size
     return Wire(
         latency_s, max(0.0, part_s - latency_s * len(part)) / share,
         dist.get_backend() == "nccl",
-        size=float(mode.bytes_of([tuple(parameter.shape) for parameter in parameters])),
+        size=float(size),
     )  # fmt: skip
 
 
-def _send_s(mode: WireMode, buckets: Sequence[Bucket]) -> float:
-    """Seconds of adding up buckets, the same on all ranks."""
+def _send_s(mode: WireMode, buckets: Sequence[Bucket], warm: bool = False) -> float:
+    """Seconds of adding up buckets, the same on all ranks.
+
+    Args:
+        warm: once before it is timed, to make the connections.
+    """
     device = buckets[0].flat.device
     sender = make_sender(mode, device)
     sender.begin_at_once()
@@ -274,8 +280,8 @@ def _send_s(mode: WireMode, buckets: Sequence[Bucket]) -> float:
         for future in [sender.send(bucket) for bucket in buckets]:
             future.wait()
 
-    if len(buckets[0].flat) == _TINY**2:
-        send()  # makes the connections
+    if warm:
+        send()
     seconds = _together_s(send, device)
     sender.close()
     return seconds

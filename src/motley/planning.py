@@ -87,7 +87,8 @@ def plan_batch(
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
-        plan = make_plan(config.batch_size, shares, sizes, wire=asked or EXACT)
+        mode = asked if asked is not None and team.size > 1 else EXACT
+        plan = make_plan(config.batch_size, shares, sizes, wire=mode)
         return team, Planned(plan, overlaps=sending.overlaps)
     if run is not None and (before := _plan_before(world, run, team, config, sending)) is not None:
         return before
@@ -104,8 +105,16 @@ def _check_wire(asked: WireMode | None, team: Team, sending: Sending) -> None:
             f"--wire {asked}: DeepSpeed sends gradients as they are or rounded, in a ring; choose "
             "exact, bf16 or fp16, or train with torch_dist/train_vit.py"
         )
+    if asked is not None and asked.is_inexact and team.is_mixed:
+        raise MotleyError(
+            f"--wire {asked} is not for GPUs and CPUs together; choose exact, bf16 or fp16, or "
+            "leave out one kind with --hosts"
+        )
     if asked is not None and asked.leaf is not None and not asked.leaf < team.size > 2:
-        raise MotleyError(f"--wire {asked} is for 3 ranks or more, and {team.size} take part")
+        raise MotleyError(
+            f"--wire {asked}: {team.size} ranks take part; a leaf is one of 3 or more, numbered "
+            "from 0; leave it to the plan with --wire exact"
+        )
 
 
 def _measure_and_plan(
@@ -126,7 +135,11 @@ def _measure_and_plan(
     everyone, everything = team, measured
     own = None if team.rank is None else measured.speeds[team.rank]
     options = _options(world, run, team, config, measured)
-    mode = _best_mode(options, allowed(asked, team.precisions))
+    fit = {  # who stays rounds anyway
+        mode: choice for mode, choice in options.items()
+        if asked or mode.kind in ("exact", *(team.precisions[rank] for rank in choice.ranks))
+    }  # fmt: skip
+    mode = _best_mode(fit, allowed(asked, team.precisions))
     choice = options[mode]
     if len(choice.ranks) < team.size:
         team = narrow_team(world, team, *_stay(world, team, measured, choice))
@@ -146,11 +159,13 @@ def _measure_and_plan(
         others["--hosts all"] = choice.whole
     names = [member.host for member in everyone.members]
     machines = [world.machines[member.rank] for member in everyone.members]
-    ring = everything.wires.get(replace(mode, leaf=None), everything.wires[EXACT])
-    advice = better_modes(options, mode, names) + larger_batch(
-        config.batch_size, names, machines, everything.speeds, ring, everything.links
-    )
-    return team, replace(planned, others=others, advice=advice)
+    ring = everything.wires.get(mode, everything.wires[EXACT])
+    advice = better_modes(options, mode, names)
+    if mode.leaf is None:
+        advice += larger_batch(
+            config.batch_size, names, machines, everything.speeds, ring, everything.links
+        )
+    return team, replace(planned, overlaps=sending.overlaps, others=others, advice=advice)
 
 
 def _options(
@@ -174,12 +189,17 @@ def _best_mode(options: Mapping[WireMode, Choice], may: Sequence[WireMode]) -> W
     """Of the modes that the plan may take, whether or not they spare a slow link, the first one,
     or what is faster than those before it by more than clocks err."""
     best: WireMode | None = None
-    for mode in (m for kind in may for m in options if m == replace(kind, leaf=m.leaf)):
+    for mode in (m for kind in may for m in options if _does(m, kind)):
         if best is None or (
             options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
         ):
             best = mode
     return best or EXACT  # one rank alone sends nothing, whatever was asked for
+
+
+def _does(mode: WireMode, asked: WireMode) -> bool:
+    """Whether a mode is what was asked for, or that with a slow link spared."""
+    return mode == asked or (asked.leaf is None and mode == replace(asked, leaf=mode.leaf))
 
 
 def _stay(

@@ -214,7 +214,9 @@ class PowerSgdSender(Sender):
     def _keep(self) -> None:
         # The hook puts a new error in the old one's place, but writes into the Q's.
         power = self._power
-        self._kept = (power.iter, dict(power.error_dict), _copies(power.q_memory_dict))
+        self._kept = (
+            power.iter, dict(power.error_dict), _copies(power.q_memory_dict), power.rng.get_state()
+        )  # fmt: skip
 
     def begin_at_once(self) -> None:
         """See Sender."""
@@ -228,19 +230,30 @@ class PowerSgdSender(Sender):
 
     def _sum(self, bucket: Bucket) -> Future[Tensor]:
         bucket.flat.mul_(self._ranks)
-        return powerSGD_hook(self._power, bucket)
+        if self._device.type != "cuda":
+            return powerSGD_hook(self._power, bucket)
+        random = torch.cuda.get_rng_state(self._device)  # the hook sets it alike on all ranks
+        future = powerSGD_hook(self._power, bucket)
+        torch.cuda.set_rng_state(random, self._device)
+        return future
 
     def settle(self, taken: bool, factor: float) -> None:
         """See Sender."""
         power = self._power
         if not taken:
-            power.iter, power.error_dict, power.q_memory_dict = self._kept
+            power.iter, power.error_dict, power.q_memory_dict, random = self._kept
+            power.rng.set_state(random)
             for place in set(power.p_memory_dict) - set(power.q_memory_dict):
                 del power.p_memory_dict[place]  # by it the hook knows whether there is a Q
         if factor != 1.0:
             for error in power.error_dict.values():
                 error.mul_(factor)
         self._keep()
+
+    def close(self) -> None:
+        """See Sender."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def state(self) -> dict[str, Tensor]:
         """See Sender."""

@@ -96,14 +96,19 @@ def wires_of(
         if (leaf := _leaf(world, team, links)) is not None:
             modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
         for mode in dict.fromkeys(modes):
-            if mode != EXACT and sending.can(mode) and team.size > 1:
+            able = sending.can(mode) and not (mode.is_inexact and team.is_mixed)
+            if mode != EXACT and able and team.size > 1:
                 own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     machines = {world.machines[member.rank] for member in team.members}
     apart = any(member.uuid for member in team.members) or len(machines) > 1
     overlaps = apart and sending.overlaps
-    return {mode: replace(wire, overlaps=overlaps) for mode, wire in wires.items()}
+    return {
+        # torch's PowerSGD waits for the GPU in each bucket.
+        mode: replace(wire, overlaps=overlaps and not (wire.on_gpu and mode.is_inexact))
+        for mode, wire in wires.items()
+    }
 
 
 def _leaf(world: World, team: Team, links: Links | None) -> int | None:
@@ -126,11 +131,12 @@ def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
 
 def _middle(speeds: Sequence[Speed]) -> Speed:
     """Median of tables, over the sizes that all have."""
-    shortest = min(speeds, key=lambda speed: len(speed.sizes))
-    columns = zip(*(speed.seconds[: len(shortest.sizes)] for speed in speeds), strict=True)
-    seconds = tuple(statistics.median(column) for column in columns)
-    return replace(
-        shortest, seconds=seconds, step_s=statistics.median(speed.step_s for speed in speeds)
+    tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
+    sizes = sorted(set(tables[0]).intersection(*tables[1:]))
+    return Speed(
+        tuple(sizes),
+        tuple(statistics.median(table[size] for table in tables) for size in sizes),
+        statistics.median(speed.step_s for speed in speeds),
     )
 
 

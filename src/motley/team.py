@@ -65,6 +65,11 @@ class Team:
         """Number of ranks that train."""
         return len(self.members)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Some ranks have a GPU, and some have not."""
+        return len({bool(member.uuid) for member in self.members}) > 1
+
     def who_is_left_out(self) -> list[str]:
         """In words, a line for each reason."""
         ranks: dict[str, list[str]] = {}
