@@ -1,5 +1,6 @@
 """The ranks that train: who takes part, on which device, in which precision."""
 
+import atexit
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,7 +172,11 @@ def _uuid(index: int) -> str:
 
 def leave_team() -> None:
     """Leave the process group."""
+    group = dist.group.WORLD if dist.get_backend() == "gloo" else None
     dist.destroy_process_group()
+    # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
+    # were the last to let go, the thread would have to join itself, and abort the process.
+    atexit.register(lambda: group)
 
 
 def gpu_logger(
