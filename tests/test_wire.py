@@ -16,7 +16,7 @@ from motley.errors import MotleyError
 from motley.forecast import choose_machines
 from motley.planning import _best_mode
 from motley.senders import buckets_of
-from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, allowed, parse_wire, rounded_as
+from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, parse_wire, rounded_as
 
 TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 
@@ -114,11 +114,11 @@ def test_the_plan_takes_what_it_may_and_is_faster() -> None:
         mode: choose_machines(120, [0, 1], TEAM, Wire(0.0, spent), fixed=True)
         for mode, spent in seconds.items()
     }
-    assert _best_mode(options, allowed(None, ("fp32", "fp32"))) == leaf
-    assert _best_mode(options, allowed(None, ("fp16", "fp32"))) == fp16  # 2 % are no reason
-    assert _best_mode(options, allowed(EXACT, ("fp16", "fp32"))) == leaf
-    assert _best_mode(options, allowed(OFFERED, ("fp32", "fp32"))) == OFFERED
-    assert _best_mode({EXACT: options[EXACT]}, (OFFERED,)) == EXACT  # one rank alone
+    assert _best_mode(options, None, ("fp32", "fp32")) == leaf
+    assert _best_mode(options, None, ("fp16", "fp32")) == fp16  # 2 % are no reason
+    assert _best_mode(options, EXACT, ("fp16", "fp32")) == leaf
+    assert _best_mode(options, OFFERED, ("fp32", "fp32")) == OFFERED
+    assert _best_mode({EXACT: options[EXACT]}, OFFERED, ("fp32", "fp32")) == EXACT  # one rank alone
 
 
 WIRES = {

@@ -34,7 +34,7 @@ def main(world: launch.World, config: Config) -> None:
     team = join_team(world, config.precision, config.hosts)
     team, planned = plan_batch(world, None, team, open_parts(team, config), config)
     if world.rank == 0:
-        show(team, planned, [world.machines[member.rank] for member in team.members])
+        show(team, planned, team.machines(world))
     if team.rank is not None:
         leave_team()
 

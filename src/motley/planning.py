@@ -17,7 +17,7 @@ from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
 from motley.speeds import Measured, measure_team, refine, remember, wires_of
 from motley.team import Team, narrow_team, narrowed
-from motley.wire import EXACT, Sending, Wire, WireMode, allowed, parse_wire
+from motley.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ class Planned:
         speeds: of each rank, measured; empty for a plan made by hand.
         forecast: None for a plan made by hand.
         wires: by what travels; none for a plan made by hand, or for that of a continued run.
-        overlaps: the engine that it was made for does; see motley.wire.Sending.
         others: what else could be done with the same batch, by the options for it.
         advice: what would be better than what was chosen, for the user; may be empty.
         links: between the machines, those left out included; None where not measured.
@@ -57,7 +56,6 @@ class Planned:
     speeds: tuple[Speed, ...] = ()
     forecast: Forecast | None = None
     wires: Mapping[WireMode, Wire] = field(default_factory=dict)
-    overlaps: bool = True
     others: Mapping[str, Forecast] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
     links: Links | None = None
@@ -89,7 +87,7 @@ def plan_batch(
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
         mode = asked if asked is not None and team.size > 1 else EXACT
         plan = make_plan(config.batch_size, shares, sizes, wire=mode)
-        return team, Planned(plan, overlaps=sending.overlaps)
+        return team, Planned(plan)
     if run is not None and (before := _plan_before(world, run, team, config, sending)) is not None:
         return before
     make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
@@ -135,19 +133,13 @@ def _measure_and_plan(
     everyone, everything = team, measured
     own = None if team.rank is None else measured.speeds[team.rank]
     options = _options(world, run, team, config, measured)
-    fit = {  # who stays rounds anyway
-        mode: choice for mode, choice in options.items()
-        if asked or mode.kind in ("exact", *(team.precisions[rank] for rank in choice.ranks))
-    }  # fmt: skip
-    mode = _best_mode(fit, allowed(asked, team.precisions))
+    mode = _best_mode(options, asked, team.precisions)
     choice = options[mode]
     if len(choice.ranks) < team.size:
         team = narrow_team(world, team, *_stay(world, team, measured, choice))
         model = model if team.rank is not None else None
-        wires = wires_of(
-            world, team, model, replace(config, wire=str(mode)), sending, choice.chosen.step_s
-        )
-        mode = mode if mode in wires else EXACT  # one rank alone sends nothing
+        mode = mode if team.size > 1 else EXACT  # one rank alone sends nothing
+        wires = wires_of(world, team, model, [EXACT, mode], sending)
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
         measured = Measured(speeds, wires, measured.links)
     measured = refine(world, team, model, config.batch_size, measured, mode)
@@ -158,21 +150,21 @@ def _measure_and_plan(
     if len(choice.ranks) < everyone.size:
         others["--hosts all"] = choice.whole
     names = [member.host for member in everyone.members]
-    machines = [world.machines[member.rank] for member in everyone.members]
+    machines = everyone.machines(world)
     ring = everything.wires.get(mode, everything.wires[EXACT])
     advice = better_modes(options, mode, names)
     if mode.leaf is None:
         advice += larger_batch(
             config.batch_size, names, machines, everything.speeds, ring, everything.links
         )
-    return team, replace(planned, overlaps=sending.overlaps, others=others, advice=advice)
+    return team, replace(planned, others=others, advice=advice)
 
 
 def _options(
     world: World, run: Run | None, team: Team, config: Config, measured: Measured
 ) -> dict[WireMode, Choice]:
     """Who should train, by what travels."""
-    machines = [world.machines[member.rank] for member in team.members]
+    machines = team.machines(world)
     # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
     free = (run is None or run.is_shared()) and not world.has_fixed_master()
     needed = None if free else world.machines[0]
@@ -185,21 +177,20 @@ def _options(
     }  # fmt: skip
 
 
-def _best_mode(options: Mapping[WireMode, Choice], may: Sequence[WireMode]) -> WireMode:
-    """Of the modes that the plan may take, whether or not they spare a slow link, the first one,
-    or what is faster than those before it by more than clocks err."""
+def _best_mode(
+    options: Mapping[WireMode, Choice], asked: WireMode | None, precisions: Sequence[str]
+) -> WireMode:
+    """Of the modes that the plan may take the one that changes least, or what is faster than that
+    by more than clocks err: exact, with a slow link spared, rounded, both."""
     best: WireMode | None = None
-    for mode in (m for kind in may for m in options if _does(m, kind)):
-        if best is None or (
-            options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
+    for mode in sorted(options, key=lambda m: (m.kind != "exact", m.leaf is not None)):
+        who = [precisions[rank] for rank in options[mode].ranks]  # they round anyway, or not
+        if may_take(mode, asked, who) and (
+            best is None
+            or options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
         ):
             best = mode
     return best or EXACT  # one rank alone sends nothing, whatever was asked for
-
-
-def _does(mode: WireMode, asked: WireMode) -> bool:
-    """Whether a mode is what was asked for, or that with a slow link spared."""
-    return mode == asked or (asked.leaf is None and mode == replace(asked, leaf=mode.leaf))
 
 
 def _stay(
@@ -229,7 +220,7 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
     speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
     plan = make_plan(global_batch, counts, sizes, predicted.buckets, mode)
-    return Planned(plan, speeds, predicted, measured.wires, wire.overlaps, links=measured.links)
+    return Planned(plan, speeds, predicted, measured.wires, links=measured.links)
 
 
 def _plan_before(
@@ -261,4 +252,4 @@ def _plan_before(
     made = make_plan(
         plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"], wire
     )
-    return team, Planned(made, tuple(speeds), known, overlaps=sending.overlaps)
+    return team, Planned(made, tuple(speeds), known)

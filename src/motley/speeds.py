@@ -67,55 +67,72 @@ def measure_team(
     found = [each for each in world.allgather(own) if each is not None]
     links = measure_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
-    step_s = limit_s(config.batch_size, speeds)
-    return Measured(speeds, wires_of(world, team, model, config, sending, step_s, links), links)
+    wires = wires_of(world, team, model, [EXACT], sending)
+    shows = wires[EXACT].seconds() > _WORTH_A_WORD * limit_s(config.batch_size, speeds)
+    modes = _other_modes(team, config, sending, shows, _leaf(team.machines(world), links))
+    wires |= wires_of(world, team, model, modes, sending)
+    return Measured(speeds, wires, links)
+
+
+def _other_modes(
+    team: Team, config: Config, sending: Sending, shows: bool, leaf: int | None
+) -> list[WireMode]:
+    """What may be taken besides the exact wire in a ring, or is worth a word.
+
+    Args:
+        shows: the exact one takes more than a small part of a step.
+        leaf: the rank that a slow link would be spared for.
+    """
+    if team.size == 1:
+        return []
+    asked = parse_wire(config.wire)
+    modes = [] if asked is None else [asked]
+    if shows:
+        modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
+    if leaf is not None:
+        modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
+    return [
+        mode for mode in dict.fromkeys(modes)
+        if mode != EXACT and sending.can(mode) and not (mode.is_inexact and team.is_mixed)
+    ]  # fmt: skip
 
 
 def wires_of(
     world: World,
     team: Team,
     model: Classifier | None,
-    config: Config,
+    modes: Sequence[WireMode],
     sending: Sending,
-    step_s: float,
-    links: Links | None = None,
 ) -> dict[WireMode, Wire]:
-    """What it takes to add up all gradients; every launched rank calls it.
-
-    In each mode that may be taken, or is worth a word; in the exact one alone where that is but
-    a small part of a step of ``step_s``.
-    """
-    own: dict[WireMode, Wire] = {}
+    """What it takes to add up all gradients in these modes; every launched rank calls it."""
+    own: dict[WireMode, Wire] | None = None
     if model is not None and team.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        own[EXACT] = measure_wire(parameters) if team.size > 1 else Wire(0.0, 0.0)
-        asked = parse_wire(config.wire)
-        modes = [] if asked is None else [asked]
-        if own[EXACT].seconds() > _WORTH_A_WORD * step_s:
-            modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
-        if (leaf := _leaf(world, team, links)) is not None:
-            modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
-        for mode in dict.fromkeys(modes):
-            able = sending.can(mode) and not (mode.is_inexact and team.is_mixed)
-            if mode != EXACT and able and team.size > 1:
-                own[mode] = measure_wire(parameters, mode)
-    wires = next(each for each in world.allgather(own) if each)
+        own = {
+            mode: measure_wire(parameters, mode) if team.size > 1 else Wire(0.0, 0.0)
+            for mode in dict.fromkeys(modes)
+        }
+    wires = next(each for each in world.allgather(own) if each is not None)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
-    machines = {world.machines[member.rank] for member in team.members}
-    apart = any(member.uuid for member in team.members) or len(machines) > 1
-    overlaps = apart and sending.overlaps
+    apart = any(member.uuid for member in team.members) or len(set(team.machines(world))) > 1
     return {
         # torch's PowerSGD waits for the GPU in each bucket.
-        mode: replace(wire, overlaps=overlaps and not (wire.on_gpu and mode.is_inexact))
+        mode: replace(
+            wire, overlaps=apart and sending.overlaps and not (wire.on_gpu and mode.is_inexact)
+        )
         for mode, wire in wires.items()
     }
 
 
-def _leaf(world: World, team: Team, links: Links | None) -> int | None:
-    """The one rank behind a link that is far slower than the others', if there is such."""
+def _leaf(machines: Sequence[int], links: Links | None) -> int | None:
+    """The one rank behind a link that is far slower than the others', if there is such.
+
+    Args:
+        machines: of the ranks.
+    """
     slow = None if links is None else links.leaf()
-    ranks = [m.group_rank for m in team.members if world.machines[m.rank] == slow]
-    return ranks[0] if len(ranks) == 1 and team.size > 2 else None
+    ranks = [rank for rank, machine in enumerate(machines) if machine == slow]
+    return ranks[0] if len(ranks) == 1 and len(machines) > 2 else None
 
 
 def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:

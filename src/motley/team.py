@@ -71,6 +71,10 @@ class Team:
         """Some ranks have a GPU, and some have not."""
         return len({bool(member.uuid) for member in self.members}) > 1
 
+    def machines(self, world: World) -> list[int]:
+        """Which machine each rank is on; names of hosts may be alike."""
+        return [world.machines[member.rank] for member in self.members]
+
     def who_is_left_out(self) -> list[str]:
         """In words, a line for each reason."""
         ranks: dict[str, list[str]] = {}

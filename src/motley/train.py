@@ -38,6 +38,7 @@ from motley.scale_search import search_scale
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Member, Team, gpu_logger, join_team, leave_team
 from motley.vigil import DATA, PATIENCE, WAITING
+from motley.wire import Sending
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 
@@ -89,7 +90,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         job = assemble(run, team, planned, config, make_engine, parts)
         plan = job.plan
         position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
-    run.start(records_of(config, team, plan, planned))
+    run.start(records_of(config, team, plan, planned, make_engine.sending))
     announce(world, run, team, planned, plan, config)
     if job is None:
         parts = None  # its memory is of use to others
@@ -218,7 +219,9 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     return evaluated or evaluate(world, job, position.step, position.epoch)
 
 
-def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict[str, Any]:
+def records_of(
+    config: Config, team: Team, plan: Plan, planned: Planned, sending: Sending
+) -> dict[str, Any]:
     """What run.json says of who trains what and how."""
     return {
         "config": {**dataclasses.asdict(config), "img_size": image_size(config)},
@@ -229,7 +232,7 @@ def records_of(config: Config, team: Team, plan: Plan, planned: Planned) -> dict
             "counts": plan.counts,
             "micro_batches": plan.micro_batches,
             "wire": str(plan.wire),
-            "overlaps": planned.overlaps,
+            "overlaps": sending.overlaps,
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },

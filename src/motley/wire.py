@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from motley.errors import MotleyError
@@ -105,12 +105,16 @@ def parse_wire(text: str) -> WireMode | None:
     return WireMode(kind, int(number))
 
 
-def allowed(asked: WireMode | None, precisions: Sequence[str]) -> tuple[WireMode, ...]:
-    """What the plan may take: what was asked for; else the exact wire, and the rounded one where
-    that adds no new kind of rounding. Whether it spares a slow link is the plan's to say."""
+def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
+    """Whether a plan may take a mode: what was asked for; else the exact wire, or a rounded one
+    where that adds no new kind of rounding. Whether it spares a slow link is the plan's to say.
+
+    Args:
+        precisions: of those who would train.
+    """
     if asked is not None:
-        return (asked,)
-    return tuple(mode for mode in (EXACT, rounded_as(precisions)) if mode)
+        return mode == asked or asked == dataclasses.replace(mode, leaf=None)
+    return mode.kind == "exact" or mode.kind in precisions
 
 
 def rounded_as(precisions: Sequence[str]) -> WireMode | None:
