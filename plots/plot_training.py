@@ -15,7 +15,7 @@ import numpy as np
 import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run_steps import Training, column, median, read_training, seat_label, title
+from run_steps import Training, column, mean, median, read_training, seat_label, title
 
 from motley.records import find_runs
 
@@ -31,7 +31,9 @@ PARTS = {
 
 
 def draw_curve(ax: Axes, x: style.Array, y: style.Array, label: str) -> None:
-    """Raw values faint, their mean strong; few values just as they are."""
+    """Raw values faint, their mean strong; few values just as they are; unknown ones not."""
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
     window = len(y) // 40 | 1
     if window == 1:
         ax.plot(x, y, color=LINE, marker=".", label=label)
@@ -100,11 +102,14 @@ def draw_scale(ax: Axes, training: Training) -> None:
 
 
 def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
-    """A bar per rank: the median of each part of a step, in ms."""
+    """A bar per rank: the middle of each part of a step, in ms."""
+    # Of local steps, only some meet: a median would not show it.
+    local = bool(np.isnan(training.values("loss")).any())
+    middle, word = (mean, "mean") if local else (median, "median")
     ranks = sorted(training.steps)
     ends, unknown = np.zeros(len(ranks)), set()
     for part, (label, colour) in PARTS.items():
-        ms = np.array([1000 * median(column(training.steps[rank], part)) for rank in ranks])
+        ms = np.array([1000 * middle(column(training.steps[rank], part)) for rank in ranks])
         if np.isnan(ms).all():
             unknown.add(part)
             continue
@@ -123,7 +128,7 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     lost = "; communication not separable from compute" if {"t_wait", "t_comm"} & unknown else ""
-    style.label_axes(ax, f"one step (ms), median of each part{lost}", "")
+    style.label_axes(ax, f"one step (ms), {word} of each part{lost}", "")
     style.legend_above(ax)
 
 

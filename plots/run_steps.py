@@ -44,6 +44,12 @@ def column(records: list[JsonDict], field: str) -> style.Array:
     return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
+def mean(values: style.Array) -> float:
+    """Of what is known, or NaN."""
+    known = values[np.isfinite(values)]
+    return float(np.mean(known)) if len(known) else np.nan
+
+
 def median(values: style.Array) -> float:
     """Of the known values; NaN if there is none."""
     known = values[np.isfinite(values)]

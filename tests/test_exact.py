@@ -15,6 +15,7 @@ RUNS = {
     "an idle rank": (3, DDP, "--shares", "2,0,1"),
     "a loss scale": (2, DDP, "--shares", "3,1", "--loss-scale", "2^12"),
     "PowerSGD that has nothing to gain": (3, DDP, "--shares", "5,4,3", "--wire", "powersgd:64"),
+    "local steps that meet after each": (3, DDP, "--shares", "5,4,3", "--wire", "local:1"),
     "a leaf": (4, DDP, "--shares", "5,4,3,1", "--wire", "exact/leaf3"),
     "a leaf, the first": (3, DDP, "--shares", "1,0,2", "--wire", "exact/leaf0"),
     "DeepSpeed 0": (5, ZERO, "--shares", "5,4,3,2,1", "--micro-batch", "10,7,128,3,4"),

@@ -1,6 +1,7 @@
 """What travels between ranks: modes that are asked for, their sizes, and what they do to a run."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_co
 from motley.advice import better_modes, larger_batch
 from motley.balance import Speed
 from motley.errors import MotleyError
-from motley.forecast import choose_machines
+from motley.forecast import choose_machines, forecast
 from motley.planning import _best_mode
 from motley.senders import buckets_of
 from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, parse_wire, rounded_as
@@ -22,7 +23,8 @@ TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 
 
 @pytest.mark.parametrize(
-    "text", ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32", "exact/leaf4", "fp16/leaf0"]
+    "text",
+    ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32", "local:4", "exact/leaf4", "fp16/leaf0"],
 )
 def test_a_mode_is_written_as_it_is_read(text: str) -> None:
     assert str(parse_wire(text)) == text
@@ -33,7 +35,9 @@ def test_a_mode_is_written_as_it_is_read(text: str) -> None:
     [
         ("bf61", "nearest: bf16"), ("powersdg:4", "nearest: powersgd"), ("", "choose auto"),
         ("powersgd", "as in powersgd:4"), ("powersgd:0", "1 or more"), ("powersgd:-1", "1 or more"),
-        ("powersgd:4.5", "1 or more"), ("fp16:2", "write --wire fp16"),
+        ("powersgd:4.5", "1 or more"), ("local", "as in local:4"), ("local:0", "1 or more"),
+        ("lokal:4", "nearest: local"), ("local:4/leaf1", "as in exact/leaf4"),
+        ("fp16:2", "write --wire fp16"),
         ("powersgd:4/leaf1", "as in exact/leaf4"), ("exact/leaf", "as in exact/leaf4"),
     ],
 )  # fmt: skip
@@ -76,6 +80,17 @@ def test_buckets_hold_every_number_once(sizes: list[int], most: int) -> None:
         bucket.flat.zero_()
         assert not any(bool(grad.any()) for grad in bucket.grads)  # views
         assert len(bucket.flat) <= most or len(bucket.grads) == 1
+
+
+@given(st.integers(2, 16), st.floats(0.0, 100.0))
+def test_local_steps_hide_the_wire_behind_those_between_two_meetings(every: int, s: float) -> None:
+    wire = Wire(0.0, s, every=every)
+    both = [
+        forecast((80, 40), TEAM, each) for each in (wire, replace(wire, overlaps=False))
+    ]  # of 0.801 s
+    shown = [max(0.0, s - every * 0.801) / every, s / every]
+    assert [each.exposed_s for each in both] == pytest.approx(shown)
+    assert both[0].wire_s == pytest.approx(s / every) and both[0].fraction <= 1 + 1e-9
 
 
 def test_what_would_be_faster_is_said_with_its_price() -> None:
@@ -161,3 +176,21 @@ def test_a_wire_that_overflows_skips_the_step_for_all(jobs: Jobs) -> None:
 def test_powersgd_remembers_through_skipped_steps_scales_and_resumes(jobs: Jobs) -> None:
     done = jobs.run(3, "tests/drivers/power_sgd.py")
     assert done.code == 0, done.output
+
+
+@pytest.mark.mpi
+def test_local_steps_are_averaged_by_samples_one_meeting_later(jobs: Jobs) -> None:
+    done = jobs.run(3, "tests/drivers/local_steps.py")
+    assert done.code == 0, done.output
+    worst = [float(value) for value in re.findall(r"worst (\S+)", done.output)]
+    assert len(worst) == 3 and max(worst) < 1e-5  # of how far training went
+
+
+@pytest.mark.mpi
+def test_local_steps_learn_and_all_ranks_end_alike(jobs: Jobs) -> None:
+    run = jobs.train(3, DDP, "local", "--wire", "local:3", "--shares", "3,0,1", "--epochs", 6)
+    told = [step["loss"] for step in run.steps(2)]
+    assert [loss is None for loss in told[:9]] == [True, True, False] * 3
+    assert run.losses == told
+    assert run.run["result"]["top1"] > 0.8
+    assert not [event for event in run.events if event["event"] == "drift"]

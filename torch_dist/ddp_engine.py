@@ -29,7 +29,7 @@ from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
 from motley.sampler import Batch
 from motley.senders import Bucket, Sender, make_sender
-from motley.wire import Sending
+from motley.wire import SIXTEEN, Sending
 
 
 class DdpEngine(EngineBase):
@@ -40,7 +40,7 @@ class DdpEngine(EngineBase):
     DDP's own average over ranks, which is wrong for unequal shares, is not used.
     """
 
-    sending = Sending()
+    sending = Sending(kinds=("exact", *SIXTEEN, "powersgd"))
     loss_weight = 1
     equal_micro_steps = False
 

@@ -5,7 +5,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --shares
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume auto
 """
 
-from ddp_engine import DdpEngine
+from torch_engines import TorchEngines
 
 from motley import launch
 from motley.options import read_config, training_parser
@@ -13,4 +13,4 @@ from motley.train import train
 
 if __name__ == "__main__":
     config = read_config(training_parser(str(__doc__)))
-    launch.run(lambda world: train(world, config, DdpEngine))
+    launch.run(lambda world: train(world, config, TorchEngines()))

@@ -32,17 +32,17 @@ class StepResult:
     """What all ranks know after a step.
 
     Attributes:
-        loss_sum: over the global batch.
+        loss_sum: over the global batch; None where only this rank's own part is known.
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
-        overflow: the gradient was not finite, nobody stepped.
+        overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
         loss_scale: that this step's losses were multiplied by.
-        ready_s: what each rank gave to :meth:`Engine.step`.
+        ready_s: what each rank gave to :meth:`Engine.step`; empty if nobody told.
         short: ranks that had not enough memory, and what was found there. If there is one,
             nobody stepped, the parameters and the scale are as before, and the same samples
             are due again.
     """
 
-    loss_sum: float
+    loss_sum: float | None
     grad_norm: float | None
     overflow: bool
     loss_scale: float
@@ -85,6 +85,10 @@ class Engine(Protocol):
             loss_sum: this rank's losses of the step summed, a scalar.
             ready_s: a time that travels along to all ranks; see motley.recorder.
         """
+
+    def unite(self) -> None:
+        """Make the parameters the same on all ranks, where they are not after every step; all
+        ranks call it, before an evaluation and before :meth:`state`."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Loss sum, correct answers and number of samples of held-out images, float64 [3]."""
@@ -204,6 +208,9 @@ class EngineBase:
         if last:
             self._send()
         return losses
+
+    def unite(self) -> None:
+        """See :class:`Engine`. They always are."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""

@@ -24,7 +24,8 @@ class Forecast:
 
     Attributes:
         compute_s: of each rank in a step.
-        wire_s: one all-reduce of the whole gradient, at once.
+        wire_s: of a step, that adding up would take by itself, the whole gradient at once; of
+            local steps, their part of a meeting's.
         buckets: that the gradient is sent in while the backward pass runs; 1: after it.
         exposed_s: the part of the all-reduce that the backward pass does not hide.
         limit_s: a step's time if nobody waited and nothing was sent.
@@ -49,7 +50,7 @@ class Forecast:
 
     @property
     def fraction(self) -> float:
-        """Of the smaller of two bounds: the limit, and one all-reduce after the other."""
+        """Of the smaller of two bounds: the limit, and the wire busy without a break."""
         return max(self.limit_s, self.wire_s) / self.step_s
 
     def sentence(self) -> str:
@@ -57,8 +58,8 @@ class Forecast:
         return (
             f"predicted: {self.step_s:.3g} s a step, {self.images_per_s:,.0f} images/s, which is "
             f"{self.fraction:.2f} of what these machines can do together "
-            f"({self.global_batch / self.limit_s:,.0f} images/s; one all-reduce takes "
-            f"{self.wire_s:.3g} s)"
+            f"({self.global_batch / self.limit_s:,.0f} images/s; the wire alone takes "
+            f"{self.wire_s:.3g} s a step)"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -90,15 +91,18 @@ def forecast(
     last = max(range(len(counts)), key=lambda rank: compute[rank])
     parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
     backward_s = speeds[last].micro_s(counts[last] / parts) * 2 / 3
-    if buckets is None:
-        choices = [2**power for power in range(_MOST.bit_length())]
-        least = min(wire.exposed(each, backward_s) for each in choices)
-        enough = least + (_WORTH_ON_GPU if wire.on_gpu else _WORTH) * max(compute)
-        buckets = next(each for each in choices if wire.exposed(each, backward_s) <= enough)
+    choices = [buckets] if buckets else [2**power for power in range(_MOST.bit_length())]
+    exposed = {each: wire.exposed(each, backward_s, max(compute)) for each in choices}
+    enough = min(exposed.values()) + (_WORTH_ON_GPU if wire.on_gpu else _WORTH) * max(compute)
+    buckets = next(each for each in choices if exposed[each] <= enough)
     return Forecast(
-        total, compute, wire.seconds(), buckets, wire.exposed(buckets, backward_s),
+        total,
+        compute,
+        wire.seconds() / wire.every,
+        buckets,
+        exposed[buckets],
         limit_s(total, speeds),
-    )  # fmt: skip
+    )
 
 
 def arrange(

@@ -262,7 +262,7 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> 
     return Wire(
         latency_s, max(0.0, part_s - latency_s * len(part)) / share,
         dist.get_backend() == "nccl",
-        size=float(size),
+        size=float(size), every=mode.every,
     )  # fmt: skip
 
 

@@ -86,14 +86,17 @@ def plan_batch(
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
         mode = asked if asked is not None and team.size > 1 else EXACT
-        plan = make_plan(config.batch_size, shares, sizes, wire=mode)
-        return team, Planned(plan)
-    if run is not None and (before := _plan_before(world, run, team, config, sending)) is not None:
-        return before
-    make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses too small a batch
-    return _measure_and_plan(
-        world, run, team, parts.model if parts else None, config, sending, asked
-    )
+        planned = Planned(make_plan(config.batch_size, shares, sizes, wire=mode))
+    elif run is not None and (before := _plan_before(world, run, team, config, sending)):
+        team, planned = before
+    else:
+        make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses a small batch
+        model = parts.model if parts else None
+        team, planned = _measure_and_plan(world, run, team, model, config, sending, asked)
+    if config.wire == "local:1":
+        note = "--wire local:1: ranks that meet after every step take it together; this is exact"
+        planned = replace(planned, advice=(note, *planned.advice))
+    return team, planned
 
 
 def _check_wire(asked: WireMode | None, team: Team, sending: Sending) -> None:
@@ -103,7 +106,7 @@ def _check_wire(asked: WireMode | None, team: Team, sending: Sending) -> None:
             f"--wire {asked}: DeepSpeed sends gradients as they are or rounded, in a ring; choose "
             "exact, bf16 or fp16, or train with torch_dist/train_vit.py"
         )
-    if asked is not None and asked.is_inexact and team.is_mixed:
+    if asked is not None and asked.kind == "powersgd" and team.is_mixed:
         raise MotleyError(
             f"--wire {asked} is not for GPUs and CPUs together; choose exact, bf16 or fp16, or "
             "leave out one kind with --hosts"

@@ -23,6 +23,7 @@ class Reporter:
     def __init__(self, total_steps: int, done_steps: int, interval: float, silent: bool) -> None:
         self._total, self._interval, self._silent = total_steps, interval, silent
         self._first, self._started, self._next_line = done_steps, time.monotonic(), 0.0
+        self._loss = ""  # the last that is known
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeRemainingColumn(), console=console(), transient=True,
@@ -35,7 +36,9 @@ class Reporter:
     def step(self, record: StepRecord) -> None:
         """Report a step."""
         done = record.step + 1
-        text = f"epoch {record.epoch}  loss {record.loss:.4f}  {record.images_per_s:,.0f} images/s"
+        if record.loss is not None:
+            self._loss = f"loss {record.loss:.4f}  "
+        text = f"epoch {record.epoch}  {self._loss}{record.images_per_s:,.0f} images/s"
         if self._on_terminal:
             self._bar.update(self._task, completed=done, description=text)
             return

@@ -80,7 +80,8 @@ class Recorder:
         """
         self._write(result.ready_s)
         record = StepRecord(
-            step=step, epoch=epoch, loss=result.loss_sum / plan.global_batch, lr=lr,
+            step=step, epoch=epoch, lr=lr,
+            loss=None if result.loss_sum is None else result.loss_sum / plan.global_batch,
             loss_scale=result.loss_scale, overflow=result.overflow, grad_norm=result.grad_norm,
             n_local=plan.counts[self._rank], n_global=plan.global_batch,
             t_data=0.0, t_compute=0.0, t_wait=None, t_comm=None, t_opt=0.0,
@@ -100,9 +101,10 @@ class Recorder:
         sync = laps.seconds("sync")
         wait = comm = None
         if self._tells_sync:
-            wait = min(sync, max(ready_s) - ready_s[self._rank])
-            comm = sync - wait
-        seconds = laps.seconds("data", "compute", "sync", "opt")
+            wait = min(sync, max(ready_s) - ready_s[self._rank]) if ready_s else 0.0
+            comm = sync - wait + laps.seconds("comm")  # some engines know
+            wait += laps.seconds("wait")
+        seconds = laps.seconds("data", "compute", "sync", "wait", "comm", "opt")
         self._seconds.append(seconds)
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
@@ -121,7 +123,8 @@ class Recorder:
         self._scale = record.loss_scale
         if self._board is not None:
             for name in ("loss", "lr", "images_per_s", "loss_scale"):
-                self._board.add_scalar(name, getattr(record, name), record.step)
+                if (value := getattr(record, name)) is not None:
+                    self._board.add_scalar(name, value, record.step)
 
     def epoch(self, record: EpochRecord) -> None:
         """Record an evaluation."""

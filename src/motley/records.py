@@ -38,9 +38,11 @@ class StepRecord:
 
     Attributes:
         step: optimizer steps since the start of training, 0-based.
-        loss: mean over the samples of the *global* batch.
+        loss: mean over the samples of the *global* batch; null between the meetings of local
+            steps, when no rank knows it.
         loss_scale: the factor that this step's loss was multiplied by.
-        overflow: the gradient was not finite and all ranks skipped the step.
+        overflow: the gradient was not finite and all ranks skipped the step; of local steps,
+            this rank.
         grad_norm: of the unscaled gradient, before clipping; null after an overflow.
         t_data: seconds waiting for images; ``t_compute``: forward and backward until this
             rank's own gradient is ready; ``t_wait``: for the slowest rank; ``t_comm``:
@@ -53,7 +55,7 @@ class StepRecord:
 
     step: int
     epoch: int
-    loss: float
+    loss: float | None
     lr: float
     loss_scale: float
     overflow: bool

@@ -38,6 +38,7 @@ from motley.wire import (
 _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
+_LOCAL_STEPS = (2, 4, 8, 16)  # between two meetings, that are worth a word
 _SHOWS = 0.02  # of a step: a wire that cannot be hidden
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
@@ -68,32 +69,32 @@ def measure_team(
     links = measure_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     wires = wires_of(world, team, model, [EXACT], sending)
-    shows = wires[EXACT].seconds() > _WORTH_A_WORD * limit_s(config.batch_size, speeds)
-    modes = _other_modes(team, config, sending, shows, _leaf(team.machines(world), links))
-    wires |= wires_of(world, team, model, modes, sending)
-    return Measured(speeds, wires, links)
+    part = wires[EXACT].seconds() / limit_s(config.batch_size, speeds)
+    modes = _other_modes(team, config, sending, part, _leaf(team.machines(world), links))
+    return Measured(speeds, wires_of(world, team, model, modes, sending, wires), links)
 
 
 def _other_modes(
-    team: Team, config: Config, sending: Sending, shows: bool, leaf: int | None
+    team: Team, config: Config, sending: Sending, part: float, leaf: int | None
 ) -> list[WireMode]:
     """What may be taken besides the exact wire in a ring, or is worth a word.
 
     Args:
-        shows: the exact one takes more than a small part of a step.
+        part: that the exact one takes, in steps without any.
         leaf: the rank that a slow link would be spared for.
     """
     if team.size == 1:
         return []
     asked = parse_wire(config.wire)
     modes = [] if asked is None else [asked]
-    if shows:
+    if part > _WORTH_A_WORD:
         modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
+        modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
     if leaf is not None:
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [
         mode for mode in dict.fromkeys(modes)
-        if mode != EXACT and sending.can(mode) and not (mode.is_inexact and team.is_mixed)
+        if mode != EXACT and sending.can(mode) and not (mode.kind == "powersgd" and team.is_mixed)
     ]  # fmt: skip
 
 
@@ -103,23 +104,30 @@ def wires_of(
     model: Classifier | None,
     modes: Sequence[WireMode],
     sending: Sending,
+    known: Mapping[WireMode, Wire] | None = None,
 ) -> dict[WireMode, Wire]:
-    """What it takes to add up all gradients in these modes; every launched rank calls it."""
+    """What it takes to add up all gradients in these modes; every launched rank calls it.
+
+    Args:
+        known: of other modes; they are part of what is returned.
+    """
     own: dict[WireMode, Wire] | None = None
     if model is not None and team.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        own = {
-            mode: measure_wire(parameters, mode) if team.size > 1 else Wire(0.0, 0.0)
-            for mode in dict.fromkeys(modes)
-        }
+        own = dict(known or {})
+        for mode in dict.fromkeys(modes):
+            if team.size == 1:
+                own[mode] = Wire(0.0, 0.0)
+            elif mode.kind == "local" and EXACT in own:  # as many bytes
+                own[mode] = replace(own[EXACT], every=mode.every)
+            else:
+                own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each is not None)
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     apart = any(member.uuid for member in team.members) or len(set(team.machines(world))) > 1
     return {
         # torch's PowerSGD waits for the GPU in each bucket.
-        mode: replace(
-            wire, overlaps=apart and sending.overlaps and not (wire.on_gpu and mode.is_inexact)
-        )
+        mode: replace(wire, overlaps=apart and sending.overlaps and not (wire.on_gpu and mode.rank))
         for mode, wire in wires.items()
     }
 

@@ -186,7 +186,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 engine.reconfigure(plan)
                 watch.limit(plan.max_micro_batch)
                 break  # the same samples again, as the new plan cuts them
-            check_finite(result.loss_sum, sample_loss, indices)
+            known = sample_loss.sum().item() if result.loss_sum is None else result.loss_sum
+            check_finite(known, sample_loss, indices)
             if result.overflow and not engine.scale.helps:
                 raise MotleyError(hopeless(job, plan, position, result))
 
@@ -196,12 +197,13 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             if ended or (job.save_every and position.step % job.save_every == 0):
                 say("saving a checkpoint", PATIENCE)
                 recorder.settle()
+                engine.unite()
                 keep_same(job, recorder, position)
                 if job.save_every:
                     save(engine, job.checkpoints, position, job.saved_config)
                 engine.clock.restart()
             # Times arrive a step late, none after a pause, and a ragged batch says nothing.
-            full = before == plan.global_batch and all(result.ready_s)
+            full = before == plan.global_batch and result.ready_s and all(result.ready_s)
             before = part.global_batch
             proposal = watch.step(result.ready_s, plan.counts) if full else None
             if proposal:
@@ -408,6 +410,7 @@ def evaluate(world: World, job: Job, step: int, epoch: int) -> EpochRecord:
     parts = []
     say = world.lifeline.enter
     say("evaluating", PATIENCE)
+    job.engine.unite()
     for batch in job.loader.test_batches(job.plan):
         parts.append(job.engine.evaluate(batch))
         readable(batch, job.config, job.run)

@@ -11,7 +11,13 @@ from motley.links import Links
 from motley.spelling import nearest
 
 SIXTEEN = ("bf16", "fp16")
-_KINDS = ("exact", *SIXTEEN, "powersgd")
+_NUMBERS = {
+    "powersgd": "powersgd needs a rank of 1 or more, as in powersgd:4; a higher one sends more and "
+    "leaves out less",
+    "local": "local needs the steps between two meetings, 1 or more, as in local:4; more of them "
+    "hide a slower wire and cost more accuracy",
+}
+_KINDS = ("exact", *SIXTEEN, "powersgd", "local")
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,9 @@ class WireMode:
     Attributes:
         kind: exact: fp32. bf16, fp16: rounded before it is sent. powersgd: matrices of a low
             rank in place of the gradient's, what that leaves out is sent later; inexact.
-        rank: of these matrices.
+            local: parameters, now and then, between which each rank takes steps of its own;
+            inexact.
+        rank: of these matrices. every: so many local steps.
         leaf: the rank behind the one slow link, which sends its gradient once and receives the
             sum once, while the others make the sum among themselves; None: all in a ring.
     """
@@ -29,15 +37,16 @@ class WireMode:
     kind: str = "exact"
     rank: int = 0
     leaf: int | None = None
+    every: int = 1
 
     @property
     def is_inexact(self) -> bool:
         """Not the gradient to rounding: it may cost accuracy."""
-        return self.kind == "powersgd"
+        return self.kind in ("powersgd", "local")
 
     def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
-        """What a gradient of these shapes takes on the wire; PowerSGD's as torch's hook does it,
-        which leaves alone what would not become half as large."""
+        """What a gradient of these shapes takes on the wire, each time; PowerSGD's as torch's
+        hook does it, which leaves alone what would not become half as large."""
         if self.kind != "powersgd":
             width = 2 if self.kind in SIXTEEN else 4
             return width * sum(map(math.prod, shapes))
@@ -50,7 +59,8 @@ class WireMode:
         return 4 * total
 
     def __str__(self) -> str:
-        words = f"{self.kind}:{self.rank}" if self.rank else self.kind
+        number = {"powersgd": f":{self.rank}", "local": f":{self.every}"}
+        words = self.kind + number.get(self.kind, "")
         return words if self.leaf is None else f"{words}/leaf{self.leaf}"
 
 
@@ -83,7 +93,7 @@ def parse_wire(text: str) -> WireMode | None:
     text, slash, leaf = text.partition("/leaf")
     if slash:  # as the plan writes it
         mode = parse_wire(text)
-        if mode is None or mode.kind == "powersgd" or not leaf.isdecimal():
+        if mode is None or mode.is_inexact or not leaf.isdecimal():
             raise MotleyError(f"--wire {text}{slash}{leaf}: write it as in exact/leaf4")
         return dataclasses.replace(mode, leaf=int(leaf))
     kind, colon, number = text.partition(":")
@@ -91,18 +101,17 @@ def parse_wire(text: str) -> WireMode | None:
         choices = ("auto", *_KINDS)
         raise MotleyError(
             f"--wire {text} is unknown{nearest(kind, choices)}; choose auto, exact, bf16, fp16, "
-            "or powersgd:R, as in powersgd:4"
+            "powersgd:R, as in powersgd:4, or local:H, as in local:4"
         )
-    if kind != "powersgd":
+    if kind not in _NUMBERS:
         if colon:
             raise MotleyError(f"--wire {text}: {kind} takes no number; write --wire {kind}")
         return WireMode(kind)
     if not re.fullmatch(r"[1-9]\d{0,3}", number):
-        raise MotleyError(
-            f"--wire {text}: powersgd needs a rank of 1 or more, as in powersgd:4; a higher one "
-            "sends more and leaves out less"
-        )
-    return WireMode(kind, int(number))
+        raise MotleyError(f"--wire {text}: {_NUMBERS[kind]}")
+    if kind == "powersgd":
+        return WireMode(kind, int(number))
+    return WireMode(kind, every=int(number)) if number != "1" else EXACT
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
@@ -132,6 +141,7 @@ class Wire:
     Attributes:
         latency_s: of next to nothing: what each bucket costs, whatever its size.
         transfer_s: of the whole gradient, besides.
+        every: steps, once in which it is sent, beside them all.
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.
@@ -142,17 +152,24 @@ class Wire:
     on_gpu: bool = False
     overlaps: bool = True
     size: float = 0.0
+    every: int = 1
 
     def seconds(self, buckets: int = 1) -> float:
         """The whole gradient, in so many buckets one after the other."""
         return buckets * self.latency_s + self.transfer_s
 
-    def exposed(self, buckets: int, backward_s: float) -> float:
-        """What a backward pass cannot hide.
+    def exposed(self, buckets: int, backward_s: float, compute_s: float = 0.0) -> float:
+        """What a backward pass cannot hide; or what is sent once in some steps, those steps.
 
         A bucket is ready when its part of the backward pass is done: so the first may travel
         only then, and the last when the whole pass is.
+
+        Args:
+            compute_s: of a whole step.
         """
+        if self.every > 1:
+            hidden = self.every * compute_s if self.overlaps else 0.0
+            return max(0.0, self.seconds() - hidden) / self.every
         if buckets == 1 or not self.overlaps:
             return self.seconds(buckets)
         hidden = backward_s * (1 - 1 / buckets)

@@ -1,0 +1,129 @@
+"""Local steps do what torch_dist/local_engine.py says: here against all ranks in one process.
+
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/drivers/local_steps.py
+
+Unequal shares, one of them nothing; steps that one rank skips; and more steps than fill the last
+period. SGD with momentum, whose memory differs between ranks until they unite.
+"""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from motley import launch
+from motley.data import load_images
+from motley.engine import Seating, gradient_norm, make_optimizer, unscale_and_clip
+from motley.model import Classifier, build_model
+from motley.options import read_config, training_parser
+from motley.plan import make_plan
+from motley.precision import LossScale
+from motley.sampler import Batch
+from motley.state import drifted
+from motley.team import join_team, leave_team
+from motley.wire import WireMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
+from local_engine import LocalEngine
+
+STEPS, EVERY, N = 11, 4, 24
+SHARES = (5, 0, 3)
+BROKEN = {(3, 2), (6, 0)}  # step and rank whose images are not numbers
+
+
+def batch_of(step: int, rank: int, samples: int) -> Batch:
+    """The same on every process."""
+    noise = torch.Generator().manual_seed(100 * step + rank)
+    images = torch.randn(samples, 1, 8, 8, generator=noise)
+    if (step, rank) in BROKEN:
+        images[0] = math.nan
+    labels = torch.randint(0, 10, (samples,), generator=noise)
+    return Batch(images, labels, tuple(range(samples)), ())
+
+
+def vector(net: nn.Module) -> Tensor:
+    """All parameters."""
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+@torch.no_grad()
+def assign(net: nn.Module, values: Tensor) -> None:
+    """The other way."""
+    for parameter in net.parameters():
+        part, values = values[: parameter.numel()], values[parameter.numel() :]
+        parameter.copy_(part.view_as(parameter))
+
+
+def main(world: launch.World) -> None:
+    """Train both ways, compare."""
+    options = ["--model", "vit_digits", "--opt", "sgd", "--lr", "0.05", "--clip-grad", "1.0"]
+    config = read_config(training_parser(""), options)
+    team = join_team(world, "fp32")
+    assert team.rank is not None
+    images = load_images(config, 8)
+    models = [Classifier(build_model(config, images), images, 8, "fp32", team.device)
+              for _ in range(team.size + 1)]  # fmt: skip
+    plan = replace(make_plan(N, SHARES, (N,) * 3), wire=WireMode("local", every=EVERY))
+    seating = Seating(config, team.rank, team.size, team.device, team.precisions, LossScale(1024.0),
+                      plan)  # fmt: skip
+    engine = LocalEngine(models.pop(), seating)
+    for step in range(STEPS):
+        own = batch_of(step, team.rank, plan.counts[team.rank])
+        loss = engine.accumulate(own, N, True).sum()
+        result = engine.step(loss, 1.0)
+        assert result.overflow == ((step, team.rank) in BROKEN)
+        assert (result.loss_sum is None) == ((step + 1) % EVERY > 0)
+    engine.unite()
+    assert not drifted(engine._model.net)
+
+    optimizers = [make_optimizer(model.net, config) for model in models]
+    agreed = vector(models[0].net)
+    starts, sums, used = [agreed] * 3, torch.zeros_like(agreed), [0] * 3
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            mine = batch_of(step, rank, plan.counts[rank])
+            if not len(mine.labels) or (step, rank) in BROKEN:
+                continue
+            torch.nn.functional.cross_entropy(
+                model(mine.images), mine.labels, label_smoothing=config.smoothing
+            ).backward()
+            parameters = list(model.parameters())
+            unscale_and_clip(parameters, gradient_norm(parameters), 1.0, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            used[rank] += len(mine.labels)
+        if (step + 1) % EVERY == 0 or step + 1 == STEPS:
+            agreed = agreed + sums
+            moved = [vector(m.net) - start for m, start in zip(models, starts, strict=True)]
+            sums = sum(u / sum(used) * d for u, d in zip(used, moved, strict=True))
+            starts, used = [agreed + d for d in moved], [0] * 3
+            for model, start in zip(models, starts, strict=True):
+                assign(model.net, start)
+    found, expected = vector(engine._model.net), agreed + sums
+    worst = float(
+        (found - expected).abs().max()
+        / (
+            expected
+            - vector(Classifier(build_model(config, images), images, 8, "fp32", team.device).net)
+        )
+        .abs()
+        .max()
+    )
+    print(f"rank {team.rank}: worst {worst:.3e}", flush=True)
+    moments = [
+        sum(n / N * o.state[p]["momentum_buffer"]
+            for n, o, p in zip(plan.counts, optimizers, ps, strict=True) if n)
+        for ps in zip(*(m.net.parameters() for m in models), strict=True)
+    ]  # fmt: skip
+    for parameter, moment in zip(engine._model.net.parameters(), moments, strict=True):
+        torch.testing.assert_close(
+            engine.optimizer.state[parameter]["momentum_buffer"], moment, rtol=1e-4, atol=1e-6
+        )
+    leave_team()
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,218 @@
+"""Local steps: each rank takes optimizer steps of its own, and now and then they meet.
+
+At a meeting the ranks' progress since the last one is averaged, weighted by the samples that each
+has used. It travels while the next steps are computed, and takes the place of a rank's own
+progress at the next meeting: with z what all agree on, d_i a rank's progress and n_i its samples,
+
+    x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one meeting later,
+
+which hides the wire wholly if it takes no longer than the steps between two meetings. A gradient
+is of a rank's own samples alone: this is not the training of one big machine.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motley.engine import (
+    EngineBase,
+    Seating,
+    StepResult,
+    exchange,
+    gradient_norm,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    sample_losses,
+    unscale_and_clip,
+)
+from motley.errors import MotleyError
+from motley.model import Classifier
+from motley.plan import Plan
+from motley.sampler import Batch
+from motley.wire import Sending
+
+
+class LocalEngine(EngineBase):
+    """Implements motley.engine.Engine."""
+
+    sending = Sending(kinds=("local",), leaf=False)
+    loss_weight = 1
+    equal_micro_steps = False
+
+    def __init__(self, model: Classifier, seating: Seating) -> None:
+        super().__init__(model, seating)
+        self._plan, self._every = seating.plan, seating.plan.wire.every
+        # Gloo copies to a GPU in a stream of its own, for which nobody waits.
+        self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
+        self._samples = 0  # of this rank, in this step
+        self._n_global = 1
+        self._agreed = self._vector()
+        dist.broadcast(self._agreed, src=0)
+        self._begin()
+
+    # -- parameters as one vector: fp32 [numbers]
+
+    def _vector(self) -> Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in self._parameters])
+
+    @torch.no_grad()
+    def _take(self, vector: Tensor) -> None:
+        _copy_into(self._parameters, vector)
+
+    def _begin(self) -> None:
+        """All ranks hold the same."""
+        self._take(self._agreed)
+        self._start = self._agreed.clone()  # this rank's, at the last meeting
+        self._sum: Tensor | None = None  # of all progress until then, on its way
+        self._steps = 0  # since
+        self._used = 0  # samples, since
+
+    # -- a step of this rank
+
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        self._n_global = n_global
+        losses = torch.zeros(0, device=self._seating.device)
+        if len(batch.labels):
+            losses = sample_losses(self._model(batch.images), batch, self._seating.config.smoothing)
+            # As in other engines, whose loss scale is searched for; step() makes it a mean.
+            (losses.sum() * (self.scale.value / n_global)).backward()
+            self._samples += len(batch.labels)
+        self.clock.lap("compute", ready=last and self._steps + 1 == self._every)
+        return losses.detach()
+
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+        """See motley.engine.Engine."""
+        scale, samples, self._samples = self.scale.value, self._samples, 0
+        norm, overflow = None, False
+        if samples and not self._short:
+            factor = scale * samples / self._n_global
+            found = gradient_norm(self._parameters)
+            norm = float(found) / factor
+            if math.isfinite(norm):
+                unscale_and_clip(self._parameters, found, factor, self._seating.config.clip_grad)
+                self.optimizer.step()
+                self._used += samples
+            else:
+                norm, overflow = None, True
+            self.scale.update(overflow)
+            if overflow and not self.scale.helps:
+                raise MotleyError(
+                    f"the gradient is not finite at the loss scale {scale:g}, though the loss "
+                    f"is {float(loss_sum) / samples:.3g}; lower --lr, set --clip-grad 1.0, or "
+                    "choose another --precision"
+                )
+        self.optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        self.clock.lap("opt")
+        if self._steps < self._every:
+            return StepResult(None, norm, overflow, scale, ())
+        rows = self._meet(float(loss_sum), ready_s)
+        return StepResult(
+            math.fsum(row[0] for row in rows), norm, overflow, scale,
+            ready_s=tuple(row[1] for row in rows),
+            short=self._tell_short([row[2] for row in rows]),
+        )  # fmt: skip
+
+    # -- meetings
+
+    def _meet(self, *told: float) -> list[list[float]]:
+        """Send this rank's progress on its way, and take what the last meeting sent.
+
+        Args:
+            told: numbers for the other ranks.
+
+        Returns:
+            What each rank told.
+        """
+        self._land()
+        self.clock.lap("comm")
+        rows = exchange([*told, bool(self._short), self._used, self.scale.value])
+        self.clock.lap("wait")
+        self.scale.value = min(row[-1] for row in rows)
+        used = sum(row[-2] for row in rows)
+        progress = self._vector() - self._start
+        self._sum = progress * (self._used / max(1.0, used))
+        self._work = dist.all_reduce(self._sum, async_op=True)
+        self._start = self._agreed + progress
+        self._take(self._start)
+        self._steps = self._used = 0
+        self.clock.lap("opt")
+        return rows
+
+    def _land(self) -> None:
+        """Wait for what is on its way."""
+        if self._sum is None:
+            return
+        self._work.wait()
+        if self._copies:
+            torch.cuda.synchronize(self._seating.device)
+        self._agreed += self._sum
+        self._sum = None
+
+    def unite(self) -> None:
+        """See motley.engine.Engine: a meeting that waits for its sum. The optimizer's memory is
+        averaged too, for whoever goes on from a checkpoint."""
+        if self._steps == 0 and self._sum is None:
+            return
+        self._meet()
+        self._land()
+        self._begin()
+        self._average_memory()
+
+    def _average_memory(self) -> None:
+        if not self.optimizer.state:  # this rank had no samples yet
+            self._step_of_size_0()
+        state = self.optimizer.state
+        slots = [state[p][name] for p in self._parameters for name in sorted(state.get(p, {}))]
+        tensors = [slot for slot in slots if isinstance(slot, Tensor)]
+        for many in (True, False):  # moments, and counts of steps
+            some = [tensor for tensor in tensors if (tensor.numel() > 1) == many]
+            if not some:
+                continue
+            flat = torch.cat([t.flatten().float() for t in some]).to(self._seating.device)
+            if many:
+                flat *= self._plan.counts[self._seating.rank] / self._plan.global_batch
+            dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
+            _copy_into(some, flat)
+
+    def _step_of_size_0(self) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def reconfigure(self, plan: Plan) -> None:
+        """See motley.engine.Engine."""
+        self._plan = plan
+
+    # -- checkpoints
+
+    def state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""
+        if dist.get_rank() != 0:
+            return {}
+        net = self._model.net
+        return model_state(net) | optimizer_state(net, self.optimizer)
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """See motley.engine.Engine."""
+        load_model_state(self._model.net, state)
+        load_optimizer_state(self._model.net, self.optimizer, state)
+        self._agreed = self._vector()
+        self._begin()
+
+
+@torch.no_grad()
+def _copy_into(tensors: list[Tensor], vector: Tensor) -> None:
+    parts = vector.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
