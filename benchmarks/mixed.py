@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from result import ROOT
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(ROOT / "torch_dist"))
 
-from ddp_engine import DdpEngine
+from torch_engines import TorchEngines
 
 from motley import launch
 from motley.balance import Speed
@@ -89,7 +88,7 @@ class Bench(ABC):
     def _meet(self) -> None:
         if self.team.device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier()
+        self.world.allgather(None)  # not through gloo, where local steps have something on the way
 
     def speeds(self, most: int) -> list[Speed]:
         """Every rank alone at its best, all ranks busy at once."""
@@ -101,7 +100,7 @@ class Bench(ABC):
         self,
         n: int,
         speeds: list[Speed],
-        make_engine: EngineMaker = DdpEngine,
+        make_engine: EngineMaker | None = None,
         mode: WireMode = EXACT,
         **options: Any,
     ) -> dict[str, Any]:
@@ -109,9 +108,11 @@ class Bench(ABC):
 
         Args:
             n: the global batch.
+            make_engine: default: torch.distributed's.
             mode: what travels.
             options: of the training, which the engine reads.
         """
+        make_engine = make_engine or TorchEngines()
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()), mode)
@@ -139,9 +140,11 @@ class Bench(ABC):
                 raise SystemExit(f"out of memory: {short}")
             laps.append(engine.clock.cut())
 
-        step_s = self.time_steps(step)
+        # Of local steps whole periods; what the first begins with is on its way.
+        warm, steps = (-(-count // mode.every) * mode.every for count in (self.warm, self.steps))
+        step_s = self.time_steps(step, warm, steps)
         own = {
-            name: statistics.median(lap.seconds(name) for lap in laps[self.warm :])
+            name: statistics.median(lap.seconds(name) for lap in laps[warm:])
             for name in ("compute", "sync", "opt")
         }
         return {

@@ -22,7 +22,6 @@ from torch.nn import functional
 sys.path.insert(0, str(ROOT / "deepspeed"))
 
 import quiet  # noqa: F401 - before deepspeed
-from ddp_engine import DdpEngine
 from zero_engine import ZeroEngine
 
 from motley import launch
@@ -110,7 +109,7 @@ class LabBench(Bench):
 def ours(bench: LabBench, mode: str, speeds: list[Speed]) -> dict[str, Any]:
     """``motley-ddp``, ``motley-deepspeed-STAGE``, and either with ``-WIRE``."""
     _, engine, *rest = mode.split("-")
-    make, stage = (ZeroEngine, int(rest.pop(0))) if engine == "deepspeed" else (DdpEngine, None)
+    make, stage = (ZeroEngine, int(rest.pop(0))) if engine == "deepspeed" else (None, None)
     wire = parse_wire(rest[0]) if rest else EXACT
     assert wire is not None
     return bench.ours(bench.options.n, speeds, make, wire, stage=stage)

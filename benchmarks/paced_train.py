@@ -14,11 +14,10 @@ import sys
 import time
 from typing import Any
 
-import mixed
 import torch
-from ddp_engine import DdpEngine
 from paced import Pace, Paced
 from result import ROOT
+from torch_engines import TorchEngines
 
 from motley import engine, launch, planning, speeds
 from motley.options import Config, read_config, training_parser
@@ -43,7 +42,7 @@ def main() -> None:
     def run(world: launch.World) -> None:
         torch.set_num_threads(1)
         pace = Pace(1 / given.rates[world.rank])
-        make: Any = DdpEngine
+        make: Any = TorchEngines()
         if given.engine == "deepspeed":
             sys.path.insert(0, str(ROOT / "deepspeed"))
             import quiet  # noqa: F401 - before deepspeed
@@ -51,7 +50,7 @@ def main() -> None:
 
             make = ZeroEngine
         if given.slow:
-            make = changing(make, pace, world.rank, given.slow)
+            make = Changing(make, pace, world.rank, given.slow)
         if given.optimizer_s:
             pace_optimizer(given.optimizer_s[world.rank])
         planning.Classifier = (  # type: ignore[assignment, misc]
@@ -62,24 +61,33 @@ def main() -> None:
     launch.run(run)
 
 
-def changing(make: Any, pace: Pace, rank: int, slow: list[float]) -> type:
-    """An engine that changes the pace between two steps."""
-    slow_rank, factor, first, end = slow
+class Changing:
+    """An engine maker whose engines change the pace between two steps."""
 
-    class Changing(make):  # type: ignore[misc]
-        taken = 0
+    def __init__(self, make: Any, pace: Pace, rank: int, slow: list[float]) -> None:
+        self.sending = make.sending
+        self._make, self._pace, self._rank, self._slow = make, pace, rank, slow
 
-        def accumulate(self, batch: Any, n_global: int, last: bool) -> Any:
-            pace.factor = factor if rank == slow_rank and first <= self.taken < end else 1.0
-            self.taken += last
-            return super().accumulate(batch, n_global, last)
+    def __call__(self, model: Any, seating: Any) -> Any:
+        """Set one on a model."""
+        slow_rank, factor, first, end = self._slow
+        engine, taken = self._make(model, seating), 0
+        real = engine.accumulate
 
-    return Changing
+        def accumulate(batch: Any, n_global: int, last: bool) -> Any:
+            nonlocal taken
+            slow = self._rank == slow_rank and first <= taken < end
+            self._pace.factor = factor if slow else 1.0
+            taken += last
+            return real(batch, n_global, last)
+
+        engine.accumulate = accumulate
+        return engine
 
 
 def pace_optimizer(step_s: float) -> None:
     """Let each optimizer step take so long."""
-    real = mixed.make_optimizer
+    real = engine.make_optimizer
 
     def make_optimizer(net: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
         optimizer = real(net, config)

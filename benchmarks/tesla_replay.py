@@ -62,12 +62,12 @@ def cases(epochs: dict[str, float]) -> dict[str, Case]:
     fast = "ecetesla1,ecetesla2,ecetesla4"
     ours = "--hosts auto --wire auto"
     return {
-        "theirs: one 3070": Case(16, "--hosts ecetesla1 --shares equal", False, epochs["1"]),
-        "theirs: three 3070": Case(48, f"{theirs} equal --hosts {fast}", False, epochs["3"]),
+        "theirs: one 3070": Case(16, "--hosts ecetesla1 --shares equal", False, epochs["1 x 3070"]),
+        "theirs: three 3070": Case(48, f"{theirs} equal --hosts {fast}", False, epochs["3 x 3070"]),
         "theirs: and the P4": Case(
-            64, f"{theirs} equal --hosts ecetesla0,{fast}", False, epochs["4"]
+            64, f"{theirs} equal --hosts ecetesla0,{fast}", False, epochs["3 x 3070 + P4"]
         ),
-        _THEIRS: Case(80, f"{theirs} equal --hosts all", False, epochs["5"]),
+        _THEIRS: Case(80, f"{theirs} equal --hosts all", False, epochs["3 x 3070 + P4 + GTX 1070"]),
         "best machine, N = 80": Case(80, "--hosts ecetesla1"),
         "best machine, N = 512": Case(512, "--hosts ecetesla1"),
         "best machine, N = 1024": Case(1024, "--hosts ecetesla1"),
@@ -82,8 +82,8 @@ class Replay:
     """The lab's figures, in the lab in a box.
 
     Attributes:
-        profile: lab/tesla.toml with its links. epochs: seconds of an epoch, by the number of
-            hosts, from the lab's log.
+        profile: lab/tesla.toml with its links. epochs: seconds of an epoch in fp32, by
+            the GPUs, from the lab's log.
     """
 
     def __init__(self, path: Path, slower: float) -> None:
@@ -99,8 +99,8 @@ class Replay:
         text = re.sub(r"(?m)^(up|down)_mbit = 200$", rf"\1_mbit = {fast:.3f}", text)
         self.profile = re.sub(r"(?m)^(up|down)_mbit = 20$", rf"\1_mbit = {slow:.3f}", text)
         self.epochs = {
-            str(row["ranks"].count("x") * int(row["ranks"][0]) + row["ranks"].count("+") or 1):
-            row["seconds"] for row in facts["epoch_seconds"] if row["precision"] == "fp32"
+            row["ranks"]: row["seconds"]
+            for row in facts["epoch_seconds"] if row["precision"] == "fp32"
         }  # fmt: skip
 
     def _step(self, ranks: str, precision: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ LINKS: dict[str, tuple[float | None, float | None]] = {  # Mbit/s: of all, and o
 }  # fmt: skip
 MODES = (
     "plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp", "motley-ddp-fp16",
-    "motley-ddp-powersgd:4", "motley-deepspeed-0-fp16",
+    "motley-ddp-powersgd:4", "motley-ddp-local:4", "motley-deepspeed-0-fp16",
 )  # fmt: skip
 LEAF = ("motley-ddp-exact/leaf4", "motley-ddp-fp16/leaf4")  # where one link is slow
 
