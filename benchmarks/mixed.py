@@ -75,15 +75,18 @@ class Bench(ABC):
         return make_optimizer(model.net, self.config)
 
     def time_steps(self, step: Callable[[], None], warm: int = 0, steps: int = 0) -> float:
-        """Seconds a step, over the timed ones, all ranks together."""
+        """Seconds a step, over the timed ones, of the rank that took longest."""
         for _ in range(warm or self.warm):
             step()
         self._meet()
         start = time.perf_counter()
         for _ in range(steps or self.steps):
             step()
-        self._meet()
-        return (time.perf_counter() - start) / (steps or self.steps)
+        if self.team.device.type == "cuda":
+            torch.cuda.synchronize()
+        # That all know it is not timed: it may have to queue behind what local steps have sent.
+        spent = max(self.world.allgather(time.perf_counter() - start))
+        return spent / (steps or self.steps)
 
     def _meet(self) -> None:
         if self.team.device.type == "cuda":

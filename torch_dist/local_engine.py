@@ -1,12 +1,13 @@
 """Local steps: each rank takes optimizer steps of its own, and now and then they meet.
 
-At a meeting the ranks' progress since the last one is averaged, weighted by the samples that each
-has used. It travels while the next steps are computed, and takes the place of a rank's own
+At a meeting each rank sends its progress since the last one, to be averaged by the samples that
+each has used. It travels while the next steps are computed, and takes the place of a rank's own
 progress at the next meeting: with z what all agree on, d_i a rank's progress and n_i its samples,
 
     x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one meeting later,
 
-which hides the wire wholly if it takes no longer than the steps between two meetings. A gradient
+which hides the wire wholly if it takes no longer than the steps between two meetings; nor does a
+rank wait for another that is late by less. What ranks tell each other travels along. A gradient
 is of a rank's own samples alone: this is not the training of one big machine.
 """
 
@@ -34,6 +35,8 @@ from motley.model import Classifier
 from motley.plan import Plan
 from motley.sampler import Batch
 from motley.wire import Sending
+
+_TOLD = 4  # numbers that each rank tells at a meeting
 
 
 class LocalEngine(EngineBase):
@@ -70,6 +73,7 @@ class LocalEngine(EngineBase):
         self._sum: Tensor | None = None  # of all progress until then, on its way
         self._steps = 0  # since
         self._used = 0  # samples, since
+        self._loss_sum = torch.zeros((), device=self._seating.device)  # of these
 
     # -- a step of this rank
 
@@ -81,7 +85,7 @@ class LocalEngine(EngineBase):
             # As in other engines, whose loss scale is searched for; step() makes it a mean.
             (losses.sum() * (self.scale.value / n_global)).backward()
             self._samples += len(batch.labels)
-        self.clock.lap("compute", ready=last and self._steps + 1 == self._every)
+        self.clock.lap("compute")
         return losses.detach()
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
@@ -96,6 +100,7 @@ class LocalEngine(EngineBase):
                 unscale_and_clip(self._parameters, found, factor, self._seating.config.clip_grad)
                 self.optimizer.step()
                 self._used += samples
+                self._loss_sum += loss_sum
             else:
                 norm, overflow = None, True
             self.scale.update(overflow)
@@ -110,48 +115,52 @@ class LocalEngine(EngineBase):
         self.clock.lap("opt")
         if self._steps < self._every:
             return StepResult(None, norm, overflow, scale, ())
-        rows = self._meet(float(loss_sum), ready_s)
+        table = self._meet(ready_s)
+        if table is None:
+            return StepResult(None, norm, overflow, scale, ())
+        losses, used, ready, short = table.unbind(dim=1)
         return StepResult(
-            math.fsum(row[0] for row in rows), norm, overflow, scale,
-            ready_s=tuple(row[1] for row in rows),
-            short=self._tell_short([row[2] for row in rows]),
+            float(losses.sum() / used.sum().clamp(min=1)) * self._n_global, norm, overflow, scale,
+            ready_s=tuple(ready.tolist()), short=self._tell_short(short.tolist()),
         )  # fmt: skip
 
     # -- meetings
 
-    def _meet(self, *told: float) -> list[list[float]]:
-        """Send this rank's progress on its way, and take what the last meeting sent.
-
-        Args:
-            told: numbers for the other ranks.
+    def _meet(self, ready_s: float = 0.0) -> Tensor | None:
+        """Take what the last meeting sent, and send this rank's progress on its way.
 
         Returns:
-            What each rank told.
+            What each rank told at the last meeting, fp32 [ranks, 4]: the sum of its losses and
+            its samples, both since the one before; ``ready_s``; and whether it has no memory.
         """
-        self._land()
-        self.clock.lap("comm")
-        rows = exchange([*told, bool(self._short), self._used, self.scale.value])
-        self.clock.lap("wait")
-        self.scale.value = min(row[-1] for row in rows)
-        used = sum(row[-2] for row in rows)
+        told = self._land()
+        self.clock.lap("sync")
+        own = self._agreed.new_zeros(self._seating.size, _TOLD)
+        own[self._seating.rank] = torch.stack([
+            self._loss_sum, *own.new_tensor([self._used, ready_s, bool(self._short)])
+        ])  # fmt: skip
         progress = self._vector() - self._start
-        self._sum = progress * (self._used / max(1.0, used))
+        self._sum = torch.cat([progress * self._used, own.flatten()])
         self._work = dist.all_reduce(self._sum, async_op=True)
         self._start = self._agreed + progress
         self._take(self._start)
         self._steps = self._used = 0
+        self._loss_sum.zero_()
         self.clock.lap("opt")
-        return rows
+        return told
 
-    def _land(self) -> None:
-        """Wait for what is on its way."""
+    def _land(self) -> Tensor | None:
+        """Wait for what is on its way; returns what was told with it."""
         if self._sum is None:
-            return
+            return None
         self._work.wait()
         if self._copies:
             torch.cuda.synchronize(self._seating.device)
-        self._agreed += self._sum
+        progress, told = self._sum.split([len(self._agreed), len(self._sum) - len(self._agreed)])
+        table = told.view(-1, _TOLD)
+        self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
+        return table
 
     def unite(self) -> None:
         """See motley.engine.Engine: a meeting that waits for its sum. The optimizer's memory is
@@ -162,6 +171,7 @@ class LocalEngine(EngineBase):
         self._land()
         self._begin()
         self._average_memory()
+        self.scale.value = min(value for (value,) in exchange([self.scale.value]))
 
     def _average_memory(self) -> None:
         if not self.optimizer.state:  # this rank had no samples yet

@@ -32,7 +32,8 @@ class StepResult:
     """What all ranks know after a step.
 
     Attributes:
-        loss_sum: over the global batch; None where only this rank's own part is known.
+        loss_sum: over the global batch; None where only this rank's own part is known. Of local
+            steps, the mean since the last meeting but one, times the batch.
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
         overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
         loss_scale: that this step's losses were multiplied by.

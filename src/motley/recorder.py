@@ -102,9 +102,8 @@ class Recorder:
         wait = comm = None
         if self._tells_sync:
             wait = min(sync, max(ready_s) - ready_s[self._rank]) if ready_s else 0.0
-            comm = sync - wait + laps.seconds("comm")  # some engines know
-            wait += laps.seconds("wait")
-        seconds = laps.seconds("data", "compute", "sync", "wait", "comm", "opt")
+            comm = sync - wait
+        seconds = laps.seconds("data", "compute", "sync", "opt")
         self._seconds.append(seconds)
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
