@@ -1,5 +1,6 @@
 """Runs a training script as a user does, on this machine, and reads its records."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from typing import Any
 
 from result import ROOT, VENV
 
+_number = itertools.count()
+
 
 def real_run(ranks: int, script: str, logs: Path, *words: object) -> Path:
     """``mpirun -np RANKS --hostfile hosts.txt ./entry_cn.sh SCRIPT WORDS...``; the run's folder.
@@ -15,7 +18,7 @@ def real_run(ranks: int, script: str, logs: Path, *words: object) -> Path:
     Args:
         logs: a folder of the caller's; each run gets one in it.
     """
-    name = f"run{len(list(logs.glob('*')))}"
+    name = f"run{next(_number)}"
     command = [
         "mpirun", "-np", str(ranks), "--hostfile", "hosts.txt", "./entry_cn.sh", script,
         "--logs", str(logs), "--run", name, *map(str, words),
