@@ -11,7 +11,7 @@ from cn_report import HostReport
 
 from motley.errors import HostTrouble
 from motley.gpus import DeviceFacts
-from motley.launch import Network
+from motley.network import Network
 from motley.precision import best_precision
 
 _CELL = 24  # characters; what is longer goes on in the next line

@@ -13,7 +13,7 @@ from cn import ROOT, VENV
 from cn_report import HostReport
 
 from motley.errors import HostTrouble
-from motley.launch import Network, choose_networks
+from motley.network import Network, choose_networks
 from motley.remote import Remote
 
 # Prints the lines of the user's own parameter files that choose interfaces, as FILE:LINE, and

@@ -72,6 +72,8 @@ def main(words: Sequence[str]) -> int:
         for host in hosts
     ]  # fmt: skip
     print(table(("host", "interface", "address", "reached", *(f"in {k}" for k in answers)), rows))
+    for line in answers["Python"].links:
+        print(line)
     print_troubles({f"{a} -> {b}": why for (a, b), why in silent.items()})
     failed = [answer for answer in answers.values() if answer.ranks.total() < answer.asked]
     if failed:
@@ -195,12 +197,14 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """How an mpirun went: ranks that said hello by host, of how many; how it ended."""
+    """How an mpirun went: ranks that said hello by host, of how many; how it ended; and what was
+    said of links."""
 
     ranks: Counter[str | None]
     asked: int
     end: str
     words: str
+    links: list[str]
 
 
 def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
@@ -223,7 +227,8 @@ def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
         end_mpirun(job)
         raise
     found = re.findall(r"hello from rank \d+ of \d+ on (\S+)", output)
-    return Answer(Counter(found), asked, end, "\n".join(output.splitlines()[-12:]))
+    links = re.findall(r"^(?:\S+ sends .*|note: .*)$", output, re.M)
+    return Answer(Counter(found), asked, end, "\n".join(output.splitlines()[-12:]), links)
 
 
 def end_mpirun(job: subprocess.Popen[str]) -> str:

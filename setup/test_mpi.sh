@@ -11,7 +11,8 @@
 # and into .deepspeed_env; your own ~/.openmpi, ~/.prte and ~/.pmix go before
 # these, and are read but never changed. Then each host opens a connection to
 # each other, and a rank for each slot says hello: in C (where there is a
-# compiler here), and in Python through entry_cn.sh.
+# compiler here), and in Python through entry_cn.sh, which also measures what
+# the links carry and names one that is slow, busy or broken.
 #
 # Options:
 #   --hostfile FILE   default: hosts.txt in the repository

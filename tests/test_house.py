@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
-    "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "rebalance",
+    "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "network",
+    "rebalance",
     "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
     "leftovers", "at_once", "login", "shell", "remote",
 }  # fmt: skip

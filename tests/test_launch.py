@@ -7,56 +7,14 @@ from pathlib import Path
 import pytest
 
 from motley.errors import MotleyError
-from motley.facts import Interface, read_node
+from motley.facts import read_node
 from motley.launch import (
-    Network,
     check_slurm,
-    choose_networks,
     keep_caches_local,
     launched_rank,
     reserve_port,
     set_rank_variables,
 )
-
-DOCKER = Interface("docker0", "172.17.0.1", 16)
-LOOPBACK = Interface("lo", "127.0.0.1", 8)
-
-
-def test_the_shared_subnet_is_found_under_three_interface_names() -> None:
-    # The real lab's names; docker0 is listed first on every host with one and the same address.
-    lab = {
-        0: (DOCKER, LOOPBACK, Interface("eno1", "129.97.92.168", 24)),
-        1: (DOCKER, LOOPBACK, Interface("enp4s0f1", "129.97.92.169", 24)),
-        4: (DOCKER, Interface("enp0s31f6", "129.97.92.187", 24), LOOPBACK),
-    }
-    names = {0: "ecetesla0", 1: "ecetesla1", 4: "ecetesla3"}
-    assert choose_networks(lab, names, {}) == {
-        0: Network("eno1", "129.97.92.168"),
-        1: Network("enp4s0f1", "129.97.92.169"),
-        4: Network("enp0s31f6", "129.97.92.187"),
-    }
-
-
-def test_the_users_interface_is_preferred() -> None:
-    hosts = {
-        0: (Interface("slow", "10.0.0.1", 24), Interface("fast", "10.1.0.1", 24)),
-        1: (Interface("slow", "10.0.0.2", 24), Interface("fast", "10.1.0.2", 24)),
-    }
-    chosen = choose_networks(hosts, {0: "a", 1: "b"}, {"NCCL_SOCKET_IFNAME": "fast"})
-    assert chosen[1] == Network("fast", "10.1.0.2")
-
-
-def test_no_shared_subnet_is_an_error_that_shows_what_was_found() -> None:
-    hosts = {
-        0: (DOCKER, Interface("eth0", "10.0.0.1", 24)),
-        1: (DOCKER, Interface("eth0", "10.9.0.2", 24)),
-    }
-    with pytest.raises(MotleyError, match=r"a: docker0 .*; b: .*eth0 10\.9\.0\.2/24"):
-        choose_networks(hosts, {0: "a", 1: "b"}, {})
-
-
-def test_one_machine_talks_over_loopback() -> None:
-    assert choose_networks({0: (DOCKER,)}, {0: "a"}, {}) == {0: Network("lo", "127.0.0.1")}
 
 
 @pytest.mark.parametrize(

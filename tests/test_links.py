@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from motley import traffic
 from motley.balance import Speed
 from motley.forecast import choose_machines
-from motley.links import Flow, Links, rounds
+from motley.links import Flow, Links, Port, rounds
 from motley.wire import Wire
 
 WORD = b"0123456789abcdef"
@@ -123,3 +124,49 @@ def test_the_leaf_is_the_one_machine_behind_a_far_slower_link() -> None:
     assert links({"a": 1e9, "b": 6e8, "c": 1e9}).leaf() is None  # not so much slower
     assert links({"a": 1e8, "b": 1e8, "c": 1e9}).leaf() is None  # two are
     assert links({"a": 1e9, "b": 1e8}).leaf() is None  # of two, a ring sends no more
+
+
+def test_why_a_link_is_slow_is_said_where_it_is_known() -> None:
+    names = dict(enumerate("abcd"))
+    slow = links({"a": 1.1e9, "b": 1.1e9, "c": 115e6, "d": 1.1e9})
+    fast = Port("eth0", 10_000)
+
+    def remarks(*ports: Port) -> list[str]:
+        return replace(slow, ports=dict(zip(names, ports, strict=True))).remarks()
+
+    (port,) = remarks(fast, fast, Port("eno1", 1_000), fast)
+    assert port.endswith("; its port eno1 is of 1,000 Mbit/s")
+    (wrong,) = remarks(fast, fast, Port("eno1", 1_000, faster="eth7 (10,000 Mbit/s)"), fast)
+    assert "eth7 (10,000 Mbit/s) there is not on the subnet" in wrong
+    limit, busy = remarks(fast, fast, Port("eth0", 10_000, others_send=400e6), fast)
+    assert limit == slow.remark(2) and busy == "other programs on c send 400 MB/s"
+    assert remarks(fast, fast, fast, Port("eth0", None, 1e3, 1e3)) == slow.remarks()
+
+
+def test_a_slow_switch_is_told_from_slow_ports() -> None:
+    lab = links({"a": 110e6, "b": 112e6, "c": 111e6})
+    (said,) = replace(lab, ports={m: Port("eth0", 10_000) for m in range(3)}).remarks()
+    assert "no link carries more than 111 MB/s" in said and "10,000 Mbit/s or more" in said
+    for mbit in (1_000, None):
+        assert replace(lab, ports={m: Port("eth0", mbit) for m in range(3)}).remarks() == []
+
+
+def test_an_interface_says_what_it_carries_and_what_others_send_through_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.socket() as line:
+        line.connect(door.getsockname())
+        other, _ = door.accept()
+        with other:
+            over = threading.Event()
+
+            def stream() -> None:
+                while not over.is_set():
+                    line.sendall(bytes(1 << 16))
+                    other.recv(1 << 16, socket.MSG_WAITALL)
+
+            thread = threading.Thread(target=stream)
+            thread.start()
+            busy = traffic.look_at("lo")
+            over.set()
+            thread.join()
+    assert busy.interface == "lo" and busy.others_send > 1e6 and busy.others_receive > 1e6
+    assert traffic.look_at("none0") == Port("none0")

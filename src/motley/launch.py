@@ -12,13 +12,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from motley.errors import MotleyError
-from motley.facts import Interface, NodeFacts, read_node
+from motley.facts import NodeFacts, read_node
 from motley.lifeline import Lifeline
+from motley.network import Network, choose_networks
 
 T = TypeVar("T")
 
@@ -32,7 +32,6 @@ _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "MPLCONFIGDIR": "matplotlib",
 }
-_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "lxc", "podman")
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -275,62 +274,6 @@ def reserve_port(address: str) -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
     return holder
-
-
-@dataclass(frozen=True)
-class Network:
-    """Where one machine sits on the shared subnet: interface and address."""
-
-    interface: str
-    address: str
-
-
-def choose_networks(
-    machines: Mapping[int, Sequence[Interface]],
-    names: Mapping[int, str],
-    environ: Mapping[str, str],
-) -> dict[int, Network]:
-    """Find one subnet on which every machine has an address of its own.
-
-    Interface names may differ on every machine (eno1, enp4s0f1). An address that two
-    machines both have (docker0's 172.17.0.1) is no way to reach either, so such a subnet
-    is never chosen. One machine alone talks to itself over loopback.
-
-    Args:
-        machines: interfaces of each machine.
-        names: host name of each machine, for errors.
-        environ: an interface that the user set for gloo or NCCL is preferred.
-    """
-    if len(machines) == 1:
-        return {machine: Network("lo", "127.0.0.1") for machine in machines}
-    wanted = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
-    preferred = wanted.removeprefix("=").split(",")  # NCCL's way to say "these very names"
-    first = next(iter(machines.values()))
-    candidates = sorted(
-        (interface for interface in first if not interface.network.is_loopback),
-        key=lambda interface: (
-            interface.name not in preferred,
-            interface.name.startswith(_VIRTUAL),
-        ),
-    )
-    for candidate in candidates:
-        found = {
-            machine: interface
-            for machine, interfaces in machines.items()
-            for interface in interfaces
-            if interface.network == candidate.network
-        }
-        addresses = {interface.address for interface in found.values()}
-        if len(found) == len(addresses) == len(machines):
-            return {machine: Network(at.name, at.address) for machine, at in found.items()}
-    seen = "; ".join(
-        f"{names[machine]}: {', '.join(f'{at.name} {at.address}/{at.prefix}' for at in interfaces)}"
-        for machine, interfaces in machines.items()
-    )
-    raise MotleyError(
-        f"the hosts share no subnet on which each has its own address ({seen}); connect them to "
-        "one network, or leave out of hosts.txt who is not on it"
-    )
 
 
 def stop_usage(message: str) -> NoReturn:

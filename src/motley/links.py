@@ -4,11 +4,14 @@ The measurement is in motley.traffic.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 _FAR = 0.5  # of the second slowest: to send less over it is worth a detour
+_FULL = 0.5  # of what a port says: less is somebody else's fault; TCP alone carries 0.95
+_BUSY = 0.2  # of a link, that other programs use: worth a word, if it is more than
+_TRAFFIC = 1e6  # bytes a second
 _SLOWER = 0.7  # of the others' median: a link that is worth a word
 
 
@@ -28,16 +31,35 @@ class Flow:
 
 
 @dataclass(frozen=True)
+class Port:
+    """Where a machine's link begins.
+
+    Attributes:
+        interface: its name. mbit: what it says that it carries each way; None: unknown.
+        others_send, others_receive: bytes a second of other programs, while nothing was measured.
+        faster: another interface that is up and says that it carries more, in words; or empty.
+    """
+
+    interface: str
+    mbit: float | None = None
+    others_send: float = 0.0
+    others_receive: float = 0.0
+    faster: str = ""
+
+
+@dataclass(frozen=True)
 class Links:
     """All flows between machines that have met.
 
     Attributes:
         hosts: names of the machines, each known by its lowest rank.
         flows: by who sends and who receives.
+        ports: of machines, where known.
     """
 
     hosts: Mapping[int, str]
     flows: Mapping[tuple[int, int], Flow]
+    ports: Mapping[int, Port] = field(default_factory=dict)
 
     @cached_property
     def _most(self) -> dict[tuple[str, int], float]:
@@ -79,17 +101,26 @@ class Links:
         slowest, second, *_ = sorted(self.hosts, key=self.carries)
         return slowest if 0 < self.carries(slowest) < _FAR * self.carries(second) else None
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """For run.json: one entry a flow."""
-        return [
-            {"from": self.hosts[a], "to": self.hosts[b], "bytes_per_s": flow.bytes_per_s,
-             "latency_s": flow.latency_s, "error": flow.error}
+    def as_json(self) -> dict[str, Any]:
+        """For run.json: one entry a flow, and one a port."""
+        flows = [
+            {"from": self.hosts[a], "to": self.hosts[b], **asdict(flow)}
             for (a, b), flow in sorted(self.flows.items())
-        ]  # fmt: skip
+        ]
+        ports = [{"host": self.hosts[m], **asdict(port)} for m, port in sorted(self.ports.items())]
+        return {"flows": flows, "ports": ports}
+
+    def sentence(self, machine: int) -> str:
+        """What a machine's link carries."""
+        latencies = [flow.latency_s for pair, flow in self.flows.items() if machine in pair]
+        return (
+            f"{self.hosts[machine]} sends {_rate(self.sends(machine))}, receives "
+            f"{_rate(self.receives(machine))}, latency {1e3 * min(latencies):.2g} ms"
+        )
 
     def remark(self, machine: int) -> str:
-        """That a machine's link is slower than the others', which way, and by how much; or
-        nothing."""
+        """That a machine's link is slower than the others', which way, by how much, and what is
+        known of why; or nothing."""
         rate = self.carries(machine)
         others = sorted(self.carries(other) for other in self.hosts if other != machine)
         usual = others[len(others) // 2] if others else 0.0
@@ -103,6 +134,40 @@ class Links:
             way = f" when it receives ({_rate(sends)} when it sends)"
         return (
             f"{self.hosts[machine]}'s link carries {_rate(rate)}{way}, the others' {_rate(usual)}"
+            f"{self._why(machine)}"
+        )
+
+    def _why(self, machine: int) -> str:
+        if (port := self.ports.get(machine)) is None:
+            return ""
+        why = ""
+        if port.mbit and 8e-6 * self.carries(machine) > _FULL * port.mbit:
+            why = f"; its port {port.interface} is of {port.mbit:,.0f} Mbit/s"
+        if port.faster:
+            why += f"; {port.faster} there is not on the subnet that all share"
+        return why
+
+    def _busy(self, machine: int) -> str:
+        """That other programs use a machine's link; or nothing."""
+        port = self.ports.get(machine)
+        if port is None:
+            return ""
+        ways = {"send": port.others_send, "receive": port.others_receive}
+        least = max(_TRAFFIC, _BUSY * self.carries(machine))
+        said = [f"{way} {_rate(rate)}" for way, rate in ways.items() if rate > least]
+        return f"other programs on {self.hosts[machine]} {' and '.join(said)}" if said else ""
+
+    def _switch(self) -> str:
+        """That all links carry far less than their ports; or nothing."""
+        says = [port.mbit for port in self.ports.values() if port.mbit]
+        if len(self.hosts) < 2 or len(says) < len(self.hosts):
+            return ""
+        most = max(map(self.carries, self.hosts))
+        if 8e-6 * most > _FULL * min(says) or any(map(self._busy, self.hosts)):
+            return ""
+        return (
+            f"no link carries more than {_rate(most)}, though all ports are of {min(says):,.0f} "
+            "Mbit/s or more: what is between them is slower, a switch or a limit"
         )
 
     def remarks(self) -> list[str]:
@@ -111,7 +176,8 @@ class Links:
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"
             for (sender, receiver), flow in sorted(self.flows.items()) if flow.error
         ]  # fmt: skip
-        return [*filter(None, map(self.remark, self.hosts)), *failed]
+        found = [*map(self.remark, self.hosts), *map(self._busy, self.hosts), self._switch()]
+        return [*filter(None, found), *failed]
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -10,13 +10,16 @@ import struct
 import time
 from statistics import median
 
+import psutil
+
 from motley.launch import World
-from motley.links import Flow, Links, rounds
+from motley.links import Flow, Links, Port, rounds
 
 _SECONDS = 0.2  # of sending, each way
 _CHUNK = 1 << 16  # bytes
 _LEAST = 4  # chunks, on a link that takes longer for them
 _BUFFER = 1 << 18  # bytes on the way: what is sent is then soon received
+_LOOK_S = 0.3  # at what others send
 _PINGS = 15
 _MOST_ROUNDS = 16  # 8 s; in more machines each meets so many others, and not all
 _PATIENCE = 4.0  # seconds in which something has to come
@@ -29,6 +32,7 @@ def measure_links(world: World) -> Links:
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
     word = world.from_first(lambda: secrets.token_bytes(16))
+    ports = world.allgather(look_at(world.network.interface) if own is not None else None)
     found: dict[tuple[int, int], Flow] = {}
     with socket.create_server((world.network.address, 0)) as door:
         door.settimeout(_PATIENCE)
@@ -42,7 +46,25 @@ def measure_links(world: World) -> Links:
                     answer(door, word)
             world.allgather(None)  # the next round begins when all have met
     flows = {pair: flow for part in world.allgather(found) for pair, flow in part.items()}
-    return Links({machine: world.nodes[machine].host for machine in machines}, flows)
+    hosts = {machine: world.nodes[machine].host for machine in machines}
+    return Links(hosts, flows, {rank: port for rank, port in enumerate(ports) if port})
+
+
+def look_at(interface: str) -> Port:
+    """What an interface says of itself, and what goes through it now."""
+    before, start = psutil.net_io_counters(pernic=True).get(interface), time.perf_counter()
+    time.sleep(_LOOK_S)
+    after, seconds = psutil.net_io_counters(pernic=True).get(interface), time.perf_counter() - start
+    says = {name: each.speed for name, each in psutil.net_if_stats().items() if each.isup}
+    own = says.get(interface, 0)
+    fastest = max(says, key=lambda name: says[name], default="")
+    faster = f"{fastest} ({says[fastest]:,} Mbit/s)" if 0 < own < says.get(fastest, 0) else ""
+    if before is None or after is None:
+        return Port(interface, own or None, faster=faster)
+    return Port(
+        interface, own or None, (after.bytes_sent - before.bytes_sent) / seconds,
+        (after.bytes_recv - before.bytes_recv) / seconds, faster,
+    )  # fmt: skip
 
 
 def call(address: tuple[str, int], word: bytes) -> tuple[Flow, Flow]:

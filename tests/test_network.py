@@ -1,0 +1,81 @@
+"""Which interfaces machines reach each other by, and what is said where they cannot."""
+
+import pytest
+
+from motley.errors import MotleyError
+from motley.facts import Interface
+from motley.network import Network, choose_networks
+
+DOCKER = Interface("docker0", "172.17.0.1", 16)
+LOOPBACK = Interface("lo", "127.0.0.1", 8)
+
+
+def test_the_shared_subnet_is_found_under_three_interface_names() -> None:
+    # The real lab's names; docker0 is listed first on every host with one and the same address.
+    lab = {
+        0: (DOCKER, LOOPBACK, Interface("eno1", "129.97.92.168", 24)),
+        1: (DOCKER, LOOPBACK, Interface("enp4s0f1", "129.97.92.169", 24)),
+        4: (DOCKER, Interface("enp0s31f6", "129.97.92.187", 24), LOOPBACK),
+    }
+    names = {0: "ecetesla0", 1: "ecetesla1", 4: "ecetesla3"}
+    assert choose_networks(lab, names, {}) == {
+        0: Network("eno1", "129.97.92.168"),
+        1: Network("enp4s0f1", "129.97.92.169"),
+        4: Network("enp0s31f6", "129.97.92.187"),
+    }
+
+
+def test_the_users_interface_is_preferred() -> None:
+    hosts = {
+        0: (Interface("slow", "10.0.0.1", 24), Interface("fast", "10.1.0.1", 24)),
+        1: (Interface("slow", "10.0.0.2", 24), Interface("fast", "10.1.0.2", 24)),
+    }
+    chosen = choose_networks(hosts, {0: "a", 1: "b"}, {"NCCL_SOCKET_IFNAME": "fast"})
+    assert chosen[1] == Network("fast", "10.1.0.2")
+
+
+def test_no_shared_subnet_is_an_error_that_shows_what_was_found() -> None:
+    hosts = {
+        0: (DOCKER, Interface("eth0", "10.0.0.1", 24)),
+        1: (DOCKER, Interface("eth0", "10.9.0.2", 24)),
+    }
+    with pytest.raises(MotleyError, match=r"a: docker0 .*; b: .*eth0 10\.9\.0\.2/24"):
+        choose_networks(hosts, {0: "a", 1: "b"}, {})
+
+
+def test_one_machine_talks_over_loopback() -> None:
+    assert choose_networks({0: (DOCKER,)}, {0: "a"}, {}) == {0: Network("lo", "127.0.0.1")}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eno1", "GLOO_SOCKET_IFNAME=eno1, but b has no such interface"),
+        ("GLOO_SOCKET_IFNAME", "en", "but a has no such"),
+        ("NCCL_SOCKET_IFNAME", "=en", "but a has no such"),
+        ("NCCL_SOCKET_IFNAME", "ib", "it has docker0, eno1"),
+        ("NCCL_SOCKET_IFNAME", "en", ""),
+        ("NCCL_SOCKET_IFNAME", "^docker", ""),
+        ("GLOO_SOCKET_IFNAME", "eno1,enp4s0f1", ""),
+    ],
+)
+def test_an_interface_of_the_user_that_a_host_lacks_is_said(
+    variable: str, value: str, says: str
+) -> None:
+    hosts = {
+        0: (DOCKER, Interface("eno1", "10.0.0.1", 24)),
+        1: (DOCKER, Interface("enp4s0f1", "10.0.0.2", 24)),
+    }
+    names, environ = {0: "a", 1: "b"}, {variable: value}
+    if not says:
+        assert choose_networks(hosts, names, environ)[1] == Network("enp4s0f1", "10.0.0.2")
+        return
+    with pytest.raises(MotleyError, match=says):
+        choose_networks(hosts, names, environ)
+
+
+def test_two_hosts_with_one_address_are_named() -> None:
+    hosts = {m: (DOCKER, Interface("eth0", a, 24)) for m, a in
+             enumerate(("10.0.0.1", "10.0.0.2", "10.0.0.1"))}  # fmt: skip
+    with pytest.raises(MotleyError, match=r"a and c both have the address 10\.0\.0\.1"):
+        choose_networks(hosts, {0: "a", 1: "b", 2: "c"}, {})
