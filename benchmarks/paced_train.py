@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from paced import Pace, Paced
 from result import ROOT
+
+sys.path.insert(0, str(ROOT / "torch_dist"))
+
 from torch_engines import TorchEngines
 
 from motley import engine, launch, planning, speeds

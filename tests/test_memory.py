@@ -37,6 +37,18 @@ def test_a_rank_short_of_memory_halves_its_micro_batch(
                                                           enough.steps(1)]  # fmt: skip
 
 
+@pytest.mark.mpi
+def test_local_steps_go_on_and_halve_it_when_all_have_heard(jobs: Jobs) -> None:
+    run = jobs.train(2, "tests/drivers/squeezed.py", "short", *OPTIONS, "--wire", "local:2")
+    first, second = [event for event in run.events if event["event"] == "out_of_memory"]
+    (name,) = first["found"]
+    assert name.startswith("rank 1 on ") and f"at most 128 (before: 256) on {name}" in first["text"]
+    assert "before step 6" in first["text"] and "before step 9" in second["text"]
+    assert (second["before"], second["after"]) == ({name: 128}, {name: 64})
+    assert [step["step"] for step in run.steps()] == list(range(12))
+    assert not [event for event in run.events if event["event"] == "drift"]
+
+
 class Narrow(nn.Module):
     """Has memory for three images."""
 

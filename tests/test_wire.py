@@ -196,3 +196,11 @@ def test_local_steps_learn_and_all_ranks_end_alike(jobs: Jobs) -> None:
     assert run.losses == told
     assert run.run["result"]["top1"] > 0.8
     assert not [event for event in run.events if event["event"] == "drift"]
+
+
+@pytest.mark.mpi
+def test_local_steps_that_meet_at_ends_of_epochs_alone_tell_their_loss(jobs: Jobs) -> None:
+    run = jobs.train(2, DDP, "long", "--wire", "local:50", "--epochs", 3, "--shares", "2,1")
+    known = [step["step"] for step in run.steps() if step["loss"] is not None]
+    assert known == [12, 24]  # after epochs of 12 steps
+    assert run.losses[24] < run.losses[12] < 2.4

@@ -53,6 +53,7 @@ class LocalEngine(EngineBase):
         self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
         self._samples = 0  # of this rank, in this step
         self._n_global = 1
+        self._news: Tensor | None = None  # what was told, and the loop has not heard
         self._agreed = self._vector()
         dist.broadcast(self._agreed, src=0)
         self._begin()
@@ -104,36 +105,33 @@ class LocalEngine(EngineBase):
             else:
                 norm, overflow = None, True
             self.scale.update(overflow)
+            if overflow and not math.isfinite(loss := float(loss_sum)):
+                return StepResult(loss, None, True, scale, ())  # the loop says of which samples
             if overflow and not self.scale.helps:
                 raise MotleyError(
                     f"the gradient is not finite at the loss scale {scale:g}, though the loss "
-                    f"is {float(loss_sum) / samples:.3g}; lower --lr, set --clip-grad 1.0, or "
-                    "choose another --precision"
+                    f"is {loss / samples:.3g}; lower --lr, set --clip-grad 1.0, or choose another "
+                    "--precision"
                 )
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         self.clock.lap("opt")
-        if self._steps < self._every:
+        if self._steps == self._every:
+            self._meet(ready_s)
+        if self._news is None:
             return StepResult(None, norm, overflow, scale, ())
-        table = self._meet(ready_s)
-        if table is None:
-            return StepResult(None, norm, overflow, scale, ())
-        losses, used, ready, short = table.unbind(dim=1)
+        (losses, used, ready, short), self._news = self._news.unbind(dim=1), None
+        mean = float(losses.sum() / used.sum()) if used.any() else None
         return StepResult(
-            float(losses.sum() / used.sum().clamp(min=1)) * self._n_global, norm, overflow, scale,
-            ready_s=tuple(ready.tolist()), short=self._tell_short(short.tolist()),
+            None if mean is None else mean * self._n_global, norm, overflow, scale,
+            ready_s=tuple(ready.tolist()), short=self._tell_short(short.tolist()), again=False,
         )  # fmt: skip
 
     # -- meetings
 
-    def _meet(self, ready_s: float = 0.0) -> Tensor | None:
-        """Take what the last meeting sent, and send this rank's progress on its way.
-
-        Returns:
-            What each rank told at the last meeting, fp32 [ranks, 4]: the sum of its losses and
-            its samples, both since the one before; ``ready_s``; and whether it has no memory.
-        """
-        told = self._land()
+    def _meet(self, ready_s: float = 0.0) -> None:
+        """Take what the last meeting sent, and send this rank's progress on its way."""
+        self._land()
         self.clock.lap("sync")
         own = self._agreed.new_zeros(self._seating.size, _TOLD)
         own[self._seating.rank] = torch.stack([
@@ -147,20 +145,24 @@ class LocalEngine(EngineBase):
         self._steps = self._used = 0
         self._loss_sum.zero_()
         self.clock.lap("opt")
-        return told
 
-    def _land(self) -> Tensor | None:
-        """Wait for what is on its way; returns what was told with it."""
+    def _land(self) -> None:
+        """Wait for what is on its way."""
         if self._sum is None:
-            return None
+            return
         self._work.wait()
         if self._copies:
             torch.cuda.synchronize(self._seating.device)
         progress, told = self._sum.split([len(self._agreed), len(self._sum) - len(self._agreed)])
+        # Of each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the meeting
+        # before; ready_s; and whether it has no memory.
         table = told.view(-1, _TOLD)
         self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
-        return table
+        if self._news is not None:  # two meetings, and no step between them
+            table = torch.cat([self._news[:, :2] + table[:, :2],
+                               torch.maximum(self._news[:, 2:], table[:, 2:])], dim=1)  # fmt: skip
+        self._news = table
 
     def unite(self) -> None:
         """See motley.engine.Engine: a meeting that waits for its sum. The optimizer's memory is
@@ -180,7 +182,7 @@ class LocalEngine(EngineBase):
         slots = [state[p][name] for p in self._parameters for name in sorted(state.get(p, {}))]
         tensors = [slot for slot in slots if isinstance(slot, Tensor)]
         for many in (True, False):  # moments, and counts of steps
-            some = [tensor for tensor in tensors if (tensor.numel() > 1) == many]
+            some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
                 continue
             flat = torch.cat([t.flatten().float() for t in some]).to(self._seating.device)

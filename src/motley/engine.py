@@ -41,6 +41,7 @@ class StepResult:
         short: ranks that had not enough memory, and what was found there. If there is one,
             nobody stepped, the parameters and the scale are as before, and the same samples
             are due again.
+        again: they are; not with local steps, where these ranks alone took none, for a while.
     """
 
     loss_sum: float | None
@@ -49,6 +50,7 @@ class StepResult:
     loss_scale: float
     ready_s: tuple[float, ...]
     short: Mapping[int, str] = field(default_factory=dict)
+    again: bool = True
 
 
 class Engine(Protocol):

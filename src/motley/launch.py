@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from motley.errors import MotleyError
 from motley.facts import NodeFacts, read_node
 from motley.lifeline import Lifeline
-from motley.network import Network, choose_networks
+from motley.network import VARIABLES, Network, choose_networks
 
 T = TypeVar("T")
 
@@ -160,13 +160,14 @@ class World:
 
     def connect(self) -> None:
         """Exchange facts with all ranks, choose the shared subnet, hold the lifeline."""
-        self.nodes = self.allgather(read_node())
+        told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))
+        self.nodes = [node for node, _ in told]
         machines = {
             machine: node.interfaces
             for machine, node in zip(self.machines, self.nodes, strict=True)
         }
         names = {machine: self.nodes[machine].host for machine in machines}
-        networks = choose_networks(machines, names, os.environ)
+        networks = choose_networks(machines, names, {m: told[m][1] for m in machines})
         self.network = networks[self.machines[self.rank]]
         master = networks[self.machines[0]].address
         door = self.from_first(lambda: self.lifeline.listen(master))
@@ -219,7 +220,7 @@ class World:
         set_rank_variables(own, os.environ)
         os.environ.setdefault("MASTER_ADDR", offer[0])
         os.environ.setdefault("MASTER_PORT", str(offer[1]))
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in VARIABLES:
             os.environ.setdefault(name, self.network.interface)
         self._written = set(os.environ) - before
         return group_rank

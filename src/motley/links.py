@@ -10,6 +10,7 @@ from typing import Any
 
 _FAR = 0.5  # of the second slowest: to send less over it is worth a detour
 _FULL = 0.5  # of what a port says: less is somebody else's fault; TCP alone carries 0.95
+_ONE_FEEDS = 10_000  # Mbit/s
 _BUSY = 0.2  # of a link, that other programs use: worth a word, if it is more than
 _TRAFFIC = 1e6  # bytes a second
 _SLOWER = 0.7  # of the others' median: a link that is worth a word
@@ -112,11 +113,17 @@ class Links:
 
     def sentence(self, machine: int) -> str:
         """What a machine's link carries."""
-        latencies = [flow.latency_s for pair, flow in self.flows.items() if machine in pair]
         return (
             f"{self.hosts[machine]} sends {_rate(self.sends(machine))}, receives "
-            f"{_rate(self.receives(machine))}, latency {1e3 * min(latencies):.2g} ms"
+            f"{_rate(self.receives(machine))}, latency {1e3 * self.latency_s(machine):.2g} ms"
         )
+
+    def latency_s(self, machine: int) -> float:
+        """Of a machine to the nearest that answers; infinite if none does."""
+        return min(
+            (flow.latency_s for pair, flow in self.flows.items()
+             if machine in pair and flow.latency_s), default=float("inf"),
+        )  # fmt: skip
 
     def remark(self, machine: int) -> str:
         """That a machine's link is slower than the others', which way, by how much, and what is
@@ -163,7 +170,9 @@ class Links:
         if len(self.hosts) < 2 or len(says) < len(self.hosts):
             return ""
         most = max(map(self.carries, self.hosts))
-        if 8e-6 * most > _FULL * min(says) or any(map(self._busy, self.hosts)):
+        # One connection that a Python program feeds carries about 10 Gbit/s, whatever the port.
+        least = min(*says, _ONE_FEEDS)
+        if not 0 < 8e-6 * most < _FULL * least or any(map(self._busy, self.hosts)):
             return ""
         return (
             f"no link carries more than {_rate(most)}, though all ports are of {min(says):,.0f} "

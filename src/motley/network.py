@@ -1,14 +1,14 @@
 """Which of their interfaces machines reach each other by. Pure."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 
 from motley.errors import MotleyError
 from motley.facts import Interface
 
-_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "lxc", "podman")
-_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "lxc", "podman")
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Network:
 def choose_networks(
     machines: Mapping[int, Sequence[Interface]],
     names: Mapping[int, str],
-    environ: Mapping[str, str],
+    environs: Mapping[int, Mapping[str, str]],
 ) -> dict[int, Network]:
     """Find one subnet on which every machine has an address of its own.
 
@@ -33,20 +33,20 @@ def choose_networks(
     Args:
         machines: interfaces of each machine.
         names: host name of each machine, for errors.
-        environ: an interface that the user set for gloo or NCCL is preferred.
+        environs: of machines: an interface that the user set there for gloo or NCCL is preferred.
 
     Raises:
         MotleyError: there is none, or a machine lacks the user's interface.
     """
-    wanted = named_interfaces(machines, names, environ)
+    wanted = named_interfaces(machines, names, environs)
     if len(machines) == 1:
         return {machine: Network("lo", "127.0.0.1") for machine in machines}
-    first = next(iter(machines.values()))
+    one, first = next(iter(machines.items()))
     candidates = sorted(
         (interface for interface in first if not interface.network.is_loopback),
         key=lambda interface: (
-            interface.name not in wanted,
-            interface.name.startswith(_VIRTUAL),
+            interface.name not in wanted[one],
+            interface.name.startswith(VIRTUAL),
         ),
     )
     for candidate in candidates:
@@ -59,15 +59,15 @@ def choose_networks(
         addresses = {interface.address for interface in found.values()}
         if len(found) == len(addresses) == len(machines):
             return {machine: Network(at.name, at.address) for machine, at in found.items()}
-    for a, b in combinations(machines, 2):
-        for one, other in product(machines[a], machines[b]):
-            if one.address == other.address and not (
-                one.network.is_loopback or one.name.startswith(_VIRTUAL)
-            ):
-                raise MotleyError(
-                    f"{names[a]} and {names[b]} both have the address {one.address} "
-                    f"({one.name}, {other.name}): give one of them another"
-                )
+    for candidate in candidates:
+        at = {machine: interface.address for machine, interfaces in machines.items()
+              for interface in interfaces if interface.network == candidate.network}  # fmt: skip
+        twice = [(a, b) for a, b in combinations(at, 2) if at[a] == at[b]]
+        if len(at) == len(machines) and twice and not candidate.name.startswith(VIRTUAL):
+            a, b = twice[0]
+            raise MotleyError(
+                f"{names[a]} and {names[b]} both have the address {at[a]}; give one of them another"
+            )
     seen = "; ".join(
         f"{names[machine]}: {', '.join(f'{at.name} {at.address}/{at.prefix}' for at in interfaces)}"
         for machine, interfaces in machines.items()
@@ -81,24 +81,25 @@ def choose_networks(
 def named_interfaces(
     machines: Mapping[int, Sequence[Interface]],
     names: Mapping[int, str],
-    environ: Mapping[str, str],
-) -> Collection[str]:
-    """The interfaces that the user names for gloo or NCCL; MotleyError where a machine has none
-    of them. NCCL takes the beginning of a name too, and ``^`` before what it must not take."""
-    wanted: list[str] = []
-    for variable in _VARIABLES:
-        value = environ.get(variable, "")
-        if not value or value.startswith("^"):
-            continue
-        asked = value.removeprefix("=").split(",")
-        exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
-        for machine, interfaces in machines.items():
-            has = [interface.name for interface in interfaces]
+    environs: Mapping[int, Mapping[str, str]],
+) -> dict[int, list[str]]:
+    """The interfaces that the user names for gloo or NCCL on each machine; MotleyError where one
+    has none of its own. NCCL takes the beginning of a name too, and ``^`` before what it must
+    not take."""
+    wanted: dict[int, list[str]] = {}
+    for machine, interfaces in machines.items():
+        has, wanted[machine] = [interface.name for interface in interfaces], []
+        for variable in VARIABLES:
+            value = environs.get(machine, {}).get(variable, "")
+            if not value or value.startswith("^"):
+                continue
+            asked = value.removeprefix("=").split(",")
+            exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
             if not any(name == word if exact else name.startswith(word)
                        for name in has for word in asked):  # fmt: skip
                 raise MotleyError(
-                    f"{variable}={value}, but {names[machine]} has no such interface (it has "
+                    f"{variable}={value} on {names[machine]}, which has no such interface (it has "
                     f"{', '.join(has)}); unset {variable}: the interface of each host is found"
                 )
-        wanted += asked
+            wanted[machine] += asked
     return wanted

@@ -51,6 +51,7 @@ class Recorder:
         self._samples = 0
         self._scale: float | None = None  # of the last step
         self._compiles = config.compile
+        self._local = False  # ranks meet after some steps alone
         self._seconds: deque[float] = deque(maxlen=32)
         self.progress = Progress()
 
@@ -65,8 +66,9 @@ class Recorder:
     @property
     def patience(self) -> float:
         """Seconds in which some rank should move within a step; see motley.vigil."""
-        # First steps build kernels; a compiled model is built again for each size of batch.
-        if self._compiles or len(self._seconds) < 3:
+        # First steps build kernels; a compiled model is built again for each size of batch. And
+        # a usual local step says nothing of the one that waits for the wire.
+        if self._compiles or self._local or len(self._seconds) < 3:
             return PATIENCE
         return step_patience(median(self._seconds))
 
@@ -79,6 +81,7 @@ class Recorder:
         other ranks' times have come along with the next step's exchange.
         """
         self._write(result.ready_s)
+        self._local |= result.loss_sum is None
         record = StepRecord(
             step=step, epoch=epoch, lr=lr,
             loss=None if result.loss_sum is None else result.loss_sum / plan.global_batch,
@@ -101,8 +104,9 @@ class Recorder:
         sync = laps.seconds("sync")
         wait = comm = None
         if self._tells_sync:
-            wait = min(sync, max(ready_s) - ready_s[self._rank]) if ready_s else 0.0
-            comm = sync - wait
+            if ready_s:
+                wait = min(sync, max(ready_s) - ready_s[self._rank])
+            comm = sync - (wait or 0.0)
         seconds = laps.seconds("data", "compute", "sync", "opt")
         self._seconds.append(seconds)
         record = dataclasses.replace(

@@ -23,6 +23,7 @@ from motley.plan import cut
 from motley.runs import versions
 from motley.team import Team
 from motley.traffic import measure_links
+from motley.vigil import PATIENCE
 from motley.wire import (
     BF16,
     EXACT,
@@ -39,6 +40,7 @@ _ROUNDS = 4  # of timing and splitting, at most
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
 _LOCAL_STEPS = (2, 4, 8, 16)  # between two meetings, that are worth a word
+_PATIENCE = 600.0  # seconds in which ranks measure anything that they do together
 _SHOWS = 0.02  # of a step: a wire that cannot be hidden
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
@@ -63,9 +65,11 @@ def measure_team(
 ) -> Measured:
     """Measure all ranks at once; every launched rank calls it, those left out without a model."""
     own = None
+    world.lifeline.enter("measuring its speed", PATIENCE)
     if model is not None and team.rank is not None:
         own = _speed_of(team, model, config)
     found = [each for each in world.allgather(own) if each is not None]
+    world.lifeline.enter("measuring links", _PATIENCE)
     links = measure_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     wires = wires_of(world, team, model, [EXACT], sending)
@@ -116,6 +120,7 @@ def wires_of(
         parameters = [p for p in model.parameters() if p.requires_grad]
         own = dict(known or {})
         for mode in dict.fromkeys(modes):
+            world.lifeline.enter(f"measuring --wire {mode}", _PATIENCE)
             if team.size == 1:
                 own[mode] = Wire(0.0, 0.0)
             elif mode.kind == "local" and EXACT in own:  # as many bytes

@@ -14,6 +14,7 @@ import psutil
 
 from motley.launch import World
 from motley.links import Flow, Links, Port, rounds
+from motley.network import VIRTUAL
 
 _SECONDS = 0.2  # of sending, each way
 _CHUNK = 1 << 16  # bytes
@@ -55,7 +56,10 @@ def look_at(interface: str) -> Port:
     before, start = psutil.net_io_counters(pernic=True).get(interface), time.perf_counter()
     time.sleep(_LOOK_S)
     after, seconds = psutil.net_io_counters(pernic=True).get(interface), time.perf_counter() - start
-    says = {name: each.speed for name, each in psutil.net_if_stats().items() if each.isup}
+    says = {
+        name: each.speed for name, each in psutil.net_if_stats().items()
+        if each.isup and (name == interface or not name.startswith(VIRTUAL))
+    }  # fmt: skip
     own = says.get(interface, 0)
     fastest = max(says, key=lambda name: says[name], default="")
     faster = f"{fastest} ({says[fastest]:,} Mbit/s)" if 0 < own < says.get(fastest, 0) else ""

@@ -9,7 +9,6 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,10 +181,11 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             sample_loss = torch.cat(losses)
             result = engine.step(sample_loss.sum(), recorder.ready_s)
             if result.short:
-                plan = give_room(plan, job, result.short, recorder, position.step)
+                plan = give_room(plan, job, result, recorder, position.step)
                 engine.reconfigure(plan)
                 watch.limit(plan.max_micro_batch)
-                break  # the same samples again, as the new plan cuts them
+                if result.again:
+                    break  # the same samples, as the new plan cuts them
             known = sample_loss.sum().item() if result.loss_sum is None else result.loss_sum
             check_finite(known, sample_loss, indices)
             if result.overflow and not engine.scale.helps:
@@ -210,7 +210,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 plan = rebalance(plan, proposal, recorder, position)
                 engine.reconfigure(plan)
                 watch.forget()
-            if ended or (proposal and position.epoch == epoch):
+            changed = proposal or result.short
+            if ended or (changed and position.epoch == epoch):
                 break
         recorder.settle()
         if position.epoch == epoch and position.step < job.last_step:
@@ -357,10 +358,9 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Posi
     return changed
 
 
-def give_room(
-    plan: Plan, job: Job, short: Mapping[int, str], recorder: Recorder, step: int
-) -> Plan:
+def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int) -> Plan:
     """The same shares in smaller micro-batches where memory had ended; says who holds it."""
+    short = result.short
     names = {rank: f"rank {job.members[rank].rank} on {job.members[rank].host}" for rank in short}
     said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
     try:
@@ -374,7 +374,11 @@ def give_room(
     after = {names[rank]: smaller.max_micro_batch[rank] for rank in short}
     recorder.note(
         "out_of_memory",
-        f"out of memory in step {step}, which is done again with micro-batches of at most "
+        (
+            f"out of memory in step {step}, which is done again with micro-batches of at most "
+            if result.again
+            else f"out of memory before step {step}; from here on micro-batches of at most "
+        )
         + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
         + f". {said}",
         step=step, before=before, after=after, found={names[rank]: short[rank] for rank in short},

@@ -2,6 +2,7 @@
 
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/squeezed.py [OPTIONS]
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/squeezed.py --stage 1 [OPTIONS]
+mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/squeezed.py --wire local:2 [OPTIONS]
 
 The limit is the kernel's own (RLIMIT_AS), the error that of torch's allocator.
 """
@@ -22,11 +23,12 @@ from motley.options import read_config, training_parser
 from motley.sampler import Batch
 from motley.train import train
 
-FOLDER, MODULE, NAME = (
-    ("deepspeed", "zero_engine", "ZeroEngine")
-    if "--stage" in sys.argv
-    else ("torch_dist", "ddp_engine", "DdpEngine")
-)
+if "--stage" in sys.argv:
+    FOLDER, MODULE, NAME = "deepspeed", "zero_engine", "ZeroEngine"
+elif "local:2" in sys.argv:
+    FOLDER, MODULE, NAME = "torch_dist", "local_engine", "LocalEngine"
+else:
+    FOLDER, MODULE, NAME = "torch_dist", "ddp_engine", "DdpEngine"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / FOLDER))
 Engine = getattr(importlib.import_module(MODULE), NAME)
 
