@@ -17,10 +17,6 @@ from motley.engine import (
     begin_copy,
     gather,
     gradient_norm,
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
     sample_losses,
     unscale_and_clip,
 )
@@ -52,8 +48,6 @@ class DdpEngine(EngineBase):
         self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
         self._overlap = seating.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
-        # Gloo copies to a GPU in a stream of its own, for which no future waits.
-        self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
         self._sender = make_sender(seating.plan.wire, seating.device)
         self._keeps = f"wire.{seating.plan.wire}.{seating.plan.buckets}."  # between steps
         self._wrap()
@@ -178,13 +172,6 @@ class DdpEngine(EngineBase):
             found = shortage(error, self._seating.device)
             raise MotleyError(f"{found}; no room is left for the gradients themselves") from error
 
-    def state(self) -> dict[str, Tensor]:
-        """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""
-        if dist.get_rank() != 0:
-            return {}
-        net = self._model.net
-        return model_state(net) | optimizer_state(net, self.optimizer)
-
     def own_state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine."""
         kept = self._sender.state()
@@ -209,8 +196,3 @@ class DdpEngine(EngineBase):
                 "checkpoint is of other ranks, another --wire or other buckets"
             )
         return notes
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """See motley.engine.Engine."""
-        load_model_state(self._model.net, state)
-        load_optimizer_state(self._model.net, self.optimizer, state)

@@ -23,10 +23,6 @@ from motley.engine import (
     StepResult,
     exchange,
     gradient_norm,
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
     sample_losses,
     unscale_and_clip,
 )
@@ -49,8 +45,6 @@ class LocalEngine(EngineBase):
     def __init__(self, model: Classifier, seating: Seating) -> None:
         super().__init__(model, seating)
         self._plan, self._every = seating.plan, seating.plan.wire.every
-        # Gloo copies to a GPU in a stream of its own, for which nobody waits.
-        self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
         self._samples = 0  # of this rank, in this step
         self._n_global = 1
         self._news: Tensor | None = None  # what was told, and the loop has not heard
@@ -208,17 +202,9 @@ class LocalEngine(EngineBase):
 
     # -- checkpoints
 
-    def state(self) -> dict[str, Tensor]:
-        """See motley.engine.Engine. All ranks hold the same, so rank 0 alone copies it."""
-        if dist.get_rank() != 0:
-            return {}
-        net = self._model.net
-        return model_state(net) | optimizer_state(net, self.optimizer)
-
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See motley.engine.Engine."""
-        load_model_state(self._model.net, state)
-        load_optimizer_state(self._model.net, self.optimizer, state)
+        super().load_state(state)
         self._agreed = self._vector()
         self._begin()
 

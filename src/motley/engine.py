@@ -179,6 +179,8 @@ class EngineBase:
         self._model, self._seating = model, seating
         self.scale = seating.scale
         self.clock = Clock(seating.device)
+        # Gloo copies to a GPU in a stream of its own, for which no future waits.
+        self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
         self._short = ""  # of memory, in this step: what was found
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(model.net, seating.config)
@@ -232,6 +234,18 @@ class EngineBase:
             return {}
         found, self._short = everyone(self._short), ""
         return {rank: words for rank, words in enumerate(found) if words}
+
+    def state(self) -> dict[str, Tensor]:
+        """See :class:`Engine`. All ranks hold the same, so rank 0 alone copies it."""
+        if dist.get_rank() != 0:
+            return {}
+        net = self._model.net
+        return model_state(net) | optimizer_state(net, self.optimizer)
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """See :class:`Engine`."""
+        load_model_state(self._model.net, state)
+        load_optimizer_state(self._model.net, self.optimizer, state)
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""
