@@ -95,7 +95,7 @@ def main() -> None:
     """Train, show, write."""
     options = arguments()
     variants = dict(word.split("=", 1) for word in options.variant) or COMPARE[options.compare]
-    started, data = time.time(), DATA[options.data]
+    started, data, last = time.time(), DATA[options.data], [*variants][-1]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         logs = Path(folder) / "logs"
@@ -105,22 +105,31 @@ def main() -> None:
         for (seed, name), run in zip(cases, found, strict=True):
             runs[name].append(run)
             print(f"  seed {seed}  {name:<24} top-1 {run['top1']:.2%}", flush=True)
-    first = next(iter(runs.values()))
-    rows = []
+            if name == last and options.json:  # after each seed, for all of it takes long
+                rows = compare(runs, variants, options.data)
+                result.write(options.json, rows, started, epochs=options.epochs, data=options.data)
+                if options.compare == "wire":
+                    draw(rows, data.samples, options.json.with_suffix(".png"))
+    for row in compare(runs, variants, options.data):
+        points = row["differences"]
+        print(f"{row['mode']:<26} top-1 {row['top1']:.2%}, {row['difference_points']:+.2f} points "
+              f"({min(points):+.2f} to {max(points):+.2f}), skipped steps "
+              f"{sum(run['skipped'] for run in row['runs'])}")  # fmt: skip
+
+
+def compare(
+    runs: dict[str, list[dict[str, Any]]], variants: dict[str, str], data: str
+) -> list[dict[str, Any]]:
+    """One row a variant, against the first."""
+    first, rows = next(iter(runs.values())), []
     for name, each in runs.items():
         points = [100 * (a["top1"] - b["top1"]) for a, b in zip(each, first, strict=True)]
         rows.append({
             "mode": name, "options": variants[name], "engine": "torch", "ranks": RANKS,
-            "data": options.data, "top1": statistics.mean(run["top1"] for run in each),
+            "data": data, "top1": statistics.mean(run["top1"] for run in each),
             "difference_points": statistics.mean(points), "differences": points, "runs": each,
         })  # fmt: skip
-        print(f"{name:<26} top-1 {rows[-1]['top1']:.2%}, {statistics.mean(points):+.2f} points "
-              f"({min(points):+.2f} to {max(points):+.2f}), skipped steps "
-              f"{sum(run['skipped'] for run in each)}")  # fmt: skip
-    if options.json:
-        result.write(options.json, rows, started, epochs=options.epochs, data=options.data)
-        if options.compare == "wire":
-            draw(rows, data.samples, options.json.with_suffix(".png"))
+    return rows
 
 
 def draw(rows: list[dict[str, Any]], samples: int, path: Path) -> None:

@@ -1,12 +1,14 @@
 """What travels between ranks: modes that are asked for, their sizes, and what they do to a run."""
 
+import json
 import math
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DDP, ZERO, Jobs, Trained
+import torch.distributed as dist
+from conftest import DDP, ROOT, ZERO, Jobs, Trained
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
@@ -17,7 +19,7 @@ from motley.errors import MotleyError
 from motley.forecast import choose_machines, forecast
 from motley.planning import _best_mode
 from motley.senders import buckets_of
-from motley.wire import BF16, EXACT, OFFERED, Wire, WireMode, parse_wire, rounded_as
+from motley.wire import BF16, EXACT, LOST_POINTS, OFFERED, Wire, WireMode, parse_wire, rounded_as
 
 TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 
@@ -93,6 +95,20 @@ def test_local_steps_hide_the_wire_behind_those_between_two_meetings(every: int,
     assert both[0].wire_s == pytest.approx(s / every) and both[0].fraction <= 1 + 1e-9
 
 
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=30), st.integers(2, 32))
+def test_buckets_are_forecast_as_ddp_fills_them(sizes: list[int], buckets: int) -> None:
+    tensors = [torch.empty(size, device="meta") for size in sizes]
+    total = sum(sizes)
+    filled, _ = dist._compute_bucket_assignment_by_size(tensors, [math.ceil(4 * total / buckets)])
+    parts = [sum(sizes[place] for place in bucket) / total for bucket in filled]
+    wire = Wire(0.001, 0.1, tensors=tuple((size / total, size / total) for size in sizes))
+    assert [sent for _, sent in wire._cut(buckets)] == pytest.approx(parts)
+    # The last bucket is ready when the backward pass is done; no bucket waits for nothing.
+    exposed = wire.exposed(buckets, 0.2)
+    assert 0.001 + 0.1 * parts[-1] <= exposed * (1 + 1e-9)
+    assert exposed <= (1 + 1e-9) * wire.seconds(len(parts))
+
+
 def test_what_would_be_faster_is_said_with_its_price() -> None:
     wires = {EXACT: Wire(0.0, 5.0), BF16: Wire(0.0, 2.5), OFFERED: Wire(0.0, 0.2)}
     options = {
@@ -100,11 +116,27 @@ def test_what_would_be_faster_is_said_with_its_price() -> None:
     }
     rounded, inexact = better_modes(options, EXACT, ["a", "b"])
     assert "--wire bf16" in rounded and "rounded" in rounded and "with all hosts" in rounded
-    assert "--wire powersgd:4" in inexact and "may cost accuracy" in inexact
+    assert "--wire powersgd:4" in inexact and "up to 0.4 points of top-1 were lost" in inexact
     assert better_modes(options, OFFERED, ["a", "b"]) == ()
     wires[EXACT] = Wire(0.0, 0.01)
     options[EXACT] = choose_machines(120, [0, 1], TEAM, wires[EXACT], fixed=True)
     assert better_modes(options, EXACT, ["a", "b"]) == ()
+
+
+def test_the_price_of_a_mode_is_what_the_benchmarks_measured() -> None:
+    lost: dict[str, list[float]] = {}
+    for data in ("", "_textures"):
+        path = ROOT / "benchmarks" / "results" / f"accuracy_wire{data}.json"
+        for row in json.loads(path.read_text())["rows"]:
+            assert len(row["runs"]) >= 5
+            lost.setdefault(row["mode"], []).append(-row["difference_points"])
+    worst = {name: round(max(points), 1) for name, points in lost.items()}
+    assert {name: worst[name] for name in LOST_POINTS} == LOST_POINTS
+    assert all(parse_wire(name) in (EXACT, BF16, WireMode("fp16")) for name in worst.keys()
+               - LOST_POINTS.keys())  # fmt: skip
+    assert "DEAR" in WireMode("powersgd", 1).price and "DEAR" not in OFFERED.price
+    assert "not measured" in WireMode("local", every=64).price
+    assert "exact" in EXACT.price and "rounded" in BF16.price
 
 
 def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from motley.balance import Speed
 from motley.forecast import Choice, arrange, choose_machines
 from motley.links import Links
-from motley.wire import SIXTEEN, Wire, WireMode
+from motley.wire import Wire, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -31,11 +31,9 @@ def better_modes(
             continue
         hosts = ", ".join(dict.fromkeys(names[rank] for rank in choice.ranks))
         who = f" with {hosts} alone" if len(choice.ranks) < len(names) else " with all hosts"
-        price = "rounded to 16 bits on the way" if other.kind in SIXTEEN else "exact"
-        price = "inexact: it may cost accuracy" if inexact else price
         sentences.append(
             f"with --wire {other} a step should take {choice.chosen.step_s:.3g} s{who}, "
-            f"{best / choice.chosen.step_s:.2f} times as fast; the gradient is {price}"
+            f"{best / choice.chosen.step_s:.2f} times as fast; {other.price}"
         )
         best = choice.chosen.step_s
     return tuple(sentences)

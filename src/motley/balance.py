@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from motley.errors import MotleyError
@@ -63,15 +64,16 @@ class Speed:
     def _rising(self) -> tuple[float, ...]:
         """``seconds`` without the noise of a clock.
 
-        More samples never take less time, and none below m is faster per sample than m.
+        Fewer samples never take more time: what disturbs a measurement makes it longer. And none
+        below m is faster per sample than m.
         """
         place = self.sizes.index(self.micro_batch)
         least = self.seconds[place] / self.micro_batch
-        highest, rising = 0.0, []
-        for size, seconds in zip(self.sizes, self.seconds, strict=True):
-            highest = max(highest, seconds, least * min(size, self.micro_batch))
-            rising.append(highest)
-        return tuple(rising)
+        shortest = [*accumulate(reversed(self.seconds), min)][::-1]
+        return tuple(
+            max(seconds, least * min(size, self.micro_batch))
+            for size, seconds in zip(self.sizes, shortest, strict=True)
+        )
 
     def micro_s(self, samples: float) -> float:
         """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""

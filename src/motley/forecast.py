@@ -13,7 +13,7 @@ from motley.wire import Wire
 
 _WORTH = 0.01  # of a step, that more buckets must save
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
-_MOST = 32
+_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # that are tried
 WORTH_IT = 0.03  # of a step, that hosts must save by their absence, or a wire that rounds
 _FEW_MACHINES = 6  # have 62 subsets
 
@@ -26,7 +26,8 @@ class Forecast:
         compute_s: of each rank in a step.
         wire_s: of a step, that adding up would take by itself, the whole gradient at once; of
             local steps, their part of a meeting's.
-        buckets: that the gradient is sent in while the backward pass runs; 1: after it.
+        buckets: that the gradient is sent in while the backward pass runs, none less than this
+            part of it; 1: after it.
         exposed_s: the part of the all-reduce that the backward pass does not hide.
         limit_s: a step's time if nobody waited and nothing was sent.
     """
@@ -91,7 +92,7 @@ def forecast(
     last = max(range(len(counts)), key=lambda rank: compute[rank])
     parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
     backward_s = speeds[last].micro_s(counts[last] / parts) * 2 / 3
-    choices = [buckets] if buckets else [2**power for power in range(_MOST.bit_length())]
+    choices = [buckets] if buckets else _BUCKETS
     exposed = {each: wire.exposed(each, backward_s, max(compute)) for each in choices}
     enough = min(exposed.values()) + (_WORTH_ON_GPU if wire.on_gpu else _WORTH) * max(compute)
     buckets = next(each for each in choices if exposed[each] <= enough)

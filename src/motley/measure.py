@@ -1,5 +1,6 @@
 """Measures what a device really does: its kernels by precision, a model by micro-batch."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -262,8 +263,15 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> 
     return Wire(
         latency_s, max(0.0, part_s - latency_s * len(part)) / share,
         dist.get_backend() == "nccl",
-        size=float(size), every=mode.every,
+        size=float(size), every=mode.every, tensors=_tensors(parameters, mode),
     )  # fmt: skip
+
+
+def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
+    """See Wire.tensors: the last layer's gradients come first."""
+    shapes = [tuple(parameter.shape) for parameter in reversed(parameters)]
+    numbers, size = sum(map(math.prod, shapes)), mode.bytes_of(shapes)
+    return tuple((math.prod(shape) / numbers, mode.bytes_of([shape]) / size) for shape in shapes)
 
 
 def _send_s(mode: WireMode, buckets: Sequence[Bucket], warm: bool = False) -> float:

@@ -185,7 +185,8 @@ class Plan:
         equal_micro_steps: every rank takes the same number of micro-steps, the missing
             ones empty (for engines that communicate at every micro-batch).
         buckets: that the gradient is sent in while the backward pass still runs, where the
-            engine can; 1: after it; None: as torch's DDP does by itself.
+            engine can, each of at least this part of it; 1: after it; None: as torch's DDP does
+            by itself.
         wire: how the ranks' gradients are added up.
     """
 

@@ -93,8 +93,12 @@ def plan_batch(
         make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses a small batch
         model = parts.model if parts else None
         team, planned = _measure_and_plan(world, run, team, model, config, sending, asked)
+    note = ""
     if config.wire == "local:1":
         note = "--wire local:1: ranks that meet after every step take it together; this is exact"
+    elif planned.plan.wire.is_inexact:
+        note = f"--wire {planned.plan.wire}: {planned.plan.wire.price}"
+    if note:
         planned = replace(planned, advice=(note, *planned.advice))
     return team, planned
 

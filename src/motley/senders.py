@@ -6,7 +6,7 @@ ranks: exact, rounded to 16 bits on the way, or by PowerSGD (torch's own).
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -197,14 +197,17 @@ class PowerSgdSender(Sender):
     that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
     scaled as the loss is.
 
-    On a CPU the hook's second and third message would be begun by gloo's threads, in another
-    order on every rank; so one thread sends one bucket after another.
+    The hook would send what is not worth that, such as biases, before the first of the two. Here
+    it travels beside them: where latency counts, a third of the time.
+
+    On a CPU the hook's second message would be begun by gloo's threads, in another order on every
+    rank; so one thread sends one bucket after another.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._ranks, self._device = dist.get_world_size(), device
+    def __init__(self, mode: WireMode, device: torch.device) -> None:
+        self._ranks, self._device, self._mode = dist.get_world_size(), device, mode
         self._power = PowerSGDState(
-            process_group=None, matrix_approximation_rank=rank,
+            process_group=None, matrix_approximation_rank=mode.rank,
             start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
             compression_stats_logging_frequency=2**62,
         )  # fmt: skip
@@ -229,13 +232,28 @@ class PowerSgdSender(Sender):
         return _in(self._thread, lambda: self._sum(bucket).wait())
 
     def _sum(self, bucket: Bucket) -> Future[Tensor]:
-        bucket.flat.mul_(self._ranks)
-        if self._device.type != "cuda":
+        if self._power.iter < _EXACT_AT_FIRST:
+            bucket.flat.mul_(self._ranks)
             return powerSGD_hook(self._power, bucket)
-        random = torch.cuda.get_rng_state(self._device)  # the hook sets it alike on all ranks
-        future = powerSGD_hook(self._power, bucket)
-        torch.cuda.set_rng_state(random, self._device)
-        return future
+        thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
+        rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
+        whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
+        sent = dist.all_reduce(whole, async_op=True)
+        bucket.flat.mul_(self._ranks)
+        # The hook sets it alike on all ranks.
+        random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        future = powerSGD_hook(self._power, replace(bucket, grads=thin))
+        if random is not None:
+            torch.cuda.set_rng_state(random, self._device)
+
+        def put_back(summed: Future[Tensor]) -> Tensor:
+            sent.wait()
+            parts = torch.split(whole[1:], [grad.numel() for grad in rest])
+            for grad, part in zip(rest, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+            return summed.value()
+
+        return future.then(put_back)
 
     def settle(self, taken: bool, factor: float) -> None:
         """See Sender."""
@@ -282,7 +300,7 @@ class PowerSgdSender(Sender):
 def make_sender(mode: WireMode, device: torch.device) -> Sender:
     """The sender of a mode."""
     if mode.kind == "powersgd":
-        return PowerSgdSender(mode.rank, device)
+        return PowerSgdSender(mode, device)
     if mode.leaf is not None:
         return LeafSender(mode.leaf, _DTYPES.get(mode.kind, torch.float32), device)
     if mode.kind in _DTYPES:

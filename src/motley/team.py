@@ -119,12 +119,17 @@ def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team
 
 def _connect(rank: int | None, members: Sequence[Member], device: torch.device) -> str:
     """Make the process group; returns its backend."""
-    backend = "nccl" if all(member.uuid for member in members) else "gloo"
+    if not all(member.uuid for member in members):
+        if rank is not None:
+            dist.init_process_group("gloo", timeout=_TIMEOUT)
+        return "gloo"
     if rank is not None:
-        dist.init_process_group(
-            backend, timeout=_TIMEOUT, device_id=device if backend == "nccl" else None
-        )
-    return backend
+        # A GPU has few queues. In one with the model's kernels, a long all-reduce stops those that
+        # were to run beside it; streams of another priority have queues of their own.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = _TIMEOUT  # else torch warns that it is another
+        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device, pg_options=options)
+    return "nccl"
 
 
 def narrowed(members: Sequence[Member], ranks: Collection[int]) -> tuple[Member, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from motley.errors import MotleyError
@@ -18,6 +18,10 @@ _NUMBERS = {
     "hide a slower wire and cost more accuracy",
 }
 _KINDS = ("exact", *SIXTEEN, "powersgd", "local")
+# Of top-1 against the exact wire, mean of 5 seeds, on digits or textures, whichever lost more:
+# benchmarks/results/accuracy_wire.json and accuracy_wire_textures.json.
+LOST_POINTS = {"powersgd:1": 7.8, "powersgd:4": 0.4, "local:2": 0.3, "local:4": 0.3, "local:8": 0.2}
+_DEAR = 0.5  # points; what loses more is marked wherever it is named
 
 
 @dataclass(frozen=True)
@@ -44,19 +48,32 @@ class WireMode:
         """Not the gradient to rounding: it may cost accuracy."""
         return self.kind in ("powersgd", "local")
 
+    @property
+    def price(self) -> str:
+        """What it does to the gradient, and to accuracy, in words."""
+        if not self.is_inexact:
+            return "the gradient is " + ("rounded to 16 bits on the way" if self.kind in SIXTEEN
+                                         else "exact")  # fmt: skip
+        lost = LOST_POINTS.get(str(self))
+        if lost is None:
+            return f"it is inexact, and what {self} costs in accuracy was not measured"
+        dear = "it is inexact and DEAR" if lost > _DEAR else "it is inexact"
+        return f"{dear}: up to {lost:.1f} points of top-1 were lost in benchmarks/accuracy.py"
+
     def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
         """What a gradient of these shapes takes on the wire, each time; PowerSGD's as torch's
         hook does it, which leaves alone what would not become half as large."""
         if self.kind != "powersgd":
             width = 2 if self.kind in SIXTEEN else 4
             return width * sum(map(math.prod, shapes))
-        total = 0
-        for shape in shapes:
-            high, whole = shape[0], math.prod(shape)
-            wide = whole // high
-            thin = (high + wide) * min(high, wide, self.rank)
-            total += thin if 2 * thin < whole else whole
-        return 4 * total
+        return 4 * sum(self.thin(shape) or math.prod(shape) for shape in shapes)
+
+    def thin(self, shape: Sequence[int]) -> int | None:
+        """Numbers that PowerSGD sends of a gradient of this shape; None: all, as it is."""
+        high, whole = shape[0], math.prod(shape)
+        wide = whole // high
+        numbers = (high + wide) * min(high, wide, self.rank)
+        return numbers if 2 * numbers < whole else None
 
     def __str__(self) -> str:
         number = {"powersgd": f":{self.rank}", "local": f":{self.every}"}
@@ -145,6 +162,8 @@ class Wire:
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.
+        tensors: of each gradient, in the order of a backward pass, its part of all numbers (in
+            proportion to which it is computed, too) and of all bytes; empty: any cut is possible.
     """
 
     latency_s: float
@@ -153,6 +172,7 @@ class Wire:
     overlaps: bool = True
     size: float = 0.0
     every: int = 1
+    tensors: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, buckets: int = 1) -> float:
         """The whole gradient, in so many buckets one after the other."""
@@ -161,8 +181,8 @@ class Wire:
     def exposed(self, buckets: int, backward_s: float, compute_s: float = 0.0) -> float:
         """What a backward pass cannot hide; or what is sent once in some steps, those steps.
 
-        A bucket is ready when its part of the backward pass is done: so the first may travel
-        only then, and the last when the whole pass is.
+        A bucket is ready when its part of the backward pass is done, and travels once those
+        before it have.
 
         Args:
             compute_s: of a whole step.
@@ -172,8 +192,26 @@ class Wire:
             return max(0.0, self.seconds() - hidden) / self.every
         if buckets == 1 or not self.overlaps:
             return self.seconds(buckets)
-        hidden = backward_s * (1 - 1 / buckets)
-        return max(self.latency_s + self.transfer_s / buckets, self.seconds(buckets) - hidden)
+        late_s = 0.0  # behind the backward pass
+        for computed, sent in self._cut(buckets):
+            late_s = max(0.0, late_s - computed * backward_s)
+            late_s += self.latency_s + sent * self.transfer_s
+        return late_s
+
+    def _cut(self, buckets: int) -> Iterator[tuple[float, float]]:
+        """Parts of the computing and of the bytes, bucket by bucket: as DDP fills them, each with
+        gradients until they are 1 / ``buckets`` of all numbers."""
+        if not self.tensors:
+            yield from [(1 / buckets, 1 / buckets)] * buckets
+            return
+        computed = sent = 0.0
+        for numbers, size in self.tensors:
+            computed, sent = computed + numbers, sent + size
+            if computed >= (1 - 1e-9) / buckets:
+                yield computed, sent
+                computed = sent = 0.0
+        if computed:
+            yield computed, sent
 
     def among(self, machines: Sequence[int], ranks: Sequence[int], links: Links | None) -> "Wire":
         """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
