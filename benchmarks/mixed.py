@@ -119,7 +119,7 @@ class Bench(ABC):
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()), mode)
-        wire = replace(wire, overlaps=make_engine.sending.overlaps)
+        wire = make_engine.sending.through(wire, mode)
         measured = Measured(tuple(speeds), {mode: wire})
         planned = balance(n, refine(self.world, self.team, model, n, measured, mode), mode)
         measured_s = time.perf_counter() - start
@@ -131,6 +131,8 @@ class Bench(ABC):
             self.team.device, self.team.precisions, scale, plan,
         )  # fmt: skip
         engine = make_engine(model, seating)
+        plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
+        engine.reconfigure(plan)
         sizes = plan.micro_batches[self.rank]
         batches = [self.batch(model, size) for size in sizes]
         laps: list[Laps] = []
@@ -152,7 +154,8 @@ class Bench(ABC):
         }
         return {
             "step_s": step_s, "predicted_s": predicted.step_s, "counts": plan.counts,
-            "micro_batches": plan.max_micro_batch, "wire": asdict(wire), "refined_s": measured_s,
+            "micro_batches": plan.max_micro_batch, "refined_s": measured_s,
+            "wire": asdict(replace(wire, tensors=())),
             "buckets": predicted.buckets, "wire_s": predicted.wire_s,
             "predicted_compute_s": predicted.compute_s, "laps": self.world.allgather(own),
         }  # fmt: skip

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from torch.nn import functional
 sys.path.insert(0, str(ROOT / "deepspeed"))
 
 import quiet  # noqa: F401 - before deepspeed
-from zero_engine import ZeroEngine
+from zero_engine import ZeroEngines
 
 from motley import launch
 from motley.balance import Speed, limit_s
@@ -109,7 +110,10 @@ class LabBench(Bench):
 def ours(bench: LabBench, mode: str, speeds: list[Speed]) -> dict[str, Any]:
     """``motley-ddp``, ``motley-deepspeed-STAGE``, and either with ``-WIRE``."""
     _, engine, *rest = mode.split("-")
-    make, stage = (ZeroEngine, int(rest.pop(0))) if engine == "deepspeed" else (None, None)
+    make, stage = None, None
+    if engine == "deepspeed":
+        stage = int(rest.pop(0))
+        make = ZeroEngines(replace(bench.config, stage=stage))
     wire = parse_wire(rest[0]) if rest else EXACT
     assert wire is not None
     return bench.ours(bench.options.n, speeds, make, wire, stage=stage)

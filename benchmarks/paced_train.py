@@ -49,9 +49,9 @@ def main() -> None:
         if given.engine == "deepspeed":
             sys.path.insert(0, str(ROOT / "deepspeed"))
             import quiet  # noqa: F401 - before deepspeed
-            from zero_engine import ZeroEngine
+            from zero_engine import ZeroEngines
 
-            make = ZeroEngine
+            make = ZeroEngines(config)
         if given.slow:
             make = Changing(make, pace, world.rank, given.slow)
         if given.optimizer_s:

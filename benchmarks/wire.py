@@ -99,7 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one repeat of two modes, one link")
     parser.add_argument("--links", type=lambda text: text.split(","), default=list(LINKS),
                         help=f"default: {','.join(LINKS)}")  # fmt: skip
-    parser.add_argument("--slower", type=float, default=2.0, metavar="TIMES", help="default 2")
+    parser.add_argument("--slower", type=float, default=3.0, metavar="TIMES", help="default 3")
     parser.add_argument("--n", type=int, default=180, help="global batch, default 180")
     parser.add_argument("--speeds", default="7:5:3:2:1", help="of the hosts, default 7:5:3:2:1")
     parser.add_argument("--steps", type=int, default=3, help="timed a block, default 3")

@@ -9,7 +9,7 @@ configuration that is "auto" comes from the plan.
 """
 
 from zero_config import STAGES
-from zero_engine import ZeroEngine
+from zero_engine import ZeroEngines
 
 from motley import launch
 from motley.options import read_config, training_parser
@@ -23,4 +23,4 @@ if __name__ == "__main__":
         "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
     )
     config = read_config(parser)
-    launch.run(lambda world: train(world, config, ZeroEngine))
+    launch.run(lambda world: train(world, config, ZeroEngines(config)))

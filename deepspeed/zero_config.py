@@ -62,12 +62,7 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # slow, and not needed for -h
 
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise MotleyError(f"{path} is not a readable JSON file: {error}") from None
-    if not isinstance(content, dict):
-        raise MotleyError(f"{path} does not hold a JSON object")
+    content = _read(path)
     _check_keys(path, content, (*_FILLED, *_ALLOWED), "")
     zero = content.setdefault("zero_optimization", {})
     _check_keys(path, zero, DeepSpeedZeroConfig.model_fields, "zero_optimization.")
@@ -77,8 +72,6 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
             f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
             "leave out one of them"
         )
-    if zero.get("stage", 0) not in STAGES:
-        raise MotleyError(f"{path}: zero_optimization.stage {zero['stage']} is not one of 0, 1, 2")
     if zero.get("stage", 0) == 1 and zero.get("overlap_comm"):
         raise MotleyError(
             f"{path}: overlap_comm is silently wrong at stage 1 when ranks differ in precision; "
@@ -109,6 +102,27 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     if zero.get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see zero_engine.py
     content.setdefault("steps_per_print", 10**9)
+    return content
+
+
+def read_stage(path: Path) -> int:
+    """The ZeRO stage that a file says; MotleyError if it is no JSON, or says none of ours."""
+    zero = _read(path).get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise MotleyError(f"{path}: zero_optimization is {zero}, and should be a JSON object")
+    stage = zero.get("stage", 0)
+    if stage not in STAGES:
+        raise MotleyError(f"{path}: zero_optimization.stage {stage} is not one of 0, 1, 2")
+    return int(stage)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{path} is not a readable JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise MotleyError(f"{path} does not hold a JSON object")
     return content
 
 

@@ -9,6 +9,7 @@ import quiet  # noqa: F401
 # isort: split
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,10 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from torch import Tensor
-from zero_config import read_config
+from zero_config import read_config, read_stage
 
 from motley.engine import (
+    Engine,
     EngineBase,
     Seating,
     StepResult,
@@ -43,8 +45,44 @@ from motley.engine import (
 from motley.errors import MotleyError
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
+from motley.options import Config
 from motley.sampler import Batch
 from motley.wire import SIXTEEN, Sending
+
+_AFTER = Sending(
+    overlaps=False, kinds=("exact", *SIXTEEN), leaf=False,
+    words="DeepSpeed stage 0 sends gradients after the backward pass",
+)  # fmt: skip
+SENDING = (  # by stage
+    _AFTER,
+    replace(
+        _AFTER, gathers=0.5,
+        words="DeepSpeed stage 1 sends gradients after the backward pass, and then parameters",
+    ),
+    replace(
+        _AFTER, once=0.0, each=1.0, gathers=0.5,
+        words="DeepSpeed stage 2 sends gradients in each micro-batch, and then parameters",
+    ),
+)  # fmt: skip
+
+
+class ZeroEngines:
+    """Implements motley.engine.EngineMaker: DeepSpeed at the stage that the user has chosen."""
+
+    def __init__(self, config: Config) -> None:
+        path = config_path(config)
+        stage = read_stage(path)
+        say = f"zero_optimization.stage in {path} of" if config.deepspeed_config else "--stage"
+        others = {
+            f"{say} {n}, if memory allows," if n < stage else f"{say} {n}": sending
+            for n, sending in enumerate(SENDING) if n != stage
+        }  # fmt: skip
+        others["torch_dist/train_vit.py"] = Sending()
+        self.sending = replace(SENDING[stage], others=others)
+
+    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+        """Set the engine on a model."""
+        return ZeroEngine(model, seating)
 
 
 class ZeroEngine(EngineBase):
@@ -58,11 +96,9 @@ class ZeroEngine(EngineBase):
     themselves on their partitions; they are told the scale before each backward pass.
     """
 
-    sending = Sending(overlaps=False, kinds=("exact", *SIXTEEN), leaf=False)
-
     def __init__(self, model: Classifier, seating: Seating) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = read_config(config_path(seating), seating, parameters)
+        config = read_config(config_path(seating.config), seating, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.equal_micro_steps = self._stage >= 2
         if self._stage >= 2 and len(set(seating.precisions)) > 1:
@@ -228,9 +264,8 @@ class ZeroEngine(EngineBase):
         self._engine.step()
 
 
-def config_path(seating: Seating) -> Path:
+def config_path(config: Config) -> Path:
     """``--deepspeed-config``, or ours for ``--stage``."""
-    config = seating.config
     return Path(
         config.deepspeed_config or Path(__file__).with_name(f"zero{config.stage or 0}.json")
     )

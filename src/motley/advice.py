@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from motley.balance import Speed
-from motley.forecast import Choice, arrange, choose_machines
+from motley.forecast import Choice, Forecast, arrange, choose_machines
 from motley.links import Links
-from motley.wire import Wire, WireMode
+from motley.wire import Sending, Wire, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -37,6 +37,24 @@ def better_modes(
         )
         best = choice.chosen.step_s
     return tuple(sentences)
+
+
+def better_engine(
+    sending: Sending, predicted: Forecast, engines: Mapping[str, Forecast]
+) -> tuple[str, ...]:
+    """An engine that sends otherwise and would be faster, a sentence.
+
+    Args:
+        engines: forecasts, by what a user writes to have them.
+    """
+    best = min(engines, key=lambda name: engines[name].step_s, default=None)
+    if best is None or engines[best].step_s > (1 - _WORTH_A_WORD) * predicted.step_s:
+        return ()
+    step_s = engines[best].step_s
+    return (
+        f"{sending.words}: {predicted.exposed_s:.3g} s of a step that nothing hides; with {best} "
+        f"a step should take {step_s:.3g} s, {predicted.step_s / step_s:.2f} times as fast",
+    )
 
 
 def larger_batch(

@@ -68,8 +68,8 @@ class Speed:
         below m is faster per sample than m.
         """
         place = self.sizes.index(self.micro_batch)
-        least = self.seconds[place] / self.micro_batch
         shortest = [*accumulate(reversed(self.seconds), min)][::-1]
+        least = shortest[place] / self.micro_batch
         return tuple(
             max(seconds, least * min(size, self.micro_batch))
             for size, seconds in zip(self.sizes, shortest, strict=True)

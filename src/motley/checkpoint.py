@@ -56,7 +56,7 @@ class Checkpoints:
         temporary = self.path / f".{final.name}.{os.getpid()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self.sweep()
             temporary.mkdir()
             self._write(temporary, tensors, progress)
             if final.exists():  # the same step again, after a resume
@@ -71,7 +71,7 @@ class Checkpoints:
             size = sum(tensor.nbytes for tensor in tensors.values())
             raise MotleyError(
                 f"cannot save the checkpoint {final}: {error}; it takes {size / 2**20:.0f} MiB and "
-                f"{shutil.disk_usage(_existing(self.path)).free / 2**20:.0f} MiB are free; free "
+                f"{free_bytes(self.path) / 2**20:.0f} MiB are free; free "
                 "some disk, or choose another with --logs DIR, then continue with --resume"
             ) from None
         older = [folder for folder in self.found() if folder.name <= final.name]
@@ -82,15 +82,19 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps to ``aside_...``: those of a branch that a
         resume from ``step`` leaves, or damaged ones. Else the next resume would take them."""
-        for folder in self.found():
-            if folder.name > f"step_{step:08d}":
-                aside = folder.with_name(f"aside_{folder.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
+        for folder in set(self.found()) - set(self.found(step)):
+            aside = folder.with_name(f"aside_{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
 
-    def found(self) -> list[Path]:
-        """Folders of checkpoints, newest first, whole or not."""
-        return sorted(self.path.glob("step_*"), reverse=True)
+    def found(self, until: int | None = None) -> list[Path]:
+        """Folders of checkpoints, newest first, whole or not.
+
+        Args:
+            until: those of this step, and before; None: all.
+        """
+        last = "step_~" if until is None else f"step_{until:08d}"
+        return sorted((f for f in self.path.glob("step_*") if f.name <= last), reverse=True)
 
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
@@ -115,7 +119,7 @@ class Checkpoints:
         _sync(pointer)
         pointer.replace(self.path / "latest")
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
         for leftover in self.path.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -190,5 +194,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
+def free_bytes(path: Path) -> int:
+    """Of the disk where a folder is, or is going to be."""
+    return shutil.disk_usage(path).free if path.exists() else free_bytes(path.parent)

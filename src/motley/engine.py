@@ -57,7 +57,6 @@ class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
     Attributes:
-        sending: how it can send gradients.
         loss_weight: on each loss, besides the scale and 1/N: what undoes its own average.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
             and compute cannot be told from communication.
@@ -65,7 +64,6 @@ class Engine(Protocol):
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
     """
 
-    sending: Sending
     loss_weight: int
     equal_micro_steps: bool
     clock: Clock

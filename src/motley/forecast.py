@@ -11,7 +11,8 @@ from motley.balance import Speed, limit_s, split
 from motley.links import Links
 from motley.wire import Wire
 
-_WORTH = 0.01  # of a step, that more buckets must save
+_WORTH = 0.01  # of a step, that larger micro-batches must save
+_WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecasts are that good
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
 _BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # that are tried
 WORTH_IT = 0.03  # of a step, that hosts must save by their absence, or a wire that rounds
@@ -90,16 +91,20 @@ def forecast(
     total = sum(counts)
     compute = tuple(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
     last = max(range(len(counts)), key=lambda rank: compute[rank])
-    parts = max(1, math.ceil(counts[last] / speeds[last].micro_batch))
-    backward_s = speeds[last].micro_s(counts[last] / parts) * 2 / 3
+    parts = [max(1, math.ceil(n / s.micro_batch)) for n, s in zip(counts, speeds, strict=True)]
+    backward_s = speeds[last].micro_s(counts[last] / parts[last]) * 2 / 3
     choices = [buckets] if buckets else _BUCKETS
-    exposed = {each: wire.exposed(each, backward_s, max(compute)) for each in choices}
-    enough = min(exposed.values()) + (_WORTH_ON_GPU if wire.on_gpu else _WORTH) * max(compute)
+    exposed = {
+        each: wire.exposed(each, backward_s, max(compute), max(parts)) for each in choices
+    }  # fmt: skip
+    enough = min(exposed.values()) + (_WORTH_ON_GPU if wire.on_gpu else _WORTH_A_BUCKET) * max(
+        compute
+    )
     buckets = next(each for each in choices if exposed[each] <= enough)
     return Forecast(
         total,
         compute,
-        wire.seconds() / wire.every,
+        wire.seconds(micro_steps=max(parts)) / wire.every,
         buckets,
         exposed[buckets],
         limit_s(total, speeds),
@@ -118,7 +123,7 @@ def arrange(
     speeds = tuple(speeds)
     counts = split(global_batch, speeds)
     found = forecast(counts, speeds, wire)
-    if wire.overlaps and found.exposed_s > _WORTH * found.step_s:
+    if wire.likes_long_batches and found.exposed_s > _WORTH * found.step_s:
         long = tuple(speed.in_one(n) for speed, n in zip(speeds, counts, strict=True))
         others = split(global_batch, long)
         if (other := forecast(others, long, wire)).step_s < (1 - _WORTH) * found.step_s:

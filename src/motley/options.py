@@ -175,10 +175,9 @@ def training_parser(description: str) -> OneVoice:
         default="auto",
         metavar="auto|exact|bf16|fp16|powersgd:R|local:H",
         help="how gradients are added up: exact, in fp32; rounded to 16 bits, half the bytes; "
-        "PowerSGD of rank R, few bytes, inexact (rank 1 cost 8 points of top-1, 4 none to speak "
-        "of); or not at all: each rank takes H steps of its own before parameters are averaged, "
-        "inexact. auto (default): exact, or 16 bits if that is faster and some rank computes in "
-        "16 bits anyway",
+        "PowerSGD of rank R, few bytes and inexact; or not at all: each rank takes H steps of its "
+        "own before parameters are averaged, inexact. auto (default): exact, or 16 bits if that "
+        "is faster and some rank computes in 16 bits anyway",
     )
     group.add_argument("--epochs", type=_positive, default=30, metavar="E", help="default 30")
     group.add_argument("--max-steps", type=_positive, metavar="K", help="stop after K steps")

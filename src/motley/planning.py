@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from motley.advice import better_modes, larger_batch
+from motley.advice import better_engine, better_modes, larger_batch
 from motley.balance import Speed
 from motley.data import Images, load_images
 from motley.errors import MotleyError
@@ -15,7 +15,7 @@ from motley.model import Classifier, build_model, image_size, set_matmul_precisi
 from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
-from motley.speeds import Measured, measure_team, refine, remember, wires_of
+from motley.speeds import Measured, can_overlap, measure_team, refine, remember, wires_of
 from motley.team import Team, narrow_team, narrowed
 from motley.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire
 
@@ -153,18 +153,39 @@ def _measure_and_plan(
     if config.micro_batch is None and own is not None:
         remember(everyone, config, own if team.rank is None else measured.speeds[team.rank])
     planned = balance(config.batch_size, measured, mode)
+    engines = _other_engines(world, team, config.batch_size, measured, mode, sending)
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
     if len(choice.ranks) < everyone.size:
         others["--hosts all"] = choice.whole
     names = [member.host for member in everyone.members]
     machines = everyone.machines(world)
     ring = everything.wires.get(mode, everything.wires[EXACT])
-    advice = better_modes(options, mode, names)
+    assert planned.forecast is not None
+    advice = better_engine(sending, planned.forecast, engines)
+    advice += better_modes(options, mode, names)
     if mode.leaf is None:
         advice += larger_batch(
             config.batch_size, names, machines, everything.speeds, ring, everything.links
         )
     return team, replace(planned, others=others, advice=advice)
+
+
+def _other_engines(
+    world: World,
+    team: Team,
+    global_batch: int,
+    measured: Measured,
+    mode: WireMode,
+    sending: Sending,
+) -> dict[str, Forecast]:
+    """The same through engines that send otherwise, by what a user writes to have them."""
+    wire = measured.wires[mode]
+    wire = replace(wire, overlaps=can_overlap(world, team, mode, wire))
+    return {
+        name: arrange(global_batch, measured.speeds, other.through(wire, mode))[2]
+        for name, other in sending.others.items()
+        if other.can(mode)
+    }
 
 
 def _options(
@@ -250,6 +271,8 @@ def _plan_before(
     plan = content["plan"]
     wire = parse_wire(plan.get("wire", "auto"))
     if wire is None or plan.get("overlaps") != sending.overlaps:  # or of an older version
+        return None
+    if plan.get("sends") != [sending.once, sending.each, sending.gathers]:
         return None
     speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])

@@ -47,7 +47,7 @@ class Reporter:
             return
         self._next_line = now + self._interval
         left = (now - self._started) / (done - self._first) * (self._total - done)
-        print(f"  step {done}/{self._total}  {text}  {_clock(left)} left", flush=True)
+        print(f"  step {done}/{self._total}  {text}  {clock(left)} left", flush=True)
 
     def epoch(self, record: EpochRecord) -> None:
         """Report an evaluation."""
@@ -93,7 +93,8 @@ def on_terminal() -> bool:
     return output.startswith(("/dev/pts/", "/dev/tty"))
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """As in 1:02:03, or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

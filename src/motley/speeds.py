@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from motley.balance import Speed, limit_s
+from motley.balance import Speed
 from motley.engine import make_optimizer
 from motley.forecast import arrange
 from motley.launch import World, cache_folder
@@ -73,7 +73,8 @@ def measure_team(
     links = measure_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     wires = wires_of(world, team, model, [EXACT], sending)
-    part = wires[EXACT].seconds() / limit_s(config.batch_size, speeds)
+    exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
+    part = exact.wire_s / exact.limit_s
     modes = _other_modes(team, config, sending, part, _leaf(team.machines(world), links))
     return Measured(speeds, wires_of(world, team, model, modes, sending, wires), links)
 
@@ -128,13 +129,17 @@ def wires_of(
             else:
                 own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each is not None)
-    # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
-    apart = any(member.uuid for member in team.members) or len(set(team.machines(world))) > 1
     return {
-        # torch's PowerSGD waits for the GPU in each bucket.
-        mode: replace(wire, overlaps=apart and sending.overlaps and not (wire.on_gpu and mode.rank))
+        mode: sending.through(replace(wire, overlaps=can_overlap(world, team, mode, wire)), mode)
         for mode, wire in wires.items()
     }
+
+
+def can_overlap(world: World, team: Team, mode: WireMode, wire: Wire) -> bool:
+    """Whether a backward pass can hide a wire, if the engine lets it."""
+    # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
+    apart = any(member.uuid for member in team.members) or len(set(team.machines(world))) > 1
+    return apart and not (wire.on_gpu and mode.rank)  # PowerSGD waits for the GPU in each bucket
 
 
 def _leaf(machines: Sequence[int], links: Links | None) -> int | None:
@@ -208,8 +213,9 @@ def refine(
     more of the wire it hides. Every launched rank calls it.
     """
     for _ in range(_ROUNDS):
-        speeds, counts, predicted = arrange(global_batch, measured.speeds, measured.wires[mode])
-        shows = measured.wires[mode].overlaps and predicted.exposed_s > _SHOWS * predicted.step_s
+        wire = measured.wires[mode]
+        speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
+        shows = wire.likes_long_batches and predicted.exposed_s > _SHOWS * predicted.step_s
         speed = None
         if model is not None and team.rank is not None:
             speed, own = measured.speeds[team.rank], counts[team.rank]

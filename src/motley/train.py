@@ -16,7 +16,8 @@ import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
-from motley.checkpoint import Checkpoints
+from motley.budget import Budget, checkpoint_bytes
+from motley.checkpoint import Checkpoints, free_bytes
 from motley.data import prepare
 from motley.engine import Engine, EngineMaker, Seating, StepResult, everyone, exchange
 from motley.errors import MotleyError
@@ -89,6 +90,9 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         job = assemble(run, team, planned, config, make_engine, parts)
         plan = job.plan
         position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
+        if team.rank == 0:
+            budget = budget_of(job, position, planned)
+            budget.check()
     run.start(records_of(config, team, plan, planned, make_engine.sending))
     announce(world, run, team, planned, plan, config)
     if job is None:
@@ -99,6 +103,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         return
 
     if team.rank == 0:
+        print(f"  {budget.sentence()}", flush=True)
         job.checkpoints.set_aside_after(position.step)
     tells_sync = not job.engine.equal_micro_steps
     recorder = Recorder(run, team, config, tells_sync, position.step, job.last_step)
@@ -152,6 +157,20 @@ def assemble(
             planned.speeds if config.replan == "auto" else (),
             [member.uuid or member.host for member in team.members],
         ),
+    )  # fmt: skip
+
+
+def budget_of(job: Job, position: Position, planned: Planned) -> Budget:
+    """What the rest of the run is going to take; on the rank that writes."""
+    job.checkpoints.sweep()
+    last, every = max(job.last_step, position.step), job.save_every
+    saves = last // every - position.step // every + (last % every > 0) if every else 0
+    return Budget(
+        last - position.step, planned.forecast.step_s if planned.forecast else None,
+        checkpoint=checkpoint_bytes(job.model.net, job.config, job.plan),
+        saves=saves if last > position.step else 0, keep=job.config.keep,
+        there=len(job.checkpoints.found(position.step)),
+        free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,
     )  # fmt: skip
 
 
@@ -236,6 +255,7 @@ def records_of(
             "micro_batches": plan.micro_batches,
             "wire": str(plan.wire),
             "overlaps": sending.overlaps,
+            "sends": [sending.once, sending.each, sending.gathers],
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },

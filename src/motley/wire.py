@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from motley.errors import MotleyError
 from motley.links import Links
@@ -21,7 +21,7 @@ _KINDS = ("exact", *SIXTEEN, "powersgd", "local")
 # Of top-1 against the exact wire, mean of 5 seeds, on digits or textures, whichever lost more:
 # benchmarks/results/accuracy_wire.json and accuracy_wire_textures.json.
 LOST_POINTS = {"powersgd:1": 7.8, "powersgd:4": 0.4, "local:2": 0.3, "local:4": 0.3, "local:8": 0.2}
-_DEAR = 0.5  # points; what loses more is marked wherever it is named
+_DEAR = 0.5  # points; what loses more is marked where it is offered, or taken
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class WireMode:
                                          else "exact")  # fmt: skip
         lost = LOST_POINTS.get(str(self))
         if lost is None:
-            return f"it is inexact, and what {self} costs in accuracy was not measured"
+            return "it is inexact, and what that costs in accuracy was not measured"
         dear = "it is inexact and DEAR" if lost > _DEAR else "it is inexact"
-        return f"{dear}: up to {lost:.1f} points of top-1 were lost in benchmarks/accuracy.py"
+        return f"{dear}: {lost:.1f} points of top-1 were lost, mean of 5 seeds, in the benchmarks"
 
     def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
         """What a gradient of these shapes takes on the wire, each time; PowerSGD's as torch's
@@ -88,15 +88,32 @@ class Sending:
     Attributes:
         overlaps: send them while the backward pass still runs.
         kinds: of WireMode. leaf: spare one slow link.
+        once, each: all-reduces of the gradient that a step takes, and each of its micro-batches.
+        gathers: all-reduces as long as it takes to gather parameters, in fp32, after a step.
+        words: how it sends, for the user.
+        others: engines that send otherwise, by what a user writes to have them.
     """
 
     overlaps: bool = True
     kinds: tuple[str, ...] = _KINDS
     leaf: bool = True
+    once: float = 1.0
+    each: float = 0.0
+    gathers: float = 0.0
+    words: str = "gradients are sent while the backward pass still runs"
+    others: Mapping[str, "Sending"] = field(default_factory=dict)
 
     def can(self, mode: WireMode) -> bool:
         """Whether the engine can do this mode."""
         return mode.kind in self.kinds and (self.leaf or mode.leaf is None)
+
+    def through(self, wire: "Wire", mode: WireMode) -> "Wire":
+        """What was measured of a mode, as the engine uses it."""
+        gathers = self.gathers * (2 if mode.kind in SIXTEEN else 1)
+        return dataclasses.replace(
+            wire, overlaps=wire.overlaps and self.overlaps, once=self.once + gathers,
+            each=self.each,
+        )  # fmt: skip
 
 
 EXACT, BF16 = WireMode(), WireMode("bf16")
@@ -162,6 +179,7 @@ class Wire:
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.
+        once, each: of Sending.
         tensors: of each gradient, in the order of a backward pass, its part of all numbers (in
             proportion to which it is computed, too) and of all bytes; empty: any cut is possible.
     """
@@ -172,26 +190,35 @@ class Wire:
     overlaps: bool = True
     size: float = 0.0
     every: int = 1
+    once: float = 1.0
+    each: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
 
-    def seconds(self, buckets: int = 1) -> float:
-        """The whole gradient, in so many buckets one after the other."""
-        return buckets * self.latency_s + self.transfer_s
+    @property
+    def likes_long_batches(self) -> bool:
+        """Micro-batches of a whole share may shorten what a step waits for the wire."""
+        return self.overlaps or self.each > 0
 
-    def exposed(self, buckets: int, backward_s: float, compute_s: float = 0.0) -> float:
+    def seconds(self, buckets: int = 1, micro_steps: int = 1) -> float:
+        """All that a step sends, in so many buckets one after the other."""
+        return (buckets * self.latency_s + self.transfer_s) * (self.once + self.each * micro_steps)
+
+    def exposed(
+        self, buckets: int, backward_s: float, compute_s: float = 0.0, micro_steps: int = 1
+    ) -> float:
         """What a backward pass cannot hide; or what is sent once in some steps, those steps.
 
         A bucket is ready when its part of the backward pass is done, and travels once those
         before it have.
 
         Args:
-            compute_s: of a whole step.
+            compute_s: of a whole step. micro_steps: in it.
         """
         if self.every > 1:
             hidden = self.every * compute_s if self.overlaps else 0.0
             return max(0.0, self.seconds() - hidden) / self.every
         if buckets == 1 or not self.overlaps:
-            return self.seconds(buckets)
+            return self.seconds(buckets, micro_steps)
         late_s = 0.0  # behind the backward pass
         for computed, sent in self._cut(buckets):
             late_s = max(0.0, late_s - computed * backward_s)

@@ -7,6 +7,7 @@ the loss scale from the third on. Doubling rounds nothing, so the sums agree to 
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from motley import launch
@@ -24,8 +25,11 @@ def send(sender: Sender, seed: int, scale: float, device: torch.device) -> Tenso
     buckets = buckets_of([torch.empty(shape, device=device) for shape in SHAPES], 10_000)
     for bucket in buckets:
         bucket.flat.mul_(scale)
+    bias = buckets[0].grads[1].clone()  # beside a matrix, and not compressed
+    dist.all_reduce(bias)
     for future in [sender.send(bucket) for bucket in buckets]:
         future.wait()
+    assert scale == math.inf or torch.allclose(buckets[0].grads[1], bias, atol=1e-5 * scale)
     return torch.cat([bucket.flat for bucket in buckets]) / scale
 
 

@@ -30,7 +30,8 @@ elif "local:2" in sys.argv:
 else:
     FOLDER, MODULE, NAME = "torch_dist", "ddp_engine", "DdpEngine"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / FOLDER))
-Engine = getattr(importlib.import_module(MODULE), NAME)
+ENGINES = importlib.import_module(MODULE)
+Engine = getattr(ENGINES, NAME)
 
 _M_MMAP_THRESHOLD, _SMALL = -3, 1 << 16  # malloc gives larger blocks back when they are freed
 _SPARE = 28 << 20  # bytes; a pass of 256 digits takes 32 MiB, of 128 half of it
@@ -84,4 +85,6 @@ if __name__ == "__main__":
     parser = training_parser(str(__doc__))
     parser.add_argument("--stage", type=int)
     config = read_config(parser)
+    if config.stage is not None:
+        Squeezed.sending = ENGINES.SENDING[config.stage]
     launch.run(lambda world: train(world, config, Squeezed))

@@ -1,0 +1,96 @@
+"""What a run is going to take, said before it starts: its time, and the disk of its checkpoints."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from motley.engine import make_optimizer
+from motley.errors import MotleyError
+from motley.options import Config
+from motley.plan import Plan
+from motley.progress import clock
+
+_USUAL_SLOTS = 2.0  # Adam's
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run is going to take.
+
+    Attributes:
+        steps: that are left. step_s: of each, forecast; None where nothing was measured.
+        checkpoint: bytes of one. saves: that are going to be made. keep: that stay.
+        there: that are on the disk already, and give way. free: bytes, in ``folder``.
+    """
+
+    steps: int
+    step_s: float | None
+    checkpoint: float
+    saves: int
+    keep: int
+    there: int
+    free: float
+    folder: Path
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the disk, at most: a new checkpoint is whole before the oldest goes."""
+        return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
+
+    def check(self) -> None:
+        """MotleyError if the disk is too small."""
+        if self.needed <= self.free:
+            return
+        fewer = replace(self, keep=1).needed < self.needed
+        raise MotleyError(
+            f"checkpoints of {_size(self.checkpoint)} each are going to need {_size(self.needed)}, "
+            f"and {_size(self.free)} are free in {self.folder}; free some disk, "
+            f"{'keep fewer with --keep 1, ' if fewer else ''}or choose another one with --logs DIR "
+            "(there, a run is continued by --resume PATH)"
+        )
+
+    def sentence(self) -> str:
+        """For the log."""
+        taken = f"{self.steps:,} steps"
+        if self.step_s is not None:
+            taken += f" should take {clock(self.steps * self.step_s)}, and evaluations"
+        if not self.saves:
+            return f"{taken}; no checkpoints"
+        return (
+            f"{taken}; checkpoints take up to {_size(self.needed)} of the {_size(self.free)} that "
+            f"are free in {self.folder}"
+        )
+
+
+def checkpoint_bytes(net: nn.Module, config: Config, plan: Plan) -> float:
+    """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
+    and what PowerSGD does on each rank."""
+    copies = 1 + _slots(config)
+    if plan.wire.kind == "powersgd":
+        copies += len(plan.counts)
+    numbers = sum(value.numel() for value in net.state_dict().values())
+    return float(4 * copies * numbers)
+
+
+def _slots(config: Config) -> float:
+    """Numbers that the optimizer keeps of each parameter's, tried on a small layer. Draws no
+    random numbers: a resumed run continues with those of the checkpoint."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(64, 64))
+    layer.weight.grad = torch.zeros(64, 64)
+    try:
+        optimizer = make_optimizer(layer, config)
+        optimizer.step()
+    except Exception:  # made for GPUs alone; what is estimated here must not end a run
+        return _USUAL_SLOTS
+    kept = [v.numel() for v in optimizer.state[layer.weight].values() if isinstance(v, Tensor)]
+    return sum(kept) / layer.weight.numel()
+
+
+def _size(number: float) -> str:
+    unit = 0
+    while number >= 999.5 and unit < 4:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
