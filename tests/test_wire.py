@@ -149,6 +149,7 @@ def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     assert better_engine(Sending(), engines["torch"], {}) == ()
 
 
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")
 def test_the_order_and_size_of_tensors_are_those_of_ddps_own_buckets(tmp_path: Path) -> None:
     found: list[float] = []
 

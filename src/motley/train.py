@@ -7,7 +7,6 @@ every step, an evaluation and a checkpoint after every epoch.
 
 import dataclasses
 import math
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import Tensor
 
+from motley.briefing import announce, records_of
 from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint import Checkpoints, free_bytes
 from motley.data import prepare
@@ -38,7 +38,6 @@ from motley.scale_search import search_scale
 from motley.state import Position, drifted, resume, same_again, save
 from motley.team import Member, Team, gpu_logger, join_team, leave_team
 from motley.vigil import DATA, PATIENCE, WAITING
-from motley.wire import Sending
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 
@@ -239,60 +238,6 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
         recorder.epoch(evaluated)
     # A run that was finished before it was resumed has nothing left but its result.
     return evaluated or evaluate(world, job, position.step, position.epoch)
-
-
-def records_of(
-    config: Config, team: Team, plan: Plan, planned: Planned, sending: Sending
-) -> dict[str, Any]:
-    """What run.json says of who trains what and how."""
-    return {
-        "config": {**dataclasses.asdict(config), "img_size": image_size(config)},
-        "ranks": [dataclasses.asdict(member) for member in team.members],
-        "left_out": [dataclasses.asdict(entry) for entry in team.left_out],
-        "plan": {
-            **dataclasses.asdict(plan),
-            "counts": plan.counts,
-            "micro_batches": plan.micro_batches,
-            "wire": str(plan.wire),
-            "overlaps": sending.overlaps,
-            "sends": [sending.once, sending.each, sending.gathers],
-            "speeds": [speed.as_json() for speed in planned.speeds],
-            "forecast": planned.forecast and planned.forecast.as_json(),
-        },
-        "links": planned.links and planned.links.as_json(),
-        "backend": team.backend,
-    }
-
-
-def announce(
-    world: World, run: Run, team: Team, planned: Planned, plan: Plan, config: Config
-) -> None:
-    """Say on rank 0 who trains what and how."""
-    if world.rank != 0:
-        return
-    predicted = planned.forecast
-    for entry in team.left_out:
-        run.event("left_out", **dataclasses.asdict(entry))
-    print(f"{config.model} at {image_size(config)} pixels on {config.dataset}")
-    name = run.folder.path.name
-    print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
-    for member in team.members:
-        print(
-            f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "
-            f"({member.why}), {plan.sentence(member.group_rank)}"
-            + (f", {predicted.compute_s[member.group_rank]:.3g} s" if predicted else "")
-        )
-    for line in team.who_is_left_out():
-        print(f"  {line}")
-    for line in planned.links.remarks() if planned.links else ():
-        print(f"  {line}")
-    counts = " + ".join(map(str, plan.counts))
-    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}, {plan.wire}")
-    if predicted:
-        print(f"  {predicted.sentence()}")
-    for line in planned.advice:
-        print(f"  {line}")
-    sys.stdout.flush()
 
 
 def make_schedule(

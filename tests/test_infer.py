@@ -1,0 +1,148 @@
+"""Inference on ranks that need not one another: shards, leases, deaths, and what is merged."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import DDP, Jobs, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motley.errors import MotleyError
+from motley.leases import Leases
+from motley.shards import MERGED, Shards
+
+INFER = "torch_dist/infer_vit.py"
+
+
+def test_a_lease_is_taken_once_and_from_whoever_is_gone(tmp_path: Path) -> None:
+    with Leases(tmp_path, gone_s=1.0) as mine:
+        assert mine.take("a") and not mine.is_free("a")
+        yours = Leases(tmp_path, gone_s=1.0)
+        assert not yours.take("a") and yours.take("b")
+        time.sleep(1.5)  # mine is renewed, and of a process that lives; so is theirs
+        assert not yours.take("a")
+        mine.drop("a")
+        assert yours.take("a")
+        # Of another machine, and not touched for long.
+        (tmp_path / "c.lease").write_text("elsewhere.1\n")
+        assert not mine.take("c")
+        os.utime(tmp_path / "c.lease", (time.time() - 9, time.time() - 9))
+        assert mine.is_free("c") and mine.take("c")
+        # Of this machine, and dead.
+        dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                              capture_output=True, text=True, check=True).stdout  # fmt: skip
+        (tmp_path / "d.lease").write_text(f"{os.uname().nodename}.{dead}")
+        assert mine.take("d")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.lease", "b.lease"}
+
+
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_shards_hold_every_item_once(items: int, size: int) -> None:
+    shards = Shards(Path(), items, size, ())
+    assert [i for n in range(shards.count) for i in shards.items_of(n)] == list(range(items))
+
+
+def test_shards_are_whole_and_of_one_thing(tmp_path: Path) -> None:
+    shards = Shards(tmp_path / "out", 5, 2, ("index", "word"))
+    shards.open({"model": "a"})
+    shards.open({"model": "a"})  # again is fine
+    with pytest.raises(MotleyError, match=r"model a .now: b.; give another folder with --out"):
+        shards.open({"model": "b"})
+    with pytest.raises(MotleyError, match=r"shard 2 .now: 3."):
+        Shards(tmp_path / "out", 5, 3, ()).open({"model": "a"})
+
+    def broken() -> Iterator[tuple[object, ...]]:
+        yield 0, "x"
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        shards.write(0, broken())
+    assert shards.missing() == [0, 1, 2]
+    for number in (2, 0, 1):
+        shards.write(number, [(i, f'with "quotes", {i}') for i in shards.items_of(number)])
+    lines = shards.merge().read_text().splitlines()
+    assert lines[0] == "index,word" and [line[0] for line in lines[1:]] == list("01234")
+    (tmp_path / "out" / "shard.00001.csv").write_text("index,word\n2,x\n")
+    with pytest.raises(MotleyError, match="has 1 rows, not 2; remove it"):
+        shards.merge()
+
+
+mpi = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    jobs = Jobs(folder)
+    return jobs.train(1, DDP, "run", "--epochs", 1).folder
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What one rank says of all training images."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = Jobs(folder).run(1, INFER, "--checkpoint", trained, "--split", "train",
+                            "--out", folder / "out")  # fmt: skip
+    assert done.code == 0 and "1437 images, top-1" in done.output, done.output
+    return (folder / "out" / MERGED).read_bytes()
+
+
+@mpi
+def test_the_others_finish_what_a_killed_rank_leaves(
+    jobs: Jobs, trained: Path, alone: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    job = jobs.start(5, INFER, "--checkpoint", trained, "--split", "train", "--out", out,
+                     "--shard", 3)  # fmt: skip
+    lease = out / "rank.3.lease"
+    wait_until(lambda: lease.exists() and bool(lease.read_text()), 60)
+    os.kill(int(lease.read_text().rpartition(".")[2]), signal.SIGKILL)
+    done = jobs.wait(job)
+    assert done.code == 0, done.output
+    assert "rank 3" in done.output and "its worker was killed by SIGKILL" in done.output
+    assert (out / MERGED).read_bytes() == alone
+    assert not list(out.glob("*.lease")) or list(out.glob("*.lease")) == [lease]
+
+
+@mpi
+def test_a_rerun_computes_what_is_missing_alone(
+    jobs: Jobs, trained: Path, alone: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = (INFER, "--checkpoint", trained, "--split", "train", "--out", out, "--shard", 1)
+
+    def shards() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in out.glob("shard.*.csv")}
+
+    job = jobs.start(2, *words)
+    wait_until(lambda: len(shards()) >= 20, 60)
+    job.kill()
+    jobs.wait(job)
+    time.sleep(1)
+    before = shards()
+    assert 20 <= len(before) < 1437 and not (out / MERGED).exists()
+    done = jobs.run(3, *words)
+    assert done.code == 0, done.output
+    after = shards()
+    assert {name: after[name] for name in before} == before and len(after) == 1437
+    assert (out / MERGED).read_bytes() == alone
+    again = jobs.run(2, *words)
+    assert again.code == 0 and "1437 images, top-1" in again.output
+    assert shards() == after
+
+
+@mpi
+def test_what_is_wrong_is_said(jobs: Jobs, trained: Path, tmp_path: Path) -> None:
+    nowhere = jobs.run(1, INFER, "--checkpoint", tmp_path)
+    assert nowhere.code == 2 and "no checkpoint is there" in nowhere.output
+    out = tmp_path / "out"
+    assert jobs.run(1, INFER, "--checkpoint", trained, "--out", out).code == 0
+    other = jobs.run(1, INFER, "--checkpoint", trained, "--out", out, "--split", "train")
+    assert other.code == 2 and "split val (now: train)" in other.output
