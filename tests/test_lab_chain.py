@@ -132,3 +132,29 @@ def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
     assert losses(door, "led", 1) == pytest.approx(alone, rel=2e-6)
     logs = door.home(HEAD) / "motley" / "logs" / "led"
     assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{HEAD}.csv", f"gpu.{QUICK}.csv"}
+
+
+def test_an_mtu_that_drops_large_packets_is_said_and_nothing_hangs(
+    told: tuple[Door, dict[str, str]],
+) -> None:
+    # Two hosts with jumbo frames on a switch without: they agree on packets that it drops. Both
+    # talk well with all others, as ssh from the head shows.
+    door, _ = told
+    jumbo = (NAMES[1], NAMES[2])
+
+    def frames(size: int, segments: int) -> None:
+        for name in jumbo:  # one segment a packet, as a cable carries them
+            change = ("mtu", size, "gso_max_segs", segments)
+            door.do("exec", name, "--root", "--", "ip", "link", "set", "dev", "enp4s0f1", *change)
+
+    frames(9000, 1)
+    said = at(door, HEAD, f"bash setup/test_mpi.sh {HOSTS}")
+    names = rf"from {jumbo[0]} to {jumbo[1]}: small messages pass and large ones do not; compare"
+    assert names in said
+    job = "./entry_cn.sh --max-steps 3 --run jumbo"
+    five = f"{AT_HOME} mpirun -np 5 {HOSTS} {job}"
+    refused = door.run("exec", HEAD, "--", "bash", "-c", five, limit=120)
+    assert refused.code != 0 and f"the hosts cannot talk: {names} the MTU" in refused.output
+    assert "take it out of hosts.txt" in refused.output
+    at(door, HEAD, f"mpirun -np 3 --host {HEAD},{jumbo[0]},{NAMES[4]} {job} --hosts all")
+    frames(1500, 65535)

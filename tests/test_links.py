@@ -45,6 +45,13 @@ def test_a_slow_port_is_named_and_which_way_it_is_slow() -> None:
     assert links({"a": 1e8, "b": 1e8}).remarks() == [] == Links({0: "a"}, {}).remarks()
 
 
+def test_what_does_not_pass_is_said() -> None:
+    lab = links({"a": 1e8, "b": 1e8, "c": 1e8})
+    lab = replace(lab, flows={**lab.flows, (1, 2): Flow(0.0, 1e-4, "large ones do not")})
+    assert lab.broken() == ["from b to c: large ones do not"] == lab.remarks()[-1:]
+    assert links({"a": 1e8, "b": 1e8}).broken() == []
+
+
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     lab = links({"a": 1e9, "b": 1e9, "c": 1e8})
     assert lab.ring_s(1e9, 3) == pytest.approx(2 * 2 / 3 * 10)

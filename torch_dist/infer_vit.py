@@ -162,7 +162,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="PATH",
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH",
                         help="a run's folder, or one of its checkpoints")  # fmt: skip
     parser.add_argument("--split", choices=("val", "train"), default="val",
                         help="of the data set that it was trained on; default val")  # fmt: skip
@@ -173,6 +173,8 @@ def arguments() -> argparse.Namespace:
                         help="images that a rank takes at a time, default 64")  # fmt: skip
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     options = parser.parse_args()
+    if options.checkpoint is None:  # argparse would ask for it before it names a misspelt one
+        parser.error("give a trained model, as in --checkpoint logs/RUN")
     if options.shard < 1:
         parser.error(f"--shard {options.shard} is not 1 or more")
     run = options.checkpoint

@@ -181,12 +181,16 @@ class Links:
 
     def remarks(self) -> list[str]:
         """What a person should know, a sentence each: who is slow, and what fails."""
-        failed = [
+        found = [*map(self.remark, self.hosts), *map(self._busy, self.hosts), self._switch()]
+        return [*filter(None, found), *self.broken()]
+
+    def broken(self) -> list[str]:
+        """What does not pass, a sentence each: ranks there would wait for each other without end,
+        in MPI too."""
+        return [
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"
             for (sender, receiver), flow in sorted(self.flows.items()) if flow.error
         ]  # fmt: skip
-        found = [*map(self.remark, self.hosts), *map(self._busy, self.hosts), self._switch()]
-        return [*filter(None, found), *failed]
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -1,6 +1,7 @@
 """An sh script for whatever login shell a host has, and what comes back of it."""
 
 import contextlib
+import math
 import secrets
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from itertools import chain
 from typing import IO, Any
 
 _CHUNK = 2**15
+_LINGER_S = 2.0  # after an exit status: for what is still to come
 
 # What a login shell of any kind (tcsh, fish) is asked to run: read a script of so many bytes
 # from stdin, and run that. So nothing is quoted for the login shell, and nothing but this
@@ -156,13 +158,18 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
         TooLong: after ``limit`` seconds.
         EOFError: the connection is gone.
     """
-    deadline = time.monotonic() + limit
+    deadline, lingers = time.monotonic() + limit, math.inf
     channel.exec_command(_LOADER)
     left = memoryview(next(talk.sent))
     while True:
-        # Asked before the streams: what came before the status is then read.
-        idle, ended = True, channel.exit_status_ready()
-        if left and not ended and channel.send_ready():
+        # sshd may tell the status before the last of what was said: that has an end of its own,
+        # but not where something stays behind that could still speak.
+        idle, told = True, channel.exit_status_ready()
+        if told:
+            lingers = min(lingers, time.monotonic() + _LINGER_S)
+        # Asked before the streams: what came before the end is then read.
+        ended = told and (channel.eof_received or channel.closed or time.monotonic() > lingers)
+        if left and not told and channel.send_ready():
             left = left[channel.send(left[:_CHUNK].tobytes()) :]
             left = left or memoryview(next(talk.sent, b""))
             if not left and not talk.tied:
@@ -176,7 +183,7 @@ def run_over(channel: Any, alive: Callable[[], bool], talk: Talk, limit: float) 
             idle = False
         if ended and idle:
             return int(channel.recv_exit_status())
-        if not alive():
+        if not told and not alive():
             raise EOFError
         if time.monotonic() > deadline:
             raise TooLong

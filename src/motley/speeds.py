@@ -13,6 +13,7 @@ import torch
 
 from motley.balance import Speed
 from motley.engine import make_optimizer
+from motley.errors import MotleyError
 from motley.forecast import arrange
 from motley.launch import World, cache_folder
 from motley.links import Links
@@ -42,6 +43,7 @@ _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth an
 _LOCAL_STEPS = (2, 4, 8, 16)  # between two meetings, that are worth a word
 _PATIENCE = 600.0  # seconds in which ranks measure anything that they do together
 _SHOWS = 0.02  # of a step: a wire that cannot be hidden
+_SHOWN = 4  # links that do not work, in an error
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
@@ -70,13 +72,27 @@ def measure_team(
         own = _speed_of(team, model, config)
     found = [each for each in world.allgather(own) if each is not None]
     world.lifeline.enter("measuring links", _PATIENCE)
-    links = measure_links(world) if len(set(world.machines)) > 1 else None
+    links = _passing_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     wires = wires_of(world, team, model, [EXACT], sending)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     modes = _other_modes(team, config, sending, part, _leaf(team.machines(world), links))
     return Measured(speeds, wires_of(world, team, model, modes, sending, wires), links)
+
+
+def _passing_links(world: World) -> Links:
+    """All links; MotleyError if something does not pass."""
+    links = measure_links(world)
+    if links.broken():
+        links = measure_links(world)  # a host may have been busy for seconds
+    if broken := links.broken():
+        raise MotleyError(
+            f"the hosts cannot talk: {'; '.join(broken[:_SHOWN])}"
+            f"{'; ...' if len(broken) > _SHOWN else ''}. Mend it, or start without one of them: "
+            "take it out of hosts.txt"
+        )
+    return links
 
 
 def _other_modes(
