@@ -113,7 +113,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
         if number is None:  # the others are at the last ones; one of them may die
             time.sleep(_WAIT_S)
             continue
-        if number in shards.missing():  # else it was finished just before it was taken
+        if not shards.path(number).exists():  # else it was finished just before it was taken
             shards.write(number, predictor.rows(shards.items_of(number)))
             done += 1
         leases.drop(shards.name(number))

@@ -97,9 +97,8 @@ def forecast(
     exposed = {
         each: wire.exposed(each, backward_s, max(compute), max(parts)) for each in choices
     }  # fmt: skip
-    enough = min(exposed.values()) + (_WORTH_ON_GPU if wire.on_gpu else _WORTH_A_BUCKET) * max(
-        compute
-    )
+    worth = _WORTH_ON_GPU if wire.on_gpu else _WORTH_A_BUCKET
+    enough = min(exposed.values()) + worth * max(compute)
     buckets = next(each for each in choices if exposed[each] <= enough)
     return Forecast(
         total,

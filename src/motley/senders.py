@@ -242,6 +242,7 @@ class PowerSgdSender(Sender):
             return powerSGD_hook(self._power, bucket)
         thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
         rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
+        # One number more: where all is compressed there is still something to send.
         whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
         sent = dist.all_reduce(whole, group=self._beside, async_op=True)
         bucket.flat.mul_(self._ranks)

@@ -66,20 +66,24 @@ class Shards:
         """The items of a shard."""
         return range(self._size * number, min(self._size * (number + 1), self._items))
 
+    def path(self, number: int) -> Path:
+        """Of a shard."""
+        return self.folder / f"{self.name(number)}.csv"
+
     def missing(self) -> list[int]:
         """Shards that are not there yet."""
-        found = {path.name for path in self.folder.glob("shard.*.csv")}
-        return [n for n in range(self.count) if f"{self.name(n)}.csv" not in found]
+        found = set(self.folder.glob("shard.*.csv"))
+        return [n for n in range(self.count) if self.path(n) not in found]
 
     def write(self, number: int, rows: Iterable[Sequence[object]]) -> None:
         """Write a shard, whole or not at all."""
-        self._write(f"{self.name(number)}.csv", rows)
+        self._write(self.path(number), rows)
 
     def merge(self) -> Path:
         """Put all shards into one file, in order; they must all be there."""
         rows: list[list[str]] = []
         for number in range(self.count):
-            path = self.folder / f"{self.name(number)}.csv"
+            path = self.path(number)
             with path.open(newline="") as file:
                 shard = list(csv.reader(file))[1:]
             if len(shard) != len(self.items_of(number)):
@@ -88,15 +92,16 @@ class Shards:
                     "and run the same line again"
                 )
             rows += shard
-        self._write(MERGED, rows)
-        return self.folder / MERGED
+        merged = self.folder / MERGED
+        self._write(merged, rows)
+        return merged
 
-    def _write(self, name: str, rows: Iterable[Sequence[object]]) -> None:
-        new = self.folder / f".{name}.{os.uname().nodename}.{os.getpid()}"
+    def _write(self, path: Path, rows: Iterable[Sequence[object]]) -> None:
+        new = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
         with new.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self._columns)
             writer.writerows(rows)
             file.flush()
             os.fsync(file.fileno())
-        new.replace(self.folder / name)
+        new.replace(path)
