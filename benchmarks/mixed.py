@@ -115,7 +115,7 @@ class Bench(ABC):
             mode: what travels.
             options: of the training, which the engine reads.
         """
-        make_engine = make_engine or TorchEngines()
+        make_engine = make_engine or TorchEngines(self.config)
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()), mode)

@@ -45,7 +45,7 @@ def main() -> None:
     def run(world: launch.World) -> None:
         torch.set_num_threads(1)
         pace = Pace(1 / given.rates[world.rank])
-        make: Any = TorchEngines()
+        make: Any = TorchEngines(config)
         if given.engine == "deepspeed":
             sys.path.insert(0, str(ROOT / "deepspeed"))
             import quiet  # noqa: F401 - before deepspeed

@@ -1,10 +1,10 @@
-"""Train a Vision Transformer on all ranks with DeepSpeed, ZeRO stage 0, 1 or 2.
+"""Train a Vision Transformer on all ranks with DeepSpeed, ZeRO stage 0 to 3.
 
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py --stage 1 --epochs 9
     mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py --resume auto
 
-The options are those of torch_dist/train_vit.py, and two more. Every number of the JSON
+The options are those of torch_dist/train_vit.py, but for --strategy. Every number of the JSON
 configuration that is "auto" comes from the plan.
 """
 
@@ -21,6 +21,13 @@ if __name__ == "__main__":
     group.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage, default 0")
     group.add_argument(
         "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
+    )
+    group.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "parameters"),
+        default="none",
+        help="keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too "
+        "(stage 3); default: none",
     )
     config = read_config(parser)
     launch.run(lambda world: train(world, config, ZeroEngines(config)))

@@ -13,14 +13,18 @@ from motley.engine import Seating
 from motley.errors import MotleyError
 from motley.spelling import nearest
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 
 # What these scripts fill in from the plan where the file says "auto".
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 # Elements that DeepSpeed sends at once: it sets room for all of them aside, in every step, so
 # no more than the model has.
-_BUCKETS, _BUCKET = ("reduce_bucket_size", "allgather_bucket_size"), 50_000_000
+_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+_BUCKET = 50_000_000
+
+# --offload, and the stage from which on DeepSpeed can.
+_OFFLOADS = {"optimizer": 1, "parameters": 3}
 
 # What travels, in DeepSpeed's words for our --wire.
 _WIRE, _WIRES = "communication_data_type", {"exact": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -65,7 +69,9 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     content = _read(path)
     _check_keys(path, content, (*_FILLED, *_ALLOWED), "")
     zero = content.setdefault("zero_optimization", {})
-    _check_keys(path, zero, DeepSpeedZeroConfig.model_fields, "zero_optimization.")
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    _check_keys(path, zero, known, "zero_optimization.")
+    _offload(path, content, seating)
     asked = seating.config.stage
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
@@ -105,6 +111,30 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     return content
 
 
+def _offload(path: Path, content: dict[str, Any], seating: Seating) -> None:
+    """Fill in ``--offload``; MotleyError where this stage or device has nothing of that to move."""
+    zero = content["zero_optimization"]
+    what, stage = seating.config.offload, zero.get("stage", 0)
+    if what == "none":
+        return
+    if seating.device.type == "cpu":
+        raise MotleyError(
+            f"--offload {what}: rank {seating.rank} computes on the CPU, where all is already"
+        )
+    least = _OFFLOADS[what]
+    if stage < least:
+        raise MotleyError(
+            f"--offload {what}: DeepSpeed offloads the {what} from stage {least} on; add "
+            f"--stage {least}"
+        )
+    for each, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
+        if each == what or what == "parameters":  # whose optimizer is then in the host, too
+            if key in zero:
+                raise MotleyError(f"--offload {what}, but {path} has {key}; leave out one of them")
+            zero[key] = {"device": "cpu", "pin_memory": True}
+    content["zero_force_ds_cpu_optimizer"] = False  # --opt is torch's own
+
+
 def read_stage(path: Path) -> int:
     """The ZeRO stage that a file says; MotleyError if it is no JSON, or says none of ours."""
     zero = _read(path).get("zero_optimization", {})
@@ -112,7 +142,7 @@ def read_stage(path: Path) -> int:
         raise MotleyError(f"{path}: zero_optimization is {zero}, and should be a JSON object")
     stage = zero.get("stage", 0)
     if stage not in STAGES:
-        raise MotleyError(f"{path}: zero_optimization.stage {stage} is not one of 0, 1, 2")
+        raise MotleyError(f"{path}: zero_optimization.stage {stage} is not one of 0, 1, 2, 3")
     return int(stage)
 
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: ZeRO stages 0 to 2 with unequal shares and one loss scale.
+"""The DeepSpeed engine: ZeRO stages 0 to 3 with unequal shares and one loss scale.
 
 DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is inside
 the model, and the loss scale is Motley's, the same number on every rank.
@@ -16,15 +16,9 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.utils import (
-    lazy_init_hp_params_optimizer_state,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from torch import Tensor
 from zero_config import read_config, read_stage
+from zero_state import cut_state, whole_state
 
 from motley.engine import (
     Engine,
@@ -39,11 +33,10 @@ from motley.engine import (
     model_state,
     optimizer_state,
     sample_losses,
-    slots_of,
     unscale_and_clip,
 )
 from motley.errors import MotleyError
-from motley.memory import out_of_memory, shortage
+from motley.memory import out_of_memory
 from motley.model import Classifier
 from motley.options import Config
 from motley.sampler import Batch
@@ -62,6 +55,10 @@ SENDING = (  # by stage
     replace(
         _AFTER, once=0.0, each=1.0, gathers=0.5,
         words="DeepSpeed stage 2 sends gradients in each micro-batch, and then parameters",
+    ),
+    replace(
+        _AFTER, once=0.0, each=0.5, gathers_each=1.0, mixed=False,
+        words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
     ),
 )  # fmt: skip
 
@@ -92,7 +89,7 @@ class ZeroEngine(EngineBase):
     ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
 
     Stage 0 steps our optimizer as it is, so a hook before its step does what Motley's
-    order asks: norm, agreement on overflow, unscale and clip. Stages 1 and 2 do that
+    order asks: norm, agreement on overflow, unscale and clip. Stages 1 to 3 do that
     themselves on their partitions; they are told the scale before each backward pass.
     """
 
@@ -100,12 +97,13 @@ class ZeroEngine(EngineBase):
         parameters = sum(parameter.numel() for parameter in model.parameters())
         config = read_config(config_path(seating.config), seating, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
-        self.equal_micro_steps = self._stage >= 2
+        self.sending = SENDING[self._stage]
+        self.equal_micro_steps, self.whole = self._stage >= 2, self._stage < 3
         if self._stage >= 2 and len(set(seating.precisions)) > 1:
             raise MotleyError(
-                f"ZeRO stage 2 reduces gradients in the order in which they come, and precisions "
-                f"{', '.join(seating.precisions)} differ in it, silently wrong; give one "
-                "--precision for all ranks, or --stage 1"
+                f"ZeRO stage {self._stage} reduces gradients in the order in which they come, and "
+                f"precisions {', '.join(seating.precisions)} differ in it, silently wrong; give "
+                "one --precision for all ranks, or --stage 1"
             )
         super().__init__(model, seating)
         self.loss_weight = seating.size
@@ -127,17 +125,15 @@ class ZeroEngine(EngineBase):
         self._heard = Tensor()
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        if self._stage >= 2 and not len(batch.labels):
-            # Stage 2 reduces gradients in the order in which they come, on every rank. Only
-            # a real pass keeps that order, so an idle rank computes a blank image, times 0.
-            logits = self._forward(self._model.blank_images(1), last)
-            losses = logits.new_empty(0)
-            loss = logits.sum() * 0.0
+        def forward(images: Tensor) -> Tensor:
+            return self._forward(images, last)
+
+        if self.equal_micro_steps:
+            losses, total = self._losses(forward, batch)
         else:
-            logits = self._forward(batch.images, last)
-            losses = sample_losses(logits, batch, self._seating.config.smoothing)
-            loss = losses.sum() * (self.loss_weight / n_global)
-        self._backward(loss)
+            losses = sample_losses(forward(batch.images), batch, self._seating.config.smoothing)
+            total = losses.sum()
+        self._backward(total * (self.loss_weight / n_global))
         self.clock.lap("compute", ready=last and self._stage < 2)
         return losses.detach()
 
@@ -154,7 +150,12 @@ class ZeroEngine(EngineBase):
 
     def _forward(self, images: Tensor, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
-        logits: Tensor = self._engine(images)
+        try:
+            logits: Tensor = self._engine(images)
+        except (RuntimeError, MemoryError) as error:
+            if not self.whole and out_of_memory(error):
+                self._no_second_try(error, "--stage 1")
+            raise
         return logits
 
     def _backward(self, loss: Tensor) -> None:
@@ -166,11 +167,7 @@ class ZeroEngine(EngineBase):
             self._engine.backward(loss, scale_wrt_gas=False)
         except (RuntimeError, MemoryError) as error:
             if self._stage >= 2 and out_of_memory(error):
-                found = shortage(error, self._seating.device)
-                raise MotleyError(
-                    f"{found}; in a backward pass, where ZeRO stage 2 sends gradients, so the step "
-                    "cannot be done again; lower --micro-batch, or take --stage 1"
-                ) from error
+                self._no_second_try(error, "--stage 1")
             raise
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
@@ -211,57 +208,26 @@ class ZeroEngine(EngineBase):
                 parameter.grad = None  # an optimizer leaves such parameters alone
 
     def state(self) -> dict[str, Tensor]:
-        """See motley.engine.Engine. Stages 1 and 2 put their partitions together."""
+        """See motley.engine.Engine. Stages 1 to 3 put their partitions together."""
         net = self._model.net
         if self._stage == 0:
             return model_state(net) | optimizer_state(net, self.optimizer)
-        state = model_state(net)
-        steps, slots = self._partition_slots()
-        for name, parameter in net.named_parameters():
-            for slot in slots:
-                whole = safe_get_full_optimizer_state(parameter, slot)
-                state[f"optimizer.{name}.{slot}"] = whole.cpu()
-            state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
-        return state if dist.get_rank() == 0 else {}
-
-    def _partition_slots(self) -> tuple[dict[str, Tensor], list[str]]:
-        """Of this rank's partition: scalar slots (AdamW's step), and names of tensor slots."""
-        zero = self._engine.optimizer
-        if self.optimizer.state:
-            # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's
-            # first step, and so leaves the other groups' parameters without any.
-            for group, flat in zip(
-                zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True
-            ):
-                lazy_init_hp_params_optimizer_state(group, flat, self.optimizer.state)
-        slots = next(iter(self.optimizer.state.values()), {})
-        scalars = {name: value for name, value in slots.items() if value.ndim == 0}
-        return scalars, [name for name in slots if name not in scalars]
+        state = whole_state(self._engine.optimizer, self.optimizer, net)
+        return state if self._seating.rank == 0 else {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """See motley.engine.Engine."""
         net = self._model.net
-        if self._stage > 0:
-            self._make_slots()  # decays the weights, so they are loaded after it
-            self._partition_slots()
-        load_model_state(net, state)
         if self._stage == 0:
+            load_model_state(net, state)
             load_optimizer_state(net, self.optimizer, state)
             return
-        for name, parameter in net.named_parameters():
-            safe_set_full_fp32_param(parameter, parameter.detach())
-            for slot, value in slots_of(name, state).items():
-                if value.ndim:
-                    safe_set_full_optimizer_state(parameter, value, slot)
-                else:
-                    for slots in self.optimizer.state.values():
-                        slots[slot].copy_(value)
-
-    def _make_slots(self) -> None:
-        """Take a step with a gradient of zeros: partitions get their slots only by stepping."""
+        # A step with a gradient of zeros: partitions get their slots only by stepping. It decays
+        # the weights, so they are loaded after it.
         self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
         self._send()
         self._engine.step()
+        cut_state(state, self._engine.optimizer, self.optimizer, net)
 
 
 def config_path(config: Config) -> Path:

@@ -98,6 +98,21 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> Non
 
 
 @pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [
+        (DDP, ("--strategy", "fsdp", "--wire", "powersgd:4"), "--wire powersgd:4: FSDP gathers"),
+        (DDP, ("--offload", "parameters"), "add --strategy fsdp"),
+        (ZERO, ("--offload", "optimizer"), "where all is already"),
+        (DDP, ("--grad-checkpointing", "mpl"), "nearest: mlp"),
+    ],
+)
+def test_what_a_strategy_cannot_do(
+    jobs: Jobs, script: str, options: tuple[str, ...], says: str
+) -> None:
+    assert says in refused(jobs, script, *options)
+
+
+@pytest.mark.parametrize(
     ("content", "says"),
     [
         ('{"micro_batch_per_gpu": 4}', "nearest: train_micro_batch_size_per_gpu"),
@@ -107,7 +122,7 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> Non
         ),
         ('{"optimizer": {"type": "Adam"}}', "is set by --opt"),
         ('{"train_micro_batch_size_per_gpu": 3}', "the plan gives rank 0 128"),
-        ('{"zero_optimization": {"stage": 3}}', "stage 3 is not one of"),
+        ('{"zero_optimization": {"stage": 4}}', "stage 4 is not one of"),
         ("{", "not a readable JSON file"),
     ],
 )

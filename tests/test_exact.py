@@ -22,6 +22,10 @@ RUNS = {
     "DeepSpeed 0, an idle rank": (3, ZERO, "--shares", "2,0,1", "--loss-scale", "2^12"),
     "DeepSpeed 1": (3, ZERO, "--stage", 1, "--shares", "3,0,1", "--micro-batch", 20),
     "DeepSpeed 2": (3, ZERO, "--stage", 2, "--shares", "3,0,1", "--micro-batch", 20),
+    "DeepSpeed 3": (2, ZERO, "--stage", 3, "--shares", "3,1", "--micro-batch", 40),
+    "FSDP": (3, DDP, "--strategy", "fsdp", "--shares", "3,0,1", "--micro-batch", 20),
+    "FSDP, recomputed": (2, DDP, "--strategy", "fsdp", "--grad-checkpointing", "mlp,blocks.0"),
+    "plain attention": (2, DDP, "--shares", "2,1", "--attention", "plain"),
 }  # fmt: skip
 
 

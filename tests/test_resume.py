@@ -12,6 +12,7 @@ STARTS = {
     "local steps": (3, DDP, "--wire", "local:4", "--shares", "3,2,1"),
     "ZeRO 1": (3, ZERO, "--stage", 1),
     "ZeRO 2": (2, ZERO, "--stage", 2),
+    "FSDP": (3, DDP, "--strategy", "fsdp"),
 }
 WAYS = [
     ("ZeRO 1", (3, ZERO, "--stage", 1), 0.0),  # the same ranks: bit for bit
@@ -21,7 +22,9 @@ WAYS = [
     ("DDP", (3, DDP), 0.0),
     ("local steps", (3, DDP, "--wire", "local:4", "--shares", "3,2,1"), 0.0),
     ("local steps", (2, DDP, "--wire", "local:4", "--shares", "2,1"), 0.1),
-    ("ZeRO 1", (2, DDP), 2e-6),
+    ("FSDP", (3, DDP, "--strategy", "fsdp"), 0.0),
+    ("FSDP", (2, ZERO, "--stage", 3), 2e-6),
+    ("ZeRO 1", (2, DDP, "--strategy", "fsdp"), 2e-6),
     ("DDP", (2, ZERO, "--stage", 2), 2e-6),
 ]
 

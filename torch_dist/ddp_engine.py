@@ -2,24 +2,15 @@
 
 import contextlib
 import gc
-import math
 import warnings
 
 import torch
 import torch.distributed as dist
+from group_engine import GroupEngine
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.engine import (
-    EngineBase,
-    Seating,
-    StepResult,
-    begin_copy,
-    gather,
-    gradient_norm,
-    sample_losses,
-    unscale_and_clip,
-)
+from motley.engine import Seating, sample_losses
 from motley.errors import MotleyError
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
@@ -28,7 +19,7 @@ from motley.senders import Bucket, Sender, make_sender
 from motley.wire import SIXTEEN, Sending
 
 
-class DdpEngine(EngineBase):
+class DdpEngine(GroupEngine):
     """Implements motley.engine.Engine.
 
     The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so the
@@ -42,10 +33,6 @@ class DdpEngine(EngineBase):
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         super().__init__(model, seating)
-        # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
-        # SGD's momentum would begin as whatever is in memory if the first step is skipped.
-        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
         self._overlap = seating.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
         self._sender = make_sender(seating.plan.wire, seating.device)
@@ -64,7 +51,7 @@ class DdpEngine(EngineBase):
         self._ddp.broadcast_buffers = False
         self._buckets: dict[int, Bucket] = {}
         self._sent = 0  # buckets, in a step
-        self._broken_off = False  # a backward pass in which DDP sends; DDP takes no other then
+        self._broken_off = False  # DDP takes no other backward pass then
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
 
@@ -116,48 +103,10 @@ class DdpEngine(EngineBase):
         self._sent = 0
         self.clock.lap("sync")
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engine.Engine."""
-        scale = self.scale.value
-        if self._copies:
-            torch.cuda.synchronize(self._seating.device)
-        norm = gradient_norm(self._parameters)
-        if self._short:
-            norm.fill_(math.nan)  # nobody steps
-        table = gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
-        norms = table[:, 1]
-        # All use rank 0's norm: unlike devices round differently, and a clip factor that
-        # differs in one bit would drive the ranks apart.
-        unscale_and_clip(self._parameters, norms[0], scale, self._seating.config.clip_grad)
-        copy, copied = begin_copy(table)
-        if self._skips_by_itself:
-            # Queued before the host knows: it waits for the table only, which is on its way
-            # already, and queues the next step while the GPU still works on this one.
-            self.optimizer.found_inf = (~norms.isfinite().all()).float().to(self._seating.device)
-            self.optimizer.step()
-            self._zero_gradients()
-        copied()
-        rows = copy.tolist()
-        overflow = not all(math.isfinite(row[1]) for row in rows)
-        short = self._tell_short([row[3] for row in rows])
-        if not self._skips_by_itself:
-            if not overflow:
-                self.optimizer.step()
-            self._zero_gradients()
-        if not short:
-            self.scale.update(overflow)
-        elif any(row[4] for row in rows):
+    def _settle(self, stepped: bool, broken_off: bool, factor: float) -> None:
+        if broken_off:
             self._wrap_anew()
-        self._sender.settle(not overflow and not short, self.scale.value / scale)
-        self.clock.lap("opt")
-        return StepResult(
-            loss_sum=math.fsum(row[0] for row in rows),
-            grad_norm=None if overflow else rows[0][1] / scale,
-            overflow=overflow,
-            loss_scale=scale,
-            ready_s=tuple(row[2] for row in rows),
-            short=short,
-        )
+        self._sender.settle(stepped, factor)
 
     def _wrap_anew(self) -> None:
         del self._ddp

@@ -28,7 +28,7 @@ def records_of(
             "micro_batches": plan.micro_batches,
             "wire": str(plan.wire),
             "overlaps": sending.overlaps,
-            "sends": [sending.once, sending.each, sending.gathers],
+            "sends": sending.numbers,
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },

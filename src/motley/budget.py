@@ -64,13 +64,16 @@ class Budget:
         )
 
 
-def checkpoint_bytes(net: nn.Module, config: Config, plan: Plan) -> float:
+def checkpoint_bytes(numbers: int, config: Config, plan: Plan) -> float:
     """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
-    and what PowerSGD does on each rank."""
+    and what PowerSGD does on each rank.
+
+    Args:
+        numbers: in the model.
+    """
     copies = 1 + _slots(config)
     if plan.wire.kind == "powersgd":
         copies += len(plan.counts)
-    numbers = sum(value.numel() for value in net.state_dict().values())
     return float(4 * copies * numbers)
 
 

@@ -8,12 +8,13 @@ on overflow. The loop owns data, plan, schedule, records and checkpoints.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from timm.optim._optim_factory import create_optimizer_v2
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from motley.clock import Clock
@@ -60,12 +61,15 @@ class Engine(Protocol):
         loss_weight: on each loss, besides the scale and 1/N: what undoes its own average.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
             and compute cannot be told from communication.
+        whole: each rank holds all parameters; else a part of them, and a pass through the model
+            is one of all ranks.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
     """
 
     loss_weight: int
     equal_micro_steps: bool
+    whole: bool
     clock: Clock
     optimizer: torch.optim.Optimizer
     scale: LossScale
@@ -168,10 +172,14 @@ def make_optimizer(net: nn.Module, config: Config) -> torch.optim.Optimizer:
 class EngineBase:
     """What is the same in both engines, whatever the wire between ranks.
 
-    An engine adds ``_accumulate``, which is :meth:`Engine.accumulate` with memory enough;
-    ``_abandon``, which puts what is not finite in its place when there was not; and ``_send``,
-    which sends what the others wait for and the last backward pass has not sent.
+    An engine adds ``sending``, of its :class:`EngineMaker`; ``_accumulate``, which is
+    :meth:`Engine.accumulate` with memory enough; ``_abandon``, which puts what is not finite in
+    its place when there was not; and ``_send``, which sends what the others wait for and the last
+    backward pass has not sent.
     """
+
+    sending: Sending
+    whole = True
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         self._model, self._seating = model, seating
@@ -217,6 +225,8 @@ class EngineBase:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
+        if not self.whole:
+            return self._evaluate_together(batch)
         try:
             return score(self._model, batch)
         except (RuntimeError, MemoryError) as error:
@@ -225,6 +235,33 @@ class EngineBase:
         release()
         middle = len(batch.labels) // 2
         return self.evaluate(batch[:middle]) + self.evaluate(batch[middle:])
+
+    def _evaluate_together(self, batch: Batch) -> Tensor:
+        if len(batch.labels):
+            return score(self._model, batch)
+        blank = self._model.blank_images(1)
+        score(self._model, Batch(blank, batch.labels.new_zeros(1), ()))
+        return torch.zeros(3, dtype=torch.float64, device=blank.device)
+
+    def _losses(self, forward: Callable[[Tensor], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Each sample's loss, fp32 [n], and their sum; where every pass communicates.
+
+        A rank without samples computes a blank image, times 0: only a real pass takes part in
+        all that the others do, in their order.
+        """
+        if not len(batch.labels):
+            logits = forward(self._model.blank_images(1))
+            return logits.new_empty(0), logits.sum() * 0.0
+        losses = sample_losses(forward(batch.images), batch, self._seating.config.smoothing)
+        return losses, losses.sum()
+
+    def _no_second_try(self, error: Exception, instead: str) -> NoReturn:
+        """Memory has ended in a pass that communicates: nobody can do the step again."""
+        found = shortage(error, self._seating.device)
+        raise MotleyError(
+            f"{found}; in a pass in which {self.sending.words}, so the step cannot be done again; "
+            f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
+        ) from error
 
     def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
         """:attr:`StepResult.short`, if any of ``ranks`` (one flag a rank) is; all call it."""
@@ -322,9 +359,16 @@ def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """2-norm of all gradients together, a scalar; not finite if any entry is not."""
+    """2-norm of all gradients together, a scalar; not finite if any entry is not.
+
+    Of sharded ones, of this rank's part.
+    """
+    return torch.nn.utils.get_total_norm(_gradients(parameters))
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(grads)
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 @torch.no_grad()
@@ -344,13 +388,22 @@ def unscale_and_clip(
     factor = torch.full_like(norm, 1 / scale)
     if most is not None:
         factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = _gradients(parameters)
     torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
 
 
 def model_state(net: nn.Module) -> dict[str, Tensor]:
     """``model.<name>``: parameters and buffers, on the CPU."""
-    return {f"model.{name}": value.detach().cpu() for name, value in net.state_dict().items()}
+    return {f"model.{name}": _on_cpu(value) for name, value in net.state_dict().items()}
+
+
+def _on_cpu(value: Tensor) -> Tensor:
+    """Whole; for a sharded one all ranks must ask."""
+    if isinstance(value, DTensor):
+        value = value.to(value.device_mesh.device_type)
+        whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
+        return whole.cpu()
+    return value.detach().cpu()
 
 
 def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
@@ -372,7 +425,7 @@ def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
 def optimizer_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """``optimizer.<parameter>.<slot>``, on the CPU; empty before the first step."""
     return {
-        f"optimizer.{name}.{slot}": torch.as_tensor(value).detach().cpu()
+        f"optimizer.{name}.{slot}": _on_cpu(torch.as_tensor(value))
         for name, parameter in net.named_parameters()
         for slot, value in optimizer.state.get(parameter, {}).items()
     }

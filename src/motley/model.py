@@ -1,5 +1,8 @@
 """timm's models, wrapped so that both engines see one module with one rule for dtypes."""
 
+import warnings
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import timm
@@ -7,6 +10,7 @@ import torch
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from motley.data import Images
 from motley.errors import MotleyError
@@ -68,7 +72,58 @@ def build_model(config: Config, images: Images) -> nn.Module:
                 f"--model {name} has batch statistics ({part_name}), which unequal shares would "
                 "make differ between ranks; choose a model with layer norm, such as a ViT"
             )
+    if config.grad_checkpointing:
+        recompute(net, config.grad_checkpointing.split(","))
     return net
+
+
+def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a timm model by name, in order: what is sharded and recomputed as one."""
+    return {
+        name: part for name, part in net.named_modules()
+        if name.split(".")[-2:-1] == ["blocks"]
+    }  # fmt: skip
+
+
+def recompute(net: nn.Module, names: Iterable[str]) -> None:
+    """Have modules keep their inputs alone, and compute the rest again in the backward pass.
+
+    Args:
+        names: paths, as in ``blocks.0.mlp``; or their last words, as in ``mlp``, for all such;
+            ``blocks``: each block.
+    """
+    parts = {name: part for name, part in net.named_modules() if name}
+    for name in names:
+        found = blocks_of(net) if name == "blocks" else {
+            path: part for path, part in parts.items() if name in (path, path.rsplit(".", 1)[-1])
+        }  # fmt: skip
+        if not found:
+            known = dict.fromkeys(
+                word for path in parts for word in (path.rsplit(".", 1)[-1], path)
+            )
+            raise MotleyError(
+                f"--grad-checkpointing {name}: the model has no such module{nearest(name, known)}; "
+                "without a name it takes all blocks"
+            )
+        for part in found.values():
+            # Not twice: then it would be computed three times.
+            if not isinstance(part.forward, partial):
+                part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+
+
+def set_attention(net: nn.Module, kind: str) -> None:
+    """Take this process's attention kernels for ``--attention``."""
+    parts: list[Any] = [part for part in net.modules() if hasattr(part, "fused_attn")]
+    if kind != "auto" and not parts:
+        raise MotleyError(
+            f"--attention {kind}: the model has no attention whose kernel can be chosen; leave it "
+            "at auto"
+        )
+    for part in parts:
+        part.fused_attn = kind != "plain" and part.fused_attn
+    only = {"fused": "flash", "efficient": "mem_efficient"}.get(kind)
+    for name in ("flash", "mem_efficient", "cudnn", "math"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(only in (None, name))
 
 
 class _Idle(torch.autograd.Function):
@@ -130,6 +185,21 @@ class Classifier(nn.Module):
     def blank_images(self, count: int) -> Tensor:
         """``count`` black images, uint8 [count, C, H, W], on the model's device."""
         return torch.zeros((count, *self._image), dtype=torch.uint8, device=self._mean.device)
+
+    def try_attention(self, kind: str) -> None:
+        """MotleyError if a kernel that the user has chosen cannot compute this model here."""
+        if kind not in ("fused", "efficient"):
+            return
+        with warnings.catch_warnings(record=True) as said, torch.no_grad():
+            warnings.simplefilter("always")
+            try:
+                self(self.blank_images(1))
+            except RuntimeError as error:
+                words = [str(warning.message).splitlines()[0] for warning in said]
+                raise MotleyError(
+                    f"--attention {kind} cannot compute this model on {self._mean.device}: "
+                    f"{'; '.join(words) or str(error).splitlines()[0]}. Take another one, or auto"
+                ) from None
 
     def noise_images(self, count: int) -> Tensor:
         """``count`` random images, always the same, uint8 [count, C, H, W], on the model's device.

@@ -9,6 +9,7 @@ from motley.launch import launched_rank, stop_usage
 from motley.spelling import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder", "synthetic")
+ATTENTION = ("auto", "fused", "efficient", "plain")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Config:
     precision: str
     loss_scale: str
     compile: bool
+    grad_checkpointing: str | None
+    attention: str
     seed: int
     run: str | None
     logs: str
@@ -55,6 +58,8 @@ class Config:
     log_interval: float
     gpu_log_interval: float
     tensorboard: bool
+    offload: str = "none"
+    strategy: str = "ddp"
     stage: int | None = None
     deepspeed_config: str | None = None
 
@@ -100,6 +105,22 @@ def training_parser(description: str) -> OneVoice:
         "--drop-path", type=_fraction, default=0.0, metavar="P", help="stochastic depth, default 0"
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    group.add_argument(
+        "--grad-checkpointing",
+        nargs="?",
+        const="blocks",
+        metavar="NAME,...",
+        help="compute activations again in the backward pass in place of keeping them: less "
+        "memory, up to a third more time. Of all blocks, or of modules of these names, as in "
+        "mlp,blocks.0.attn; default: of none",
+    )
+    group.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        default="auto",
+        help="torch's kernels: fused (flash, 16 bits on a GPU), efficient (memory-efficient, GPUs "
+        "alone), or plain, each product written out; auto (default): as torch chooses",
+    )
 
     group = parser.add_argument_group("data")
     group.add_argument(

@@ -11,7 +11,13 @@ from motley.errors import MotleyError
 from motley.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.launch import World
 from motley.links import Links
-from motley.model import Classifier, build_model, image_size, set_matmul_precision
+from motley.model import (
+    Classifier,
+    build_model,
+    image_size,
+    set_attention,
+    set_matmul_precision,
+)
 from motley.options import Config
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
@@ -36,7 +42,10 @@ def open_parts(team: Team, config: Config) -> Parts | None:
     set_matmul_precision(precision)
     images = load_images(config, img_size)
     net = build_model(config, images)
-    return Parts(images, Classifier(net, images, img_size, precision, team.device))
+    set_attention(net, config.attention)
+    model = Classifier(net, images, img_size, precision, team.device)
+    model.try_attention(config.attention)
+    return Parts(images, model)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ def plan_batch(
     """
     sending = sending or Sending()
     asked = parse_wire(config.wire)
-    _check_wire(asked, team, sending)
+    _check_engine(asked, team, sending)
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
@@ -103,12 +112,17 @@ def plan_batch(
     return team, planned
 
 
-def _check_wire(asked: WireMode | None, team: Team, sending: Sending) -> None:
-    """MotleyError if the engine, or so few ranks, cannot do what ``--wire`` asks for."""
+def _check_engine(asked: WireMode | None, team: Team, sending: Sending) -> None:
+    """MotleyError if the engine cannot do these ranks, or it or they what ``--wire`` asks for."""
+    if team.is_mixed and not sending.mixed:
+        raise MotleyError(
+            f"{sending.words}; GPUs and CPUs together cannot. Leave out one kind with --hosts, or "
+            "train with torch_dist/train_vit.py --strategy ddp"
+        )
     if asked is not None and not sending.can(asked):
         raise MotleyError(
-            f"--wire {asked}: DeepSpeed sends gradients as they are or rounded, in a ring; choose "
-            "exact, bf16 or fp16, or train with torch_dist/train_vit.py"
+            f"--wire {asked}: {sending.words}, as they are or rounded, in a ring; choose exact, "
+            "bf16 or fp16, or train with torch_dist/train_vit.py --strategy ddp"
         )
     if asked is not None and asked.kind == "powersgd" and team.is_mixed:
         raise MotleyError(
@@ -272,7 +286,7 @@ def _plan_before(
     wire = parse_wire(plan.get("wire", "auto"))
     if wire is None or plan.get("overlaps") != sending.overlaps:  # or of an older version
         return None
-    if plan.get("sends") != [sending.once, sending.each, sending.gathers]:
+    if plan.get("sends") != sending.numbers:
         return None
     speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])

@@ -275,6 +275,7 @@ def _place(team: Team, config: Config) -> tuple[Path, dict[str, Any]]:
         "cores": len(os.sched_getaffinity(0)), "model": config.model,
         "img_size": image_size(config), "dataset": config.dataset, "opt": config.opt,
         "compile": config.compile, "most": config.batch_size, "versions": versions(),
+        "grad_checkpointing": config.grad_checkpointing, "attention": config.attention,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"speed-{digest[:20]}.json", key

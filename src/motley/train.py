@@ -47,6 +47,7 @@ class Job:
     """Everything that training needs, made once by :func:`assemble`.
 
     Attributes:
+        numbers: in the model, its buffers included.
         last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
         saved_config: what a checkpoint keeps of the options.
         notes: what was found while it was made, for the records.
@@ -61,6 +62,7 @@ class Job:
     engine: Engine
     schedule: CosineLRScheduler
     checkpoints: Checkpoints
+    numbers: int
     last_step: int
     save_every: int
     saved_config: dict[str, Any]
@@ -136,7 +138,8 @@ def assemble(
         scale.value = search_scale(team, loader, model, plan, config.smoothing)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
-    engine = make_engine(
+    numbers = sum(value.numel() for value in model.net.state_dict().values())
+    engine = make_engine(  # some leave no rank a whole parameter
         model, Seating(config, team.rank, team.size, team.device, team.precisions, scale, plan)
     )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
@@ -147,7 +150,7 @@ def assemble(
     return Job(
         config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, steps_an_epoch),
-        checkpoints=Checkpoints(run.folder.checkpoints, config.keep),
+        checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
         last_step=min(total_steps, config.max_steps or total_steps),
         save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
@@ -166,7 +169,7 @@ def budget_of(job: Job, position: Position, planned: Planned) -> Budget:
     saves = last // every - position.step // every + (last % every > 0) if every else 0
     return Budget(
         last - position.step, planned.forecast.step_s if planned.forecast else None,
-        checkpoint=checkpoint_bytes(job.model.net, job.config, job.plan),
+        checkpoint=checkpoint_bytes(job.numbers, job.config, job.plan),
         saves=saves if last > position.step else 0, keep=job.config.keep,
         there=len(job.checkpoints.found(position.step)),
         free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,
@@ -286,8 +289,13 @@ def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> No
 def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> str:
     """What to say where skipping steps can help no more: which layer overflows, on which samples.
 
-    All ranks compute the step again, and say the same.
+    All ranks compute the step again, and say the same; not where nobody can do it alone.
     """
+    if not job.engine.whole:
+        return (
+            f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the "
+            "losses are; lower --lr, set --clip-grad 1.0, or give another --precision"
+        )
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     factor = result.loss_scale * job.engine.loss_weight / part.global_batch
     try:
@@ -360,7 +368,11 @@ def advance(position: Position, samples: int, epoch_samples: int) -> Position:
 
 
 def keep_same(job: Job, recorder: Recorder, position: Position) -> None:
-    """Check that all ranks hold the same parameters; if not, say so and give them the first's."""
+    """Check that all ranks hold the same parameters; if not, say so and give them the first's.
+
+    Where each holds a part alone, there is nothing to compare."""
+    if not job.engine.whole:
+        return
     if drift := drifted(job.model.net):
         first, ranks = job.members[0].rank, [job.members[rank].rank for rank in drift]
         recorder.note(

@@ -89,7 +89,9 @@ class Sending:
         overlaps: send them while the backward pass still runs.
         kinds: of WireMode. leaf: spare one slow link.
         once, each: all-reduces of the gradient that a step takes, and each of its micro-batches.
-        gathers: all-reduces as long as it takes to gather parameters, in fp32, after a step.
+        gathers, gathers_each: all-reduces as long as it takes to gather parameters, in fp32,
+            after a step, and in each of its micro-batches.
+        mixed: whether GPUs and CPUs can do it together.
         words: how it sends, for the user.
         others: engines that send otherwise, by what a user writes to have them.
     """
@@ -100,6 +102,8 @@ class Sending:
     once: float = 1.0
     each: float = 0.0
     gathers: float = 0.0
+    gathers_each: float = 0.0
+    mixed: bool = True
     words: str = "gradients are sent while the backward pass still runs"
     others: Mapping[str, "Sending"] = field(default_factory=dict)
 
@@ -109,11 +113,16 @@ class Sending:
 
     def through(self, wire: "Wire", mode: WireMode) -> "Wire":
         """What was measured of a mode, as the engine uses it."""
-        gathers = self.gathers * (2 if mode.kind in SIXTEEN else 1)
+        wide = 2 if mode.kind in SIXTEEN else 1
         return dataclasses.replace(
-            wire, overlaps=wire.overlaps and self.overlaps, once=self.once + gathers,
-            each=self.each,
+            wire, overlaps=wire.overlaps and self.overlaps, once=self.once + wide * self.gathers,
+            each=self.each + wide * self.gathers_each,
         )  # fmt: skip
+
+    @property
+    def numbers(self) -> list[float]:
+        """What a forecast depends on, for the records."""
+        return [self.once, self.each, self.gathers, self.gathers_each]
 
 
 EXACT, BF16 = WireMode(), WireMode("bf16")

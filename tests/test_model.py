@@ -1,0 +1,80 @@
+"""The model's options: what is recomputed, and with which attention kernel."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from motley.data import load_images
+from motley.errors import MotleyError
+from motley.model import Classifier, blocks_of, build_model, recompute, set_attention
+from motley.options import read_config, training_parser
+
+
+def classifier(*words: str) -> Classifier:
+    config = read_config(training_parser(""), words)
+    images = load_images(config, 8)
+    return Classifier(build_model(config, images), images, 8, "fp32", torch.device("cpu"))
+
+
+def gradient_and_kept(model: Classifier) -> tuple[torch.Tensor, int]:
+    """The gradient of the sum of all logits; and numbers kept for the backward pass."""
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(model.noise_images(16)).square().sum()
+    loss.backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return gradient, kept
+
+
+@pytest.mark.parametrize(
+    ("words", "at_most"),
+    [(["--grad-checkpointing"], 0.3), (["--grad-checkpointing", "mlp,blocks.0.attn"], 0.8)],
+    ids=["blocks", "by name"],
+)
+def test_what_is_recomputed_is_not_kept_and_changes_nothing(
+    words: Sequence[str], at_most: float
+) -> None:
+    whole, kept = gradient_and_kept(classifier())
+    again, less = gradient_and_kept(classifier(*words))
+    assert torch.equal(again, whole)
+    assert less < at_most * kept
+
+
+def test_what_is_named_twice_is_wrapped_once() -> None:
+    net = classifier().net
+    recompute(net, ["blocks", "blocks.1"])
+    inner = blocks_of(net)["blocks.1"].forward
+    recompute(net, ["blocks.1"])
+    assert blocks_of(net)["blocks.1"].forward is inner
+
+
+def test_an_unknown_module_is_answered_with_the_nearest() -> None:
+    with pytest.raises(MotleyError, match=r"no such module \(nearest: blocks.0.mlp"):
+        classifier("--grad-checkpointing", "block.0.mlp")
+
+
+def test_attention_kernels_compute_the_same_and_are_refused_where_they_cannot() -> None:
+    model = classifier()
+    images, usual = model.noise_images(9), {}
+    try:
+        for kind in ("auto", "fused", "plain"):
+            set_attention(model.net, kind)
+            model.try_attention(kind)
+            usual[kind] = model(images)
+        assert torch.allclose(usual["fused"], usual["auto"], atol=1e-5)
+        assert torch.allclose(usual["plain"], usual["auto"], atol=1e-5)
+        model = classifier()
+        set_attention(model.net, "efficient")
+        with pytest.raises(MotleyError, match=r"--attention efficient cannot compute .* on cpu"):
+            model.try_attention("efficient")
+        with pytest.raises(MotleyError, match="no attention whose kernel"):
+            set_attention(torch.nn.Linear(2, 2), "plain")
+    finally:
+        set_attention(model.net, "auto")

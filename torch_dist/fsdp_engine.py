@@ -1,0 +1,89 @@
+"""The FSDP engine: torch's fully_shard, block by block, with unequal shares.
+
+Each rank keeps a part of every parameter, of its gradient and of the optimizer's memory. A block's
+parameters are gathered before it computes, forward and backward, and its gradient is scattered
+after it; so every micro-batch communicates, and all ranks take equally many.
+"""
+
+from typing import Any
+
+from group_engine import GroupEngine
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from motley.engine import Seating, model_state, optimizer_state
+from motley.memory import out_of_memory
+from motley.model import AUTOCAST, Classifier, blocks_of
+from motley.sampler import Batch
+from motley.wire import SIXTEEN, Sending
+
+
+class FsdpEngine(GroupEngine):
+    """Implements motley.engine.Engine.
+
+    FSDP averages gradients over ranks, so each loss carries a factor W/N. With ``--wire bf16``
+    or ``fp16`` gradients are scattered in that, and parameters gathered in it too where all ranks
+    compute in it anyway.
+    """
+
+    sending = Sending(
+        overlaps=False, kinds=("exact", *SIXTEEN), leaf=False, mixed=False, once=0.0, each=1.5,
+        words="FSDP gathers parameters and scatters gradients in each micro-batch",
+        others={"--strategy ddp, if memory allows,": Sending()},
+    )  # fmt: skip
+    equal_micro_steps = True
+    whole = False
+
+    def __init__(self, model: Classifier, seating: Seating) -> None:
+        self.loss_weight = seating.size
+        self._mesh = init_device_mesh(seating.device.type, (seating.size,))
+        kind = seating.plan.wire.kind
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=AUTOCAST[kind] if set(seating.precisions) == {kind} else None,
+                reduce_dtype=AUTOCAST[kind] if kind in SIXTEEN else None,
+            ),
+        }
+        if seating.config.offload == "parameters":
+            options["offload_policy"] = CPUOffloadPolicy()
+        for block in blocks_of(model.net).values():
+            fully_shard(block, **options)
+        fully_shard(model.net, **options)
+        super().__init__(model, seating)  # its optimizer is to have the sharded parameters
+
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+        try:
+            losses, total = self._losses(self._model, batch)
+            (total * (self.scale.value * self.loss_weight / n_global)).backward()
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error):
+                self._no_second_try(error, "--strategy ddp")
+            raise
+        self.clock.lap("compute")
+        return losses.detach()
+
+    def _norm(self, norms: Tensor) -> Tensor:
+        return norms.square().sum().sqrt()  # each rank's is of its part
+
+    def state(self) -> dict[str, Tensor]:
+        """See motley.engine.Engine."""
+        net = self._model.net
+        state = model_state(net) | optimizer_state(net, self.optimizer)
+        return state if self._seating.rank == 0 else {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """See motley.engine.Engine."""
+        parameters = dict(self._model.net.named_parameters())
+
+        def share(key: str, value: Tensor) -> Tensor:
+            kind, _, name = key.partition(".")
+            own = parameters.get(name if kind == "model" else name.rpartition(".")[0])
+            if not isinstance(own, DTensor) or own.shape != value.shape:
+                return value
+            part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
+            return part.to(own.device)
+
+        super().load_state({key: share(key, value) for key, value in state.items()})

@@ -1,0 +1,91 @@
+"""The step that DDP and FSDP share: all ranks take it together, or none does."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from motley.engine import (
+    EngineBase,
+    Seating,
+    StepResult,
+    begin_copy,
+    gather,
+    gradient_norm,
+    unscale_and_clip,
+)
+from motley.model import Classifier
+
+
+class GroupEngine(EngineBase):
+    """What remains of motley.engine.Engine is how gradients are made and added up."""
+
+    def __init__(self, model: Classifier, seating: Seating) -> None:
+        super().__init__(model, seating)
+        # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
+        # SGD's momentum would begin as whatever is in memory if the first step is skipped.
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
+        self._broken_off = False  # a backward pass that communicates
+
+    def _norm(self, norms: Tensor) -> Tensor:
+        """Of the gradient, a scalar, from what each rank found, fp64 [ranks].
+
+        All use rank 0's: unlike devices round differently, and a clip factor that differs in
+        one bit would drive the ranks apart.
+        """
+        return norms[0]
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    def _settle(self, stepped: bool, broken_off: bool, factor: float) -> None:
+        """After a step.
+
+        Args:
+            stepped: it was taken. broken_off: on some rank a backward pass was.
+            factor: of the loss scale, from this step to the next.
+        """
+
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+        """See motley.engine.Engine."""
+        scale = self.scale.value
+        if self._copies:
+            torch.cuda.synchronize(self._seating.device)
+        norm = gradient_norm(self._parameters)
+        if self._short:
+            norm.fill_(math.nan)  # nobody steps
+        table = gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
+        norms = table[:, 1]
+        unscale_and_clip(self._parameters, self._norm(norms), scale, self._seating.config.clip_grad)
+        copy, copied = begin_copy(table)
+        if self._skips_by_itself:
+            # Queued before the host knows: it waits for the table only, which is on its way
+            # already, and queues the next step while the GPU still works on this one.
+            found_inf = (~norms.isfinite().all()).float()
+            self.optimizer.found_inf = found_inf.to(self._parameters[0].device)
+            self.optimizer.step()
+            self._zero_gradients()
+        copied()
+        rows = copy.tolist()
+        overflow = not all(math.isfinite(row[1]) for row in rows)
+        short = self._tell_short([row[3] for row in rows])
+        if not self._skips_by_itself:
+            if not overflow:
+                self.optimizer.step()
+            self._zero_gradients()
+        if not short:
+            self.scale.update(overflow)
+        self._settle(
+            not overflow and not short,
+            bool(short) and any(row[4] for row in rows), self.scale.value / scale,
+        )  # fmt: skip
+        self.clock.lap("opt")
+        return StepResult(
+            loss_sum=math.fsum(row[0] for row in rows),
+            grad_norm=None if overflow else float(self._norm(copy[:, 1])) / scale,
+            overflow=overflow,
+            loss_scale=scale,
+            ready_s=tuple(row[2] for row in rows),
+            short=short,
+        )
