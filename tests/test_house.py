@@ -13,7 +13,8 @@ PURE = {
     "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "network",
     "rebalance",
     "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
-    "leftovers", "at_once", "login", "shell", "remote", "leases", "shards",
+    "leftovers", "at_once", "login", "shell", "remote", "leases", "shards", "matrix", "outcome",
+    "baselines",
 }  # fmt: skip
 LAUNCH = {"faults", "vigil", "escort", "lifeline", "launch", "traffic"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from motley.baselines import BaselineFolder, read_rows
 from motley.gpu_records import LAB_GPU_COLUMNS
+from motley.hosts import Host
+from motley.matrix import read_matrix
 from motley.records import EpochRecord, RunFolder, StepRecord
 
 ROOT = Path(__file__).parent.parent
@@ -200,3 +203,39 @@ print(json.dumps({
         for gpu in range(2)
     }
     assert found["lines"] == 4
+
+
+def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
+    hosts = (Host("a"), Host("b"))
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts)
+    folder = BaselineFolder(tmp_path / "strong")
+    folder.claim(matrix)
+    for cell in (*matrix.references, *matrix.cells):
+        run = write_run(folder.attempt(cell, 0).path)
+        run.update_run(plan={"forecast": {"limit_s": 0.4 / cell.hosts}})
+        folder.output(cell, 0).write_text("")
+        folder.end(cell, 0, 0, 5.0)
+    folder.output(matrix.cells[0], 1).write_text("motley: rank 0 on a: CUDA out of memory")
+    folder.end(matrix.cells[0], 1, 1, 5.0)
+    rows = read_rows(folder)
+    assert [row.outcome for row in rows] == ["done", "out of memory", "done"]
+    assert rows[2].limit_images_per_s == pytest.approx(128 / 0.2)
+    assert rows[2].comm_s == pytest.approx(0.03) and rows[2].spread == 0.0
+    (folder.attempt(matrix.cells[1], 0).path / "steps.rank0.jsonl").open("a").write('{"step": 6')
+    done = python("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")
+    assert done.returncode == 0 and "is cut short" in done.stdout, done.stderr
+    assert_picture(tmp_path / "pictures" / "strong.baselines.png")
+
+
+def test_the_labs_old_folders_give_a_scaling_picture(tmp_path: Path) -> None:
+    for gpus in (1, 3, 5):
+        write_lab_log(tmp_path / f"{gpus}_GPUs" / "p1_b16_e5")
+    (tmp_path / "4_GPUs" / "p1_b16_e5").mkdir(parents=True)
+    (tmp_path / "4_GPUs" / "p1_b16_e5" / "metrics.csv").write_text("nothing,known\n1,2\n")
+    done = python("plots/plot_baselines.py", tmp_path)
+    assert done.returncode == 0 and "4_GPUs" in done.stderr, done.stderr
+    assert_picture(tmp_path / "strong_scaling.png")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = python("plots/plot_baselines.py", empty)
+    assert done.returncode == 2 and "measure first" in done.stderr

@@ -27,6 +27,7 @@ class Fault:
         details: the traceback; empty for an error that the user is meant to read.
         echo: it may be the consequence of another rank's failure.
         code: exit status of the job.
+        doing: what the rank last said that it did, as "computing".
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Fault:
     details: str = ""
     echo: bool = False
     code: int = 1
+    doing: str = ""
 
     def line(self) -> str:
         """The one line that a user reads."""

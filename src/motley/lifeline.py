@@ -355,6 +355,8 @@ class Lifeline:
         return self._pending is not None and self._pending[1].rank == peer.rank
 
     def _condemn(self, fault: Fault) -> NoReturn:
+        did = {peer.rank: peer.pulse.doing for peer in self._ranks()}
+        fault = replace(fault, doing=did.get(fault.rank, ""))
         with contextlib.suppress(Exception):  # the job must end, whatever the recorder does
             self.on_fault(fault)
         if fault.details:

@@ -45,6 +45,8 @@ class Recorder:
         self._epochs = run.folder.epochs() if rank == 0 else None
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
+        if team.device.type == "cuda":  # what was measured for the plan does not count
+            torch.cuda.reset_peak_memory_stats(team.device)
         self._tells_sync = tells_sync
         self._pending: tuple[StepRecord, Laps] | None = None
         self._started = time.monotonic()
@@ -143,12 +145,17 @@ class Recorder:
             self._run.event(kind, text=text, **content)
             self._reporter.say(text)
 
-    def result(self, evaluated: EpochRecord) -> dict[str, Any]:
-        """What run.json says of a finished run."""
+    def result(self, evaluated: EpochRecord, epoch_samples: int) -> dict[str, Any]:
+        """What run.json says of a finished run.
+
+        Args:
+            epoch_samples: that are trained on in an epoch.
+        """
         seconds = time.monotonic() - self._started
         return {
             "top1": evaluated.top1, "loss": evaluated.loss, "steps": evaluated.step,
             "seconds": seconds, "images_per_s": self._samples / seconds,
+            "epoch_samples": epoch_samples,
         }  # fmt: skip
 
     def __exit__(self, *_: object) -> None:

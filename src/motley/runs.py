@@ -128,7 +128,10 @@ class Run:
         """Record the first cause of the end, where this rank sees the run's records."""
         if not (self.folder.path / "run.json").exists():
             return
-        fields = {"rank": fault.rank, "host": fault.host, "step": fault.step, "error": fault.error}
+        fields = {
+            "rank": fault.rank, "host": fault.host, "step": fault.step, "doing": fault.doing,
+            "error": fault.error,
+        }  # fmt: skip
         self.folder.event("fault", **fields, details=fault.details)
         self.folder.update_run(status="failed", failure=fields, ended=time.time())
 

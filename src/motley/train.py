@@ -120,7 +120,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     say("leaving", PATIENCE)
     leave_team()
     if team.rank == 0:
-        run.tell_result(recorder.result(evaluated))
+        run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
     run.finish()
 
 

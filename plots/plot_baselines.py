@@ -1,0 +1,225 @@
+"""Draw what baseline_measure.py found: speed against the limit, scaling, loss against time.
+
+    python plots/plot_baselines.py baselines/strategies              # beside its results.csv
+    python plots/plot_baselines.py baselines/ --out pictures
+    python plots/plot_baselines.py old_logs/                         # 5_GPUs/p1_b16_e10/metrics.csv
+
+Exit code: 0, or 2 if there is nothing to draw.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import command
+import numpy as np
+import style
+from baseline_logs import OldRun, old_runs
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from motley.baselines import BaselineFolder, Row, read_rows
+from motley.errors import MotleyError
+from motley.outcome import DONE
+
+RATE, LIMIT = "#77AADD", "#333333"
+# What a step loses against the limit, as in the pictures of single runs.
+LOST = {
+    "wait_s": ("waiting for the slowest rank", "#EEDD88"),
+    "comm_s": ("communication", "#EE8866"),
+    "data_s": ("waiting for images", "#DDDDDD"),
+    "rest": ("slower compute, optimizer", "#BBCC99"),
+    "both": ("compute and communication, which cannot be told apart", "#CC99BB"),
+}
+
+
+def lost(row: Row) -> dict[str, float]:
+    """Images/s that are missing to the limit, by where the time went; they sum to all of it."""
+    if not row.images_per_s or not row.fraction_of_limit:
+        return {}
+    limit = row.images_per_s / row.fraction_of_limit
+    missing = limit - row.images_per_s
+    if missing <= 0:
+        return {}
+    step_s = row.batch / row.images_per_s
+    gap_s = step_s - row.batch / limit
+    parts = {name: getattr(row, name) or 0.0 for name in ("wait_s", "comm_s", "data_s")}
+    left = "both" if row.comm_s is None else "rest"
+    parts[left] = max(0.0, gap_s - sum(parts.values()))
+    whole = sum(parts.values())
+    return {name: missing * part / whole for name, part in parts.items()}
+
+
+def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
+    """A bar a cell up to what it reached, what it lost on top, and a mark at the limit."""
+    shown: dict[str, str] = {}
+    most = max(((row.images_per_s or 0) / (row.fraction_of_limit or 1) for row in rows), default=1)
+    for place, row in enumerate(rows):
+        if row.outcome != DONE and row.images_per_s is None:
+            ax.text(0.01 * most, place, f"{row.outcome}{f', {row.when}' if row.when else ''}",
+                    va="center", color="#AA3311")  # fmt: skip
+            continue
+        end = row.images_per_s or 0.0
+        half = (row.spread or 0.0) * end / 2
+        ax.barh(place, end, height=0.66, color=RATE, xerr=half or None,
+                error_kw={"ecolor": "0.4", "elinewidth": 1, "capsize": 2})  # fmt: skip
+        words = f"{end:,.0f} images/s"
+        if row.fraction_of_limit:
+            words += f", {row.fraction_of_limit:.2f} of the limit"
+        for name, part in lost(row).items():
+            label, colour = LOST[name]
+            ax.barh(place, part, left=end, height=0.66, color=colour,
+                    label="" if label in shown else label)  # fmt: skip
+            shown[label] = colour
+            end += part
+        if row.fraction_of_limit and row.images_per_s:
+            limit = row.images_per_s / row.fraction_of_limit
+            ax.plot([limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
+                    label="" if "limit" in shown else "limit: the sum of the hosts")  # fmt: skip
+            shown["limit"] = LIMIT
+            end = max(end, limit)
+        ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
+    ax.set_yticks(range(len(rows)), [title_of(row) for row in rows])
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False, axis="y")
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.38 * most)
+    style.label_axes(ax, "images/s", "")
+    if shown:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.2, borderpad=0)
+
+
+def title_of(row: Row) -> str:
+    """The cell's name, and what it is of where the name does not say."""
+    hosts = "1 host" if row.machines == 1 else f"{row.machines} hosts"
+    return f"{row.name}\n{row.precision}, {hosts}, batch {row.batch}"
+
+
+def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that differ in the number of hosts alone, two of them or more; by what they have in
+    common. In weak scaling the batch grows with the hosts."""
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.images_per_s:
+            groups[row.strategy, row.precision, row.checkpointing, row.options].append(row)
+    found = {}
+    for key, group in groups.items():
+        each = {row.machines: row for row in sorted(group, key=lambda row: row.batch)}
+        if len(each) > 1:
+            name = ", ".join(str(word) for word in key if word)
+            found[name] = [each[count] for count in sorted(each)]
+    return found
+
+
+def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
+    """Images/s against hosts, and what unequal hosts can do at best: not so many times one."""
+    for number, (name, rows) in enumerate(series.items()):
+        hosts = [row.machines for row in rows]
+        rates = [row.images_per_s or np.nan for row in rows]
+        limits = [rate / row.fraction_of_limit if row.fraction_of_limit else np.nan
+                  for rate, row in zip(rates, rows, strict=True)]  # fmt: skip
+        spread = [(row.spread or 0) * rate / 2 for rate, row in zip(rates, rows, strict=True)]
+        colour = style.HOST_COLOURS[number % len(style.HOST_COLOURS)]
+        ax.errorbar(hosts, rates, yerr=spread, marker="o", capsize=2, color=colour, label=name)
+        ax.plot(hosts, limits, linestyle="--", color=colour, label=f"{name}: sum of the hosts")
+        for host, rate, row in zip(hosts, rates, rows, strict=True):
+            if row.fraction_of_limit:
+                ax.annotate(f"{row.fraction_of_limit:.2f}", (host, rate), (0, -12), ha="center",
+                            textcoords="offset points", fontsize=8)  # fmt: skip
+    weak = any(len({row.batch for row in rows}) > 1 for rows in series.values())
+    ax.set_xticks(sorted({row.machines for rows in series.values() for row in rows}))
+    batch = "as many images for each" if weak else "the same batch"
+    style.label_axes(ax, f"hosts, {batch}", "images/s", zero=True)
+    style.legend_above(ax)
+
+
+def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
+    """Loss against images and against time, the first run of each cell that is done."""
+    drawn = 0
+    for cell in folder.matrix_cells():
+        done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
+        lines = max(done[0].read_steps().values(), key=len, default=[]) if done else []
+        lines = [line for line in lines if line["loss"] is not None]
+        if not lines:
+            continue
+        images = np.cumsum([line["n_global"] for line in lines])
+        seconds = np.array([line["time"] - lines[0]["time"] for line in lines])
+        again, colour = divmod(drawn, len(style.HOST_COLOURS))
+        look = {"color": style.HOST_COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4]}
+        drawn += 1
+        for ax, x in zip(axes, (images, seconds), strict=True):
+            ax.plot(x, [line["loss"] for line in lines], label=cell.name, **look)
+    style.label_axes(axes[0], "images", "loss")
+    style.label_axes(axes[1], "seconds since the first step", "")
+    axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def draw_folder(folder: BaselineFolder) -> Figure:
+    """The picture of one matrix."""
+    rows = read_rows(folder)
+    if not rows:
+        raise MotleyError(f"{folder.path} holds no run that has ended; left out")
+    series = series_of(rows)
+    heights = [1.2 + 0.46 * len(rows), *([3.4] if series else []), 3.2]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    parts[0].suptitle(f"{folder.path.resolve().name}: {len(rows)} ways to train")
+    draw_rates(parts[0].subplots(), rows)
+    if series:
+        draw_scaling(parts[1].subplots(), series)
+    draw_losses(parts[-1].subplots(1, 2, sharey=True), folder)
+    return figure
+
+
+def draw_old(runs: Sequence[OldRun]) -> Figure:
+    """Strong scaling of the lab's old logs: an epoch's time by the GPUs that took part."""
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    ax = figure.subplots()
+    groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        groups[run.configuration][run.gpus].append(run.epoch_s)
+    for number, (name, by_gpus) in enumerate(sorted(groups.items())):
+        counts = sorted(by_gpus)
+        seconds = [float(np.median(by_gpus[count])) for count in counts]
+        colour = style.HOST_COLOURS[number % len(style.HOST_COLOURS)]
+        ax.plot(counts, seconds, marker="o", color=colour, label=name)
+        ideal = [seconds[0] * counts[0] / count for count in counts]
+        ax.plot(counts, ideal, linestyle="--", color=colour,
+                label="" if number else "as many times faster, if all were equal")  # fmt: skip
+        for count, second in zip(counts, seconds, strict=True):
+            ax.annotate(f"{seconds[0] / second:.2f} x", (count, second), (0, 6), ha="center",
+                        textcoords="offset points", fontsize=8)  # fmt: skip
+    ax.set_xticks(sorted({run.gpus for run in runs}))
+    style.label_axes(ax, "GPUs", "an epoch (s)", zero=True)
+    ax.margins(y=0.12)
+    style.legend_above(ax)
+    return figure
+
+
+def draw(paths: list[Path], out: Path | None) -> int:
+    """Draw every matrix and all old logs together; return the exit code."""
+    folders = {file.parent: BaselineFolder(file.parent)
+               for path in paths for file in sorted(path.rglob("matrix.json"))}  # fmt: skip
+    old = old_runs(paths)
+    if not folders and not old:
+        raise MotleyError(
+            f"no matrix.json and no 5_GPUs/.../metrics.csv under {', '.join(map(str, paths))}: "
+            "measure first, for example: python torch_dist/baseline_measure.py --matrix precision"
+        )
+    code = 2
+    if folders:
+        code = command.draw_all(
+            folders, lambda path: draw_folder(folders[path]), "baselines.png", out
+        )
+    if old:
+        path = (out or paths[0]) / "strong_scaling.png"
+        command.save(draw_old(old), path)
+        print(path)
+        code = 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_script(__doc__ or "", draw))

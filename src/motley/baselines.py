@@ -1,0 +1,386 @@
+"""The results of a matrix: its folder, what was measured in each cell, and the table. Pure.
+
+matrix.json            what is measured; another matrix may not write here
+cells/<cell>.<k>/      the run folder of repeat k; output.log and outcome.json beside
+results.csv, results.md
+"""
+
+import csv
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from motley.errors import MotleyError
+from motley.gpu_records import read_gpu_log
+from motley.matrix import REFERENCE, Cell, Matrix
+from motley.outcome import DONE, Outcome, judge
+from motley.records import JsonDict, RunFolder, find_gpu_logs
+
+PARTS = ("data", "compute", "wait", "comm", "opt")
+_WARM = 1 / 3  # of a run's steps come before those that count
+_LEAK_MIB, _LEAK_PART = 8.0, 0.01  # what memory may grow by in a run, whichever is more
+
+
+class BaselineFolder:
+    """Where the results of one matrix are."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.cells = self.path / "cells"
+
+    def claim(self, matrix: Matrix) -> None:
+        """Take the folder for this matrix; MotleyError if it is another's."""
+        file, ours = self.path / "matrix.json", matrix.as_json()
+        if file.exists():
+            theirs = _read_json(file)
+            kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
+            clashes = [key for key in ("steps", "options") if theirs.get(key) != ours[key]] + [
+                cell["name"] for cell in ours["cells"] if kept.get(cell["name"], cell) != cell
+            ]
+            if clashes:
+                raise MotleyError(
+                    f"{self.path} holds the results of another matrix, which differs in "
+                    f"{', '.join(clashes[:4])}; choose another folder with --out"
+                )
+            ours["cells"] = [*{**kept, **{cell["name"]: cell for cell in ours["cells"]}}.values()]
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise MotleyError(
+                f"{self.path} holds something else than a matrix's results; choose another folder "
+                "with --out"
+            )
+        self.cells.mkdir(parents=True, exist_ok=True)
+        _write_json(file, ours)
+
+    def matrix_cells(self) -> list[Cell]:
+        """All cells whose results are kept here, references too."""
+        content = _read_json(self.path / "matrix.json")
+        return [
+            Cell(**{**cell, "options": tuple(cell["options"])}) for cell in content["cells"]
+        ]  # fmt: skip
+
+    def attempt(self, cell: Cell, repeat: int) -> RunFolder:
+        """The run folder of one repeat."""
+        return RunFolder(self.cells / f"{cell.name}.{repeat}")
+
+    def output(self, cell: Cell, repeat: int) -> Path:
+        """What it printed."""
+        return self.cells / f"{cell.name}.{repeat}.log"
+
+    def _outcome(self, cell: Cell, repeat: int) -> Path:
+        return self.cells / f"{cell.name}.{repeat}.json"
+
+    def end(self, cell: Cell, repeat: int, status: int | None, seconds: float) -> Outcome:
+        """Judge a repeat that has ended, and keep that: it is not run again."""
+        folder = self.attempt(cell, repeat)
+        output = self.output(cell, repeat).read_text(errors="replace")
+        outcome = judge(
+            status, output, folder.read_run(), folder.read_steps(), folder.read_events(), seconds
+        )
+        _write_json(self._outcome(cell, repeat), asdict(outcome))
+        return outcome
+
+    def outcome(self, cell: Cell, repeat: int) -> Outcome | None:
+        """How a repeat ended; None if it has not."""
+        file = self._outcome(cell, repeat)
+        return Outcome(**_read_json(file)) if file.exists() else None
+
+    def repeats(self, cell: Cell) -> list[tuple[RunFolder, Outcome]]:
+        """Those that have ended, in order."""
+        found: list[tuple[RunFolder, Outcome]] = []
+        while outcome := self.outcome(cell, len(found)):
+            found.append((self.attempt(cell, len(found)), outcome))
+        return found
+
+    def write_rows(self, rows: Sequence["Row"]) -> tuple[Path, Path]:
+        """Write results.csv and results.md."""
+        table, text = self.path / "results.csv", self.path / "results.md"
+        with table.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({k: "" if v is None else v for k, v in asdict(row).items()})
+        text.write_text(f"{markdown(rows)}\n{self.configuration()}")
+        return table, text
+
+    def configuration(self) -> str:
+        """What was run, on what, with which versions: as the runs that are done say, in words."""
+        content = _read_json(self.path / "matrix.json")
+        done = [
+            run.read_run() for cell in self.matrix_cells() for run, outcome in self.repeats(cell)
+            if outcome.kind == DONE
+        ]  # fmt: skip
+        if not done:
+            return "No run is done.\n"
+        first, widest = done[0], max(done, key=lambda run: len(run["ranks"]))
+        config, versions = first["config"], first["versions"]
+        seats = [f"{seat['host']}: {seat['device']}" for seat in widest["ranks"]]
+        day = time.strftime("%Y-%m-%d", time.gmtime(first["started"]))
+        return "\n".join([
+            f"- {config['model'] or 'vit_digits'} on {config['dataset']}, {content['steps']} steps "
+            f"a run, of which the first third is not counted; {' '.join(content['options'])}",
+            f"- ranks: {'; '.join(seats)}",
+            f"- {day}, " + ", ".join(f"{name} {v}" for name, v in versions.items() if v)
+            + f"; commit {first['commit'] or 'unknown'}",
+            "",
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a cell; a line of results.csv. None: unknown.
+
+    Attributes:
+        hosts: names of those that trained. machines: launched.
+        batch: global; micro_batch: of each rank.
+        images_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
+            a part of it.
+        fraction_of_limit: of the sum of what these hosts do alone, each in its best precision, as
+            the best cell of the same hosts and batch measured it. efficiency: of that sum in this
+            cell's own precision.
+        epoch_s: an epoch's training at this rate.
+        memory_mib: most that a rank held, by host. leak_mib: what it grew by in a step, if it did.
+        joules: of the GPUs, for an image.
+        loss: of the last step. loss_difference: from the fp32 reference's, as a part of that.
+        data_s, compute_s, wait_s, comm_s, opt_s: of a step, mean over ranks.
+        outcome: ``done``, or how it failed. error, when: then.
+    """
+
+    name: str
+    strategy: str
+    precision: str
+    checkpointing: str
+    options: str
+    machines: int
+    hosts: str
+    batch: int
+    micro_batch: str
+    repeats: int
+    outcome: str
+    images_per_s: float | None = None
+    spread: float | None = None
+    limit_images_per_s: float | None = None
+    fraction_of_limit: float | None = None
+    efficiency: float | None = None
+    epoch_s: float | None = None
+    memory_mib: str = ""
+    leak_mib: float | None = None
+    joules: float | None = None
+    loss: float | None = None
+    loss_difference: float | None = None
+    data_s: float | None = None
+    compute_s: float | None = None
+    wait_s: float | None = None
+    comm_s: float | None = None
+    opt_s: float | None = None
+    error: str = ""
+    when: str = ""
+
+
+def read_rows(folder: BaselineFolder) -> list[Row]:
+    """The rows of all cells of which something has run, references first."""
+    cells = folder.matrix_cells()
+    found = {cell: folder.repeats(cell) for cell in cells}
+    references = {
+        cell.samples: _loss(runs[0][0]) for cell, runs in found.items()
+        if cell.name.startswith(REFERENCE) and runs and runs[0][1].kind == DONE
+    }  # fmt: skip
+    rows = [
+        _row(cell, runs, references.get(cell.samples)) for cell, runs in found.items() if runs
+    ]  # fmt: skip
+    limits: dict[tuple[int, int], float] = {}
+    for row in rows:
+        if row.limit_images_per_s:
+            key = (row.machines, row.batch)
+            limits[key] = max(limits.get(key, 0.0), row.limit_images_per_s)
+    return [_with_limit(row, limits.get((row.machines, row.batch))) for row in rows]
+
+
+def _with_limit(row: Row, limit: float | None) -> Row:
+    if limit is None or row.images_per_s is None:
+        return row
+    return replace(row, fraction_of_limit=row.images_per_s / limit)
+
+
+def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: float | None) -> Row:
+    done = [folder for folder, outcome in runs if outcome.kind == DONE]
+    failed = [outcome for _, outcome in runs if outcome.kind != DONE]
+    about = (done or [folder for folder, _ in runs])[0].read_run()
+    plan: Mapping[str, Any] = about.get("plan") or {}
+    facts: dict[str, Any] = {
+        "name": cell.name, "strategy": cell.strategy, "precision": cell.precision,
+        "checkpointing": cell.checkpointing, "options": " ".join(cell.options),
+        "machines": cell.hosts, "batch": cell.batch, "repeats": len(runs),
+        "hosts": " ".join(dict.fromkeys(seat["host"] for seat in about.get("ranks") or ())),
+        "micro_batch": " ".join(str(max(sizes)) for sizes in plan.get("micro_batches") or ()),
+        "outcome": failed[0].kind if failed else DONE,
+        "error": failed[0].error if failed else "", "when": failed[0].when if failed else "",
+    }  # fmt: skip
+    if not done:
+        return Row(**facts)
+    every = [_counted(folder.read_steps()) for folder in done]
+    rates = [rate for rate in map(_rate, every) if rate]
+    if not rates:
+        return Row(**facts)
+    middle = statistics.median(rates)
+    forecast: Mapping[str, Any] = plan.get("forecast") or {}
+    limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
+    samples = (about.get("result") or {}).get("epoch_samples")
+    loss = _loss(done[0])
+    facts |= {f"{part}_s": _part(every[0], part) for part in PARTS}
+    return Row(
+        **facts, images_per_s=middle, spread=(max(rates) - min(rates)) / middle,
+        limit_images_per_s=limit, efficiency=middle / limit if limit else None,
+        epoch_s=samples / middle if samples else None,
+        memory_mib=_memory(about, every[0]), leak_mib=leak(done[0].read_steps()),
+        joules=joules(done[0], every[0]), loss=loss,
+        loss_difference=None if not loss or not reference else loss / reference - 1,
+    )  # fmt: skip
+
+
+Steps = Mapping[int, Sequence[JsonDict]]
+
+
+def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
+    """Without those in which a run warms up, and without the ragged last of an epoch."""
+    found = {}
+    for rank, lines in steps.items():
+        later = list(lines[math.ceil(len(lines) * _WARM) :])
+        most = max((line["n_global"] for line in later), default=0)
+        found[rank] = [line for line in later if line["n_global"] == most]
+    return found
+
+
+def _rate(steps: Steps) -> float | None:
+    """Images a second of all ranks; of local steps, few of which wait, by the mean."""
+    lines = max(steps.values(), key=len, default=[])
+    if not lines:
+        return None
+    seconds = [line["n_global"] / line["images_per_s"] for line in lines]
+    told = all(line["loss"] is not None for line in lines)
+    middle = statistics.median(seconds) if told else statistics.fmean(seconds)
+    return float(lines[0]["n_global"] / middle)
+
+
+def _part(steps: Steps, part: str) -> float | None:
+    """Mean of a part of a step over steps and ranks; of one that a rank does not know, None."""
+    values = [line[f"t_{part}"] for lines in steps.values() for line in lines]
+    return statistics.fmean(values) if values and None not in values else None
+
+
+def _loss(folder: RunFolder) -> float | None:
+    losses = [line["loss"] for lines in folder.read_steps().values() for line in lines[-1:]]
+    return next((loss for loss in losses if loss is not None), None)
+
+
+def _memory(about: JsonDict, steps: Steps) -> str:
+    """``a 812, b 640``: the most that a rank held, by host."""
+    hosts = {seat["rank"]: seat["host"] for seat in about.get("ranks") or ()}
+    most: dict[str, float] = {}
+    for rank, lines in steps.items():
+        for line in lines:
+            if line.get("mem_peak_mib") is not None:
+                host = hosts.get(rank, f"rank {rank}")
+                most[host] = max(most.get(host, 0.0), line["mem_peak_mib"])
+    return ", ".join(f"{host} {mib:.0f}" for host, mib in most.items())
+
+
+def leak(steps: Steps) -> float | None:
+    """MiB that a rank's memory grows by in a step, where it does so to the end; the worst rank.
+
+    A line is fitted to each half of what follows the warm-up: a buffer that grows once is no leak.
+    """
+    worst = 0.0
+    for lines in steps.values():
+        later = [line["mem_peak_mib"] for line in lines[math.ceil(len(lines) * _WARM) :]]
+        half = len(later) // 2
+        if half < 3 or None in later:
+            continue
+        slopes = [
+            statistics.linear_regression(range(len(part)), part).slope
+            for part in (later[:half], later[half:], later)
+        ]
+        grown = slopes[2] * len(later)
+        if min(slopes) > 0 and grown > max(_LEAK_MIB, _LEAK_PART * later[0]):
+            worst = max(worst, slopes[2])
+    return worst or None
+
+
+def joules(folder: RunFolder, steps: Steps) -> float | None:
+    """Of all GPUs, for an image, while the steps that count ran; None where a GPU does not say."""
+    lines = max(steps.values(), key=len, default=[])
+    if len(lines) < 2:
+        return None
+    start, end = lines[0]["time"], lines[-1]["time"]
+    watts: dict[tuple[str, str | None], list[float]] = {}
+    for log in find_gpu_logs([folder.path]):
+        for sample in read_gpu_log(log):
+            if start <= sample.time <= end:
+                if sample.power_w is None:
+                    return None
+                watts.setdefault((sample.host, sample.gpu), []).append(sample.power_w)
+    if not watts:
+        return None
+    images = sum(line["n_global"] for line in lines[1:])
+    watt = sum(map(statistics.fmean, watts.values()))
+    return float(watt * (end - start) / images)
+
+
+_SHOWN = (
+    ("cell", "name"), ("hosts", "machines"), ("precision", "precision"), ("batch", "batch"),
+    ("micro-batch", "micro_batch"),
+    ("images/s", "images_per_s"), ("spread", "spread"), ("of limit", "fraction_of_limit"),
+    ("efficiency", "efficiency"), ("epoch s", "epoch_s"), ("memory MiB", "memory_mib"),
+    ("J/image", "joules"), ("loss vs fp32", "loss_difference"), ("outcome", "outcome"),
+)  # fmt: skip
+_FORMS = {
+    "images_per_s": "{:,.0f}", "spread": "{:.1%}", "fraction_of_limit": "{:.3f}",
+    "efficiency": "{:.3f}", "epoch_s": "{:,.1f}", "joules": "{:.3g}", "loss_difference": "{:+.1e}",
+}  # fmt: skip
+
+
+def shown(row: Row) -> list[str]:
+    """What a person reads of a row, in the order of :data:`HEAD`."""
+    values = [getattr(row, name) for _, name in _SHOWN]
+    return [
+        "" if value is None else _FORMS.get(name, "{}").format(value)
+        for (_, name), value in zip(_SHOWN, values, strict=True)
+    ]  # fmt: skip
+
+
+HEAD = [title for title, _ in _SHOWN]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table, and below it what failed and how, and what leaks."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in shown(row)) + " |"
+              for row in rows]  # fmt: skip
+    notes = [
+        f"- **{row.name}**: {row.outcome}" + (f" ({row.when})" if row.when else "")
+        + f": {row.error}" for row in rows if row.outcome != DONE
+    ] + [
+        f"- **{row.name}**: memory grows by {row.leak_mib:.3g} MiB a step, to the end of the run"
+        for row in rows if row.leak_mib
+    ]  # fmt: skip
+    return "\n".join([*lines, *(["", *notes] if notes else []), ""])
+
+
+def _read_json(path: Path) -> JsonDict:
+    try:
+        content: JsonDict = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise MotleyError(f"there is no {path}") from None
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{path} is damaged: {error}") from None
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)

@@ -1,0 +1,275 @@
+"""A matrix of ways to train: read from TOML, and multiplied out into cells. Pure.
+
+repeats = 3                 # of all cells, interleaved
+steps = 30                  # of each run
+limit_s = 600               # after which a run is ended and called a hang
+options = ["--model", "vit_base_patch16_224", "--dataset", "synthetic"]  # of every cell
+
+[matrix]                    # each one value or a list; every combination is a cell
+strategy = ["ddp", "fsdp", "zero1"]
+precision = "auto"          # as --precision
+checkpointing = [false, true]  # or a module's name, as --grad-checkpointing takes it
+batch = 512                 # global, or with weak = true of each host
+hosts = "each"              # the first so many of hosts.txt; "each": 1, 2, ... all; default: all
+fraction = 1.0              # of the training set; with weak = true of it for each host
+options = ["", "--compile"]
+
+[[cell]]                    # and single ones, with a name of their own
+name = "killed"
+script = "tests/drivers/failing.py"
+options = ["--fail", "kill"]
+"""
+
+import itertools
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from motley.errors import MotleyError
+from motley.hosts import Host
+from motley.spelling import nearest
+
+DDP, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
+_FSDP = ("--strategy", "fsdp")
+# What a strategy is called, and how a script is told of it.
+STRATEGIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ddp": (DDP, ()),
+    "fsdp": (DDP, _FSDP),
+    "fsdp-offload": (DDP, (*_FSDP, "--offload", "parameters")),
+    **{f"zero{stage}": (ZERO, ("--stage", str(stage))) for stage in range(4)},
+    "zero2-offload": (ZERO, ("--stage", "2", "--offload", "optimizer")),
+    "zero3-offload": (ZERO, ("--stage", "3", "--offload", "parameters")),
+}
+PRESETS = ("strong", "weak", "precision", "strategies", "full")
+_PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
+_AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
+    "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,
+    "fraction": 1.0, "options": "",
+}  # fmt: skip
+_OF_ALL = ("repeats", "steps", "limit_s", "options", "matrix", "cell")
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train.
+
+    Attributes:
+        name: a folder's name. hosts: the first so many.
+        checkpointing: as ``--grad-checkpointing`` takes it; empty: none.
+        batch: global. fraction: of the training set.
+        script, options: of the training, the options without those of the other fields.
+    """
+
+    name: str
+    strategy: str
+    precision: str
+    checkpointing: str
+    batch: int
+    hosts: int
+    fraction: float
+    script: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        """The training script and all that it is told."""
+        checkpointing = ["--grad-checkpointing", self.checkpointing] if self.checkpointing else []
+        return [
+            self.script, "--precision", self.precision, "--batch-size", str(self.batch),
+            "--data-fraction", f"{self.fraction:g}", *checkpointing, *self.options,
+        ]  # fmt: skip
+
+    @property
+    def samples(self) -> tuple[int, float]:
+        """What decides on which images its steps are."""
+        return self.batch, self.fraction
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """All cells, and how they are run; one fixed seed.
+
+    Attributes:
+        references: fp32 runs of the same samples, for each kind of these; run once.
+    """
+
+    cells: tuple[Cell, ...]
+    references: tuple[Cell, ...]
+    repeats: int = 3
+    steps: int = 30
+    limit_s: float = 600.0
+    options: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, Any]:
+        """All that makes a result; how often and how long is not part of it."""
+        cells = [asdict(cell) for cell in (*self.references, *self.cells)]
+        return {"steps": self.steps, "options": list(self.options), "cells": cells}
+
+
+def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
+    """Read a matrix file for these hosts.
+
+    Args:
+        changes: ``repeats``, ``steps``, ``limit_s``, ``options`` (added), where not None.
+
+    Raises:
+        MotleyError: not TOML, an unknown key or strategy, or a cell that is impossible here.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{path} is not a readable TOML file: {error}") from None
+    _check_keys(path, content, _OF_ALL, "")
+    shared = tuple(content.get("options", ())) + tuple(changes.pop("options", None) or ())
+    given: dict[str, Any] = {
+        key: content[key] for key in ("repeats", "steps", "limit_s") if key in content
+    }
+    given |= {key: value for key, value in changes.items() if value is not None}
+    cells = [
+        *(_product(path, content["matrix"], hosts) if "matrix" in content else ()),
+        *(_single(path, entry, hosts) for entry in content.get("cell", ())),
+    ]
+    if not cells:
+        raise MotleyError(f"{path} names no cell; give it a [matrix], or a [[cell]]")
+    names = [cell.name for cell in cells]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise MotleyError(f"{path}: two cells are called {twice}; give one another name")
+    for cell in cells:
+        _check_cell(path, cell, hosts)
+    kinds = dict.fromkeys(cell.samples for cell in cells)
+    references = tuple(
+        Cell(
+            f"{REFERENCE}_b{batch}_f{fraction:g}" if len(kinds) > 1 else REFERENCE, "ddp", "fp32",
+            "", batch, len(hosts), fraction, DDP, ("--wire", "exact"),
+        )
+        for batch, fraction in kinds
+    )  # fmt: skip
+    return Matrix(tuple(cells), references, options=shared, **given)
+
+
+def _product(path: Path, axes: Mapping[str, Any], hosts: Sequence[Host]) -> list[Cell]:
+    _check_keys(path, axes, (*_AXES, "weak"), "matrix.")
+    weak = axes.get("weak", False)
+    values = {axis: _values(axes.get(axis, usual)) for axis, usual in _AXES.items()}
+    values["hosts"] = [
+        count for value in values["hosts"]
+        for count in (range(1, len(hosts) + 1) if value == "each" else [value or len(hosts)])
+    ]  # fmt: skip
+    cells = []
+    for choice in itertools.product(*values.values()):
+        named = dict(zip(values, choice, strict=True))
+        told = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
+        if weak:
+            named["batch"] *= named["hosts"]
+            named["fraction"] *= named["hosts"] / len(hosts)
+        cells.append(_cell(path, _name(told) or str(named["strategy"]), named))
+    return cells
+
+
+def _values(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _name(told: Mapping[str, Any]) -> str:
+    """Of what differs between the cells, a word each."""
+    words = []
+    for axis, value in told.items():
+        if axis == "checkpointing":
+            words += ["ckpt" if value is True else str(value)] if value else []
+        elif axis in ("batch", "hosts", "fraction"):
+            words.append(f"{axis}{value:g}")
+        elif value:
+            words.append(re.sub(r"[^A-Za-z0-9.]+", "-", str(value)).strip("-"))
+    return "_".join(words)
+
+
+def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host]) -> Cell:
+    _check_keys(path, entry, (*_AXES, "name", "script"), "cell.")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", str(entry.get("name", ""))):
+        raise MotleyError(
+            f"{path}: a [[cell]] is called {entry.get('name')!r}; give it a name of letters, "
+            "digits and -"
+        )
+    named = {**_AXES, **entry}
+    named["hosts"] = named["hosts"] or len(hosts)
+    return _cell(path, str(entry["name"]), named)
+
+
+def _cell(path: Path, name: str, named: Mapping[str, Any]) -> Cell:
+    strategy = named["strategy"]
+    if strategy not in STRATEGIES:
+        raise MotleyError(
+            f"{path}: the strategy {strategy} is unknown{nearest(str(strategy), STRATEGIES)}; "
+            f"choose of {', '.join(STRATEGIES)}"
+        )
+    script, words = STRATEGIES[strategy]
+    checkpointing = named["checkpointing"]
+    options = named["options"]
+    more = shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
+    try:
+        return Cell(
+            name, strategy, str(named["precision"]),
+            "blocks" if checkpointing is True else str(checkpointing or ""),
+            int(named["batch"]), int(named["hosts"]), float(named["fraction"]),
+            str(named.get("script", script)), (*words, *more),
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise MotleyError(f"{path}: cell {name}: {error}") from None
+
+
+def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
+    """MotleyError if it is impossible with these hosts."""
+    where = f"{path}: cell {cell.name}"
+    if not 1 <= cell.hosts <= len(hosts):
+        raise MotleyError(
+            f"{where} is of {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change hosts"
+        )
+    ranks = sum(host.slots for host in hosts[: cell.hosts])
+    if cell.batch < 1 or not 0 < cell.fraction <= 1:
+        raise MotleyError(
+            f"{where}: a batch of {cell.batch} and the fraction {cell.fraction:g}; a batch is 1 or "
+            "more, a fraction above 0 and at most 1"
+        )
+    precisions = cell.precision.split(",")
+    if unknown := [each for each in precisions if each not in _PRECISIONS]:
+        raise MotleyError(
+            f"{where}: the precision {unknown[0]} is unknown{nearest(unknown[0], _PRECISIONS)}"
+        )
+    if len(precisions) not in (1, ranks):
+        raise MotleyError(
+            f"{where}: {len(precisions)} precisions for the {ranks} ranks of {cell.hosts} hosts; "
+            "give one, or one a rank"
+        )
+    if len(set(precisions)) > 1 and cell.strategy in ("zero2", "zero3", "zero2-offload",
+                                                      "zero3-offload"):  # fmt: skip
+        raise MotleyError(
+            f"{where}: {cell.strategy} is wrong where ranks differ in precision; give one for all"
+        )
+
+
+def _check_keys(path: Path, found: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise MotleyError(f"{path}: the key {where}{key} is unknown{nearest(key, known)}")
+
+
+def first_hosts(cell: Cell, hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:
+    """Those that the cell is of, and their ranks."""
+    chosen = hosts[: cell.hosts]
+    return chosen, sum(host.slots for host in chosen)
+
+
+def shorter(matrix: Matrix, only: str) -> Matrix:
+    """The cells with these words in their names; MotleyError if there is none."""
+    cells = tuple(cell for cell in matrix.cells if only in cell.name)
+    if not cells:
+        names = [cell.name for cell in matrix.cells]
+        raise MotleyError(f"--only {only}: no cell is called so{nearest(only, names)}")
+    kinds = {cell.samples for cell in cells}
+    kept = tuple(each for each in matrix.references if each.samples in kinds)
+    return replace(matrix, cells=cells, references=kept)

@@ -1,0 +1,59 @@
+"""Training that fails in the middle of step 3, on the last rank.
+
+    mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/failing.py --fail memory
+
+Out of memory whatever the micro-batch, killed, at a wrong address, or for ever at rest.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
+
+from ddp_engine import DdpEngine
+
+from motley import launch
+from motley.options import read_config, training_parser
+from motley.sampler import Batch
+from motley.train import train
+
+STEP = 3
+FAILURES = {
+    "memory": lambda: torch.empty(2**50),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "address": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(3600),
+}
+
+
+class Failing(DdpEngine):
+    """Fails in step 3, and again if that is taken again."""
+
+    failure: str
+    _steps = 0
+
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> torch.Tensor:
+        if self._steps >= STEP and self._seating.rank == self._seating.size - 1:
+            FAILURES[self.failure]()
+        self._steps += last
+        return super()._accumulate(batch, n_global, last)
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--fail", choices=FAILURES, required=True)
+    given, rest = own.parse_known_args()
+    Failing.failure = given.fail
+    config = read_config(training_parser(""), rest)
+    launch.run(lambda world: train(world, config, Failing))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""A matrix of ways to train: its cells, its failures, its table."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment
+
+from motley.baselines import BaselineFolder, leak, markdown, read_rows
+from motley.errors import MotleyError
+from motley.hosts import Host
+from motley.matrix import read_matrix
+from motley.outcome import judge
+
+HOSTS = (Host("a", 2), Host("b"), Host("c"))
+PRESETS = ROOT / "torch_dist" / "presets"
+
+
+def matrix_file(folder: Path, text: str) -> Path:
+    path = folder / "m.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
+    tmp_path: Path,
+) -> None:
+    path = matrix_file(
+        tmp_path,
+        'options = ["--model", "vit_digits"]\n[matrix]\nstrategy = ["ddp", "zero3"]\n'
+        'checkpointing = [false, "mlp"]\nbatch = [64, 128]\n[[cell]]\nname = "x"\n'
+        'options = "--lr 1"',
+    )
+    matrix = read_matrix(path, HOSTS, options=("--img-size", "8"), steps=None)
+    assert [cell.name for cell in matrix.cells] == [
+        "ddp_batch64", "ddp_batch128", "ddp_mlp_batch64", "ddp_mlp_batch128", "zero3_batch64",
+        "zero3_batch128", "zero3_mlp_batch64", "zero3_mlp_batch128", "x",
+    ]  # fmt: skip
+    assert [cell.batch for cell in matrix.references] == [64, 128]
+    assert all(cell.precision == "fp32" for cell in matrix.references)
+    words = matrix.cells[6].words
+    assert words[0] == "deepspeed/train_vit.py" and words[-2:] == ["--stage", "3"]
+    assert "--grad-checkpointing mlp" in " ".join(words)
+    assert matrix.cells[-1].options == ("--lr", "1") and matrix.cells[-1].hosts == 3
+    assert matrix.options == ("--model", "vit_digits", "--img-size", "8")
+
+
+def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None:
+    for path in PRESETS.glob("*.toml"):
+        assert read_matrix(path, HOSTS).cells
+    cells = read_matrix(PRESETS / "weak.toml", HOSTS).cells
+    assert [(cell.hosts, cell.batch, round(cell.fraction, 3)) for cell in cells] == [
+        (1, 64, 0.333), (2, 128, 0.667), (3, 192, 1.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[matrix]\nstrategy = "fdsp"', r"strategy fdsp is unknown \(nearest: fsdp"),
+        ('[matrix]\nstrategi = "ddp"', r"matrix.strategi is unknown \(nearest: strategy"),
+        ("[matrix]\nhosts = 4", "is of 4 hosts, and hosts.txt names 3"),
+        ('[matrix]\nprecision = "bf61"', r"bf61 is unknown \(nearest: bf16"),
+        ('[matrix]\nprecision = "bf16,fp32"', "2 precisions for the 4 ranks of 3 hosts"),
+        ('[matrix]\nstrategy = "zero3"\nprecision = "bf16,fp32,fp32,fp32"', "zero3 is wrong where"),
+        ("[matrix]\nfraction = 2", "a fraction above 0 and at most 1"),
+        ('[[cell]]\nname = "../x"', "give it a name of letters"),
+        ('[[cell]]\nname = "x"\n[[cell]]\nname = "x"', "two cells are called x"),
+        ('[[cell]]\nname = "x"\nbatch = "many"', "cell x: invalid literal"),
+        ("", "names no cell"),
+        ("[matrix", "not a readable TOML file"),
+    ],
+)
+def test_an_impossible_matrix_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    with pytest.raises(MotleyError, match=says):
+        read_matrix(matrix_file(tmp_path, text), HOSTS)
+
+
+STEPS = {0: [{"step": 6, "epoch": 1}], 1: [{"step": 7, "epoch": 1}]}
+BACKWARD = (
+    'File "a.py", line 1, in train\n  File "torch/autograd/__init__.py", line 5\nRuntimeError'
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "error", "details", "kind", "phase"),
+    [
+        (1, "", "OutOfMemoryError: CUDA out of memory", BACKWARD, "out of memory", "backward"),
+        (2, "", "out of memory with micro-batches of one sample", "", "out of memory", "data"),
+        (1, "", "AcceleratorError: CUDA error: an illegal memory access was encountered", "",
+         "illegal memory access", "data"),
+        (1, "", "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", "", "cuBLAS failed",
+         "data"),
+        (1, "", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when", "", "out of memory",
+         "data"),
+        (2, "", "the loss of 3 of this rank's 4 samples is not finite", "", "not finite", "data"),
+        (1, "node x exited on signal 11 (Segmentation fault)", "died without a word (killed", "",
+         "segfault", "data"),
+        (137, "node x exited on signal 9 (Killed)", "died without a word (killed", "", "killed",
+         "data"),
+        (1, "", "no rank has moved for 120 s: rank 1 is computing", "", "hang", "data"),
+        (None, "", "stopped by SIGTERM", "", "hang", "data"),
+        (2, "", "--wire powersgd:0: powersgd needs a rank of 1", "", "refused", "data"),
+        (1, "", "ValueError: something new", "", "error", "data"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_told_by_what_it_left(
+    status: int | None, output: str, error: str, details: str, kind: str, phase: str
+) -> None:
+    fields = {"rank": 1, "host": "b", "step": 7, "doing": "loading images", "error": error}
+    run = {"status": "failed", "failure": fields}
+    found = judge(status, output, run, STEPS, [{"event": "fault", "details": details}], 60.0)
+    assert (found.kind, found.phase) == (kind, phase)
+    assert (found.host, found.rank, found.epoch, found.step) == ("b", 1, 1, 7)
+    assert error.partition(":")[0] in found.error
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "says"),
+    [
+        (
+            2,
+            "motley: rank 0 on a, before the first step: --model vitt is unknown\n---\n",
+            "--model",
+        ),
+        (1, "ssh: connect to host b port 22: No route to host\n-----\n\n", "No route to host"),
+        (9, "", "ended with status 9 and said nothing"),
+        (0, "lost communication with a remote daemon", "lost communication"),
+    ],
+)
+def test_an_error_is_never_empty(status: int, output: str, says: str) -> None:
+    found = judge(status, output, {}, {}, [])
+    assert found.kind != "done" and says in found.error
+
+
+def test_memory_that_grows_to_the_end_is_a_leak_and_a_buffer_is_not() -> None:
+    def steps(mib: list[float]) -> dict[int, list[dict[str, float]]]:
+        return {0: [{"mem_peak_mib": each} for each in mib]}
+
+    assert leak(steps([100.0 + 3 * step for step in range(30)])) == pytest.approx(3.0)
+    assert leak(steps([100.0] * 15 + [400.0] * 15)) is None
+    assert leak(steps([100.0] * 30)) is None
+    assert leak(steps([9000.0 + 0.1 * step for step in range(30)])) is None  # noise
+
+
+MATRIX = """
+steps = 8
+limit_s = 45
+[[cell]]
+name = "good"
+options = "--micro-batch 32"
+[[cell]]
+name = "memory"
+script = "tests/drivers/failing.py"
+options = "--fail memory --shares 1,1"
+[[cell]]
+name = "killed"
+script = "tests/drivers/failing.py"
+options = "--fail killed --shares 1,1"
+[[cell]]
+name = "no-number"
+options = "--lr 1e30 --warmup-epochs 0"
+[[cell]]
+name = "hang"
+script = "tests/drivers/failing.py"
+options = "--fail hang --shares 1,1"
+"""
+
+
+def measure(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "torch_dist/baseline_measure.py", *map(str, words)], cwd=ROOT,
+        env=environment(), capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.mpi
+def test_no_cell_can_hurt_the_next_and_each_failure_is_explained(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text("localhost slots=2\n")
+    out, path = tmp_path / "out", matrix_file(tmp_path, MATRIX)
+    words = ("--matrix", path, "--hostfile", hosts, "--out", out, "--repeats", 1)
+    done = measure(*words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows = {row.name: row for row in read_rows(BaselineFolder(out))}
+    assert {name: row.outcome for name, row in rows.items()} == {
+        "reference": "done", "good": "done", "memory": "out of memory", "killed": "killed",
+        "no-number": "not finite", "hang": "hang",
+    }, done.stdout  # fmt: skip
+    good = rows["good"]
+    assert good.images_per_s and good.fraction_of_limit and good.epoch_s and good.memory_mib
+    assert good.loss_difference is not None and abs(good.loss_difference) < 1e-5
+    for name in ("memory", "killed", "no-number", "hang"):
+        assert rows[name].error and "step " in rows[name].when, rows[name]
+        assert rows[name].error in (out / "results.md").read_text()
+    with (out / "results.csv").open() as file:
+        assert [row["name"] for row in csv.DictReader(file)] == list(rows)
+
+    again = measure(*words)  # all has ended: nothing runs
+    assert "[1/" not in again.stdout and "not finite" in again.stdout
+    other = matrix_file(tmp_path, MATRIX.replace("1e30", "1e29"))
+    refused = measure("--matrix", other, "--hostfile", hosts, "--out", out)
+    assert (
+        refused.returncode == 2 and "another matrix, which differs in no-number" in refused.stderr
+    )
+
+
+def test_the_table_says_what_failed(tmp_path: Path) -> None:
+    assert markdown([]).count("|") > 10
+    with pytest.raises(MotleyError, match="there is no"):
+        read_rows(BaselineFolder(tmp_path))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(MotleyError, match="something else"):
+        BaselineFolder(tmp_path).claim(read_matrix(PRESETS / "strong.toml", HOSTS))

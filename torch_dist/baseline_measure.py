@@ -1,0 +1,225 @@
+"""Measure many ways to train, one after the other, and say which is best here.
+
+    python torch_dist/baseline_measure.py --matrix precision --steps 10 --repeats 1
+    python torch_dist/baseline_measure.py --matrix strategies -- --model vit_base_patch16_224 \\
+        --dataset synthetic
+    python torch_dist/baseline_measure.py --matrix my.toml --dry-run
+
+Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and ends by itself, by
+its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
+An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
+wrong one shows. What has ended stays, and the same command goes on after a break. What follows
+``--`` is given to every run. The form of a matrix file: src/motley/matrix.py; the presets are in
+torch_dist/presets/.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from motley.baselines import HEAD, BaselineFolder, read_rows, shown
+from motley.errors import MotleyError
+from motley.hosts import Host, read_hosts
+from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
+from motley.outcome import DONE
+from motley.progress import clock
+from motley.spelling import nearest
+
+ROOT = Path(__file__).resolve().parents[1]
+_START_S = 15.0  # that a run takes at least before its first step, for an estimate
+_GRACE_S = 10.0  # for a job that was told to stop
+
+
+def main() -> int:
+    """Run what has not ended yet, show the table; 0 if every cell is done, 1 if some failed."""
+    options = arguments()
+    hosts = read_hosts(options.hostfile)
+    matrix = read_matrix(
+        matrix_file(options.matrix), hosts,
+        repeats=options.repeats, steps=options.steps, limit_s=options.limit, options=options.rest,
+    )  # fmt: skip
+    if options.only:
+        matrix = shorter(matrix, options.only)
+    for cell in (*matrix.references, *matrix.cells):
+        if not (ROOT / cell.script).is_file():
+            raise MotleyError(f"cell {cell.name}: there is no script {cell.script}")
+    folder = BaselineFolder(options.out or Path("baselines") / Path(options.matrix).stem)
+    if options.dry_run:
+        show_plan(matrix, folder)
+        return 0
+    folder.claim(matrix)
+    run_all(matrix, hosts, folder, shlex.split(options.mpirun))
+    rows = read_rows(folder)
+    paths = folder.write_rows(rows)
+    print()
+    print_table([HEAD, *(shown(row) for row in rows)])
+    for row in rows:
+        if row.outcome != DONE:
+            print(f"{row.name}: {row.outcome}{f' ({row.when})' if row.when else ''}: {row.error}")
+    print(f"\n{paths[0]}, {paths[1]}; pictures: python plots/plot_baselines.py {folder.path}")
+    return 0 if all(row.outcome == DONE for row in rows) else 1
+
+
+def order(matrix: Matrix, folder: BaselineFolder) -> list[tuple[Cell, int]]:
+    """What is still to be run: cells and numbers of repeats, every other round backwards."""
+    turns = [(cell, 0) for cell in matrix.references]
+    for repeat in range(matrix.repeats):
+        turns += [(cell, repeat) for cell in matrix.cells[:: -1 if repeat % 2 else 1]]
+    return [turn for turn in turns if folder.outcome(*turn) is None]
+
+
+def show_plan(matrix: Matrix, folder: BaselineFolder) -> None:
+    """The cells, and how long they should take."""
+    todo = order(matrix, folder)
+    left = {
+        cell: sum(turn[0] == cell for turn in todo) for cell in (*matrix.references, *matrix.cells)
+    }
+    print_table([
+        ["cell", "hosts", "batch", "runs left", "what runs"],
+        *([cell.name, str(cell.hosts), str(cell.batch), str(runs),
+           " ".join(map(shlex.quote, cell.words))] for cell, runs in left.items()),
+    ])  # fmt: skip
+    known = [outcome.seconds for cell in left for _, outcome in folder.repeats(cell)]
+    each = sum(known) / len(known) if known else _START_S
+    so_far = "as long as those that have ended" if known else "each, before its first step"
+    print(
+        f"\n{len(todo)} runs of {matrix.steps} steps: {clock(each * len(todo))}"
+        f"{'' if known else ' or more'} ({each:.0f} s {so_far}), at most "
+        f"{clock(matrix.limit_s * len(todo))}"
+    )
+
+
+def run_all(
+    matrix: Matrix, hosts: Sequence[Host], folder: BaselineFolder, mpirun: Sequence[str]
+) -> None:
+    """Run what is left, a line each."""
+    todo = order(matrix, folder)
+    started = time.monotonic()
+    for number, (cell, repeat) in enumerate(todo, start=1):
+        print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
+        status, seconds = run_one(matrix, cell, repeat, hosts, folder, mpirun)
+        outcome = folder.end(cell, repeat, status, seconds)
+        said = f"{outcome.seconds:.0f} s"
+        if outcome.kind != DONE:
+            said = f"{outcome.kind}, {said}: {outcome.error}"
+        left = (time.monotonic() - started) / number * (len(todo) - number)
+        print(said + (f"; {clock(left)} left" if number < len(todo) else ""), flush=True)
+
+
+def run_one(
+    matrix: Matrix,
+    cell: Cell,
+    repeat: int,
+    hosts: Sequence[Host],
+    folder: BaselineFolder,
+    mpirun: Sequence[str],
+) -> tuple[int | None, float]:
+    """One mpirun, ended with all its processes if it takes too long.
+
+    Returns:
+        Its exit status, None if it was ended; and its seconds.
+    """  # fmt: skip
+    chosen, ranks = first_hosts(cell, hosts)
+    hostfile = folder.path / f"hosts.{cell.hosts}.txt"
+    hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in chosen))
+    attempt = folder.attempt(cell, repeat)
+    if attempt.path.exists():  # of a break in the middle of it
+        shutil.rmtree(attempt.path)
+    script, *words = cell.words
+    command = [
+        *mpirun, "-np", str(ranks), "--hostfile", str(hostfile.absolute()), "./entry_cn.sh", script,
+        *matrix.options, *words, "--max-steps", str(matrix.steps), "--seed", "0",
+        "--logs", str(folder.cells.absolute()), "--run", attempt.path.name,
+    ]  # fmt: skip
+    start = time.monotonic()
+    with folder.output(cell, repeat).open("w") as output:
+        print(shlex.join(command), file=output, flush=True)
+        job = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        status: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = job.wait(matrix.limit_s)
+        finally:
+            end(job)
+    return status, time.monotonic() - start
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """Stop a job, with all that is left of it on this host; its ranks elsewhere end with it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(_GRACE_S)
+            return
+
+
+def print_table(lines: Sequence[Sequence[str]]) -> None:
+    """Columns of a width, the first and the last to the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [word.ljust(width) for word, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def matrix_file(name: str) -> Path:
+    """A preset's file, or one of the user's."""
+    if name in PRESETS:
+        return Path(__file__).with_name("presets") / f"{name}.toml"
+    path = Path(name)
+    if not path.is_file():
+        raise MotleyError(
+            f"--matrix {name} is no preset{nearest(name, PRESETS)} and no file; the presets are "
+            f"{', '.join(PRESETS)}"
+        )
+    return path
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; ``rest``: what follows ``--``."""
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    named = f"{', '.join(PRESETS)}, or a file"
+    parser.add_argument("--matrix", required=True, metavar="PRESET|FILE.toml", help=named)
+    parser.add_argument("--hostfile", default="hosts.txt", metavar="FILE", help="default hosts.txt")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: baselines/<matrix>")
+    usual = "default: as the matrix says, or "
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"{usual}3")
+    parser.add_argument("--steps", type=int, metavar="K", help=f"of each run, {usual}30")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of each run, {usual}600")
+    parser.add_argument("--only", default="", metavar="WORDS", help="cells with this in their name")
+    with_options = "with its own options, as in 'mpirun --mca btl_tcp_if_include eno1'"
+    parser.add_argument("--mpirun", default="mpirun", metavar="COMMAND", help=with_options)
+    parser.add_argument("--dry-run", action="store_true", help="show the cells, run nothing")
+    options = parser.parse_args(words[:at])
+    options.rest = tuple(words[at + 1 :])
+    for name, least in (("repeats", 1), ("steps", 6), ("limit", 1)):
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            parser.error(f"--{name} {value}: give {least} or more")
+    return options
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MotleyError as error:
+        print(f"motley: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)
