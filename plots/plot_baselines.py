@@ -30,7 +30,7 @@ LOST = {
     "wait_s": ("waiting for the slowest rank", "#EEDD88"),
     "comm_s": ("communication", "#EE8866"),
     "data_s": ("waiting for images", "#DDDDDD"),
-    "rest": ("slower compute, optimizer", "#BBCC99"),
+    "rest": ("slower compute and optimizer", "#BBCC99"),
     "both": ("compute and communication, which cannot be told apart", "#CC99BB"),
 }
 

@@ -220,7 +220,7 @@ def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
     rows = read_rows(folder)
     assert [row.outcome for row in rows] == ["done", "out of memory", "done"]
     assert rows[2].limit_images_per_s == pytest.approx(128 / 0.2)
-    assert rows[2].comm_s == pytest.approx(0.03) and rows[2].spread == 0.0
+    assert rows[2].comm_s == pytest.approx(0.03) and rows[2].spread is None
     (folder.attempt(matrix.cells[1], 0).path / "steps.rank0.jsonl").open("a").write('{"step": 6')
     done = python("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")
     assert done.returncode == 0 and "is cut short" in done.stdout, done.stderr
@@ -239,3 +239,31 @@ def test_the_labs_old_folders_give_a_scaling_picture(tmp_path: Path) -> None:
     empty.mkdir()
     done = python("plots/plot_baselines.py", empty)
     assert done.returncode == 2 and "measure first" in done.stderr
+
+
+def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path) -> None:
+    hosts = (Host("a"), Host("b"))
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts)
+    folder = BaselineFolder(tmp_path / "strong")
+    folder.claim(matrix)
+    for cell in (*matrix.references, matrix.cells[0]):
+        run = write_run(folder.attempt(cell, 0).path)
+        run.update_run(
+            plan={"forecast": {"limit_s": 0.4 / cell.hosts}}, versions={"torch": "2"},
+            commit=None, started=START,
+        )  # fmt: skip
+        folder.output(cell, 0).write_text("")
+        folder.end(cell, 0, 0, 5.0)
+    folder.output(matrix.cells[1], 0).write_text("motley: <b>& out of memory</b>")
+    folder.end(matrix.cells[1], 0, 1, 5.0)
+    write_gpu_log(write_run(tmp_path / "logs" / "alone"), "a", gpu=True)
+    done = python("plots/report.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "hosts1 is the fastest" in page and "hosts2 (out of memory)" in page
+    assert "&lt;b&gt;&amp; out of memory" in page and "<b>&" not in page
+    assert "1 of 1 runs finished" in page and page.count("data:image/png;base64,") == 5
+    for outside in ("http:", "https:", 'src="/', "@import"):
+        assert outside not in page
+    done = python("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")
+    assert done.returncode == 0 and (tmp_path / "x" / "y" / "report.html").exists()

@@ -138,7 +138,7 @@ class Row:
         hosts: names of those that trained. machines: launched.
         batch: global; micro_batch: of each rank.
         images_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
-            a part of it.
+            a part of it; of two repeats or more.
         fraction_of_limit: of the sum of what these hosts do alone, each in its best precision, as
             the best cell of the same hosts and batch measured it. efficiency: of that sum in this
             cell's own precision.
@@ -233,7 +233,8 @@ def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: float
     loss = _loss(done[0])
     facts |= {f"{part}_s": _part(every[0], part) for part in PARTS}
     return Row(
-        **facts, images_per_s=middle, spread=(max(rates) - min(rates)) / middle,
+        **facts, images_per_s=middle,
+        spread=(max(rates) - min(rates)) / middle if len(rates) > 1 else None,
         limit_images_per_s=limit, efficiency=middle / limit if limit else None,
         epoch_s=samples / middle if samples else None,
         memory_mib=_memory(about, every[0]), leak_mib=leak(done[0].read_steps()),

@@ -1,0 +1,185 @@
+"""One page of all that was run: what, on what, what won and why, with the pictures inside.
+
+    python plots/report.py logs/                       # logs/report.html
+    python plots/report.py baselines/strategies logs/ --out report
+    python plots/report.py baselines/
+
+Opens from disk, needs no network; its tables can be sorted. Exit code: 0, or 2 if there is
+nothing to show.
+"""
+
+import base64
+import io
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import command
+import style
+from gpu_series import read_folder, to_series
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+from plot_baselines import draw_folder as draw_matrix
+from plot_gpu import draw_folder as draw_machines
+from plot_training import draw_run
+from report_words import verdict
+from run_steps import median, read_training, title
+
+from motley.baselines import HEAD, BaselineFolder, Row, read_rows, shown
+from motley.errors import MotleyError
+from motley.outcome import DONE
+from motley.records import RunFolder, find_gpu_logs, find_runs
+
+_DPI = 110
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An embedded PNG. alt: what it shows, in words."""
+
+    data: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """One run, folded away. title: its summary line."""
+
+    title: str
+    pictures: list[Picture]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One matrix, or all runs that belong to none.
+
+    Attributes:
+        verdict: sentences. facts: what was run, on what. head, rows: of the table.
+        failed: name, how and where, error.
+    """
+
+    name: str
+    verdict: list[str]
+    facts: list[str]
+    head: list[str]
+    rows: list[list[str]]
+    failed: list[tuple[str, str, str]]
+    pictures: list[Picture]
+    runs: list[Details]
+
+
+def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
+    """The picture, or none, and a word, where it cannot be drawn."""
+    try:
+        buffer = io.BytesIO()
+        draw().savefig(buffer, format="png", dpi=_DPI)
+    except (MotleyError, OSError, ValueError, KeyError, TypeError) as error:
+        command.warn(f"{alt}: {error}")
+        return []
+    return [Picture(base64.b64encode(buffer.getvalue()).decode(), alt)]
+
+
+def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
+    """A run's two pictures."""
+    pictures = picture(
+        f"training of {run.path.name}", lambda: draw_run(read_training(run), colours)
+    )
+    if logs := find_gpu_logs([run.path]):
+        pictures += picture(
+            f"machines of {run.path.name}",
+            lambda: draw_machines(run.path.name, to_series(read_folder(logs), colours)),
+        )
+    try:
+        summary = title(read_training(run))
+    except MotleyError:
+        summary = f"{run.path.name}: no training step"
+    return Details(name or summary, pictures)
+
+
+def of_matrix(folder: BaselineFolder, colours: dict[str, str]) -> Section:
+    """The section of one matrix."""
+    rows = read_rows(folder)
+    firsts = {cell.name: folder.attempt(cell, 0) for cell in folder.matrix_cells()}
+    runs = {name: run for name, run in firsts.items() if run.read_run()}
+    name = folder.path.resolve().name
+    return Section(
+        name, verdict(rows),
+        [line.removeprefix("- ") for line in folder.configuration().splitlines() if line],
+        HEAD, [shown(row) for row in rows],
+        [(row.name, ", ".join(filter(None, (row.outcome, row.when))), row.error)
+         for row in rows if row.outcome != DONE],
+        picture(f"ways to train, {name}", lambda: draw_matrix(folder)),
+        [details(run, colours, f"{cell}: {_rate(rows, cell)}") for cell, run in runs.items()],
+    )  # fmt: skip
+
+
+def _rate(rows: list[Row], name: str) -> str:
+    row = next(row for row in rows if row.name == name)
+    return f"{row.images_per_s:,.0f} images/s" if row.images_per_s else row.outcome
+
+
+def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
+    """The section of runs that belong to no matrix."""
+    rows, failed = [], []
+    for run in runs:
+        about = run.read_run()
+        config, result = about.get("config") or {}, about.get("result") or {}
+        failure = about.get("failure") or {}
+        try:
+            rate = f"{median(read_training(run).values('images_per_s')):,.0f}"
+        except MotleyError:
+            rate = ""
+        top1 = result.get("top1")
+        rows.append([
+            run.path.name, str(about.get("status", "")), str(config.get("model") or ""),
+            str(config.get("dataset") or ""), str(len(about.get("ranks") or [])),
+            str(config.get("batch_size") or ""), str((about.get("plan") or {}).get("wire") or ""),
+            rate, "" if top1 is None else f"{100 * top1:.2f}",
+        ])  # fmt: skip
+        if failure:
+            where = f"rank {failure.get('rank')} on {failure.get('host')}"
+            if failure.get("step") is not None:
+                where += f", step {failure['step']}"
+            failed.append((run.path.name, where, str(failure.get("error") or "")))
+    head = ["run", "status", "model", "data", "ranks", "batch", "wire", "images/s", "top-1 %"]
+    finished = sum(row[1] == "finished" for row in rows)
+    said = [f"{finished} of {len(rows)} runs finished."]
+    return Section(
+        "runs", said, [], head, rows, failed, [], [details(run, colours) for run in runs]
+    )
+
+
+def draw(paths: list[Path], out: Path | None) -> int:
+    """Write the page; return the exit code."""
+    colours = style.colours_under(paths)
+    matrices = [file.parent for path in paths for file in sorted(path.rglob("matrix.json"))]
+    alone = [run for run in find_runs(paths)
+             if not any(folder in run.path.parents for folder in matrices)]  # fmt: skip
+    sections = [of_matrix(BaselineFolder(folder), colours) for folder in matrices]
+    if alone:
+        sections.append(of_runs(alone, colours))
+    if not sections:
+        raise command.nothing("run", paths)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    page = environment.get_template("report.html.jinja").render(
+        sections=sections, made=time.strftime("%Y-%m-%d %H:%M"), paths=[str(p) for p in paths]
+    )
+    file = (out or paths[0]) / "report.html"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise MotleyError(
+            f"cannot write {file}: {error.strerror}; choose another place with --out DIR"
+        ) from None
+    print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command.run_script(__doc__ or "", draw))
