@@ -149,7 +149,7 @@ def test_memory_that_grows_to_the_end_is_a_leak_and_a_buffer_is_not() -> None:
 
 MATRIX = """
 steps = 8
-limit_s = 45
+limit_s = 150
 [[cell]]
 name = "good"
 options = "--micro-batch 32"
@@ -168,6 +168,7 @@ options = "--lr 1e30 --warmup-epochs 0"
 name = "hang"
 script = "tests/drivers/failing.py"
 options = "--fail hang --shares 1,1"
+limit_s = 40
 """
 
 
@@ -194,6 +195,7 @@ def test_no_cell_can_hurt_the_next_and_each_failure_is_explained(tmp_path: Path)
     good = rows["good"]
     assert good.images_per_s and good.fraction_of_limit and good.epoch_s and good.memory_mib
     assert good.loss_difference is not None and abs(good.loss_difference) < 1e-5
+    assert "rank 1 is computing" in rows["hang"].error and rows["hang"].when.endswith("backward")
     for name in ("memory", "killed", "no-number", "hang"):
         assert rows[name].error and "step " in rows[name].when, rows[name]
         assert rows[name].error in (out / "results.md").read_text()

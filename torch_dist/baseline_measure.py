@@ -93,7 +93,7 @@ def show_plan(matrix: Matrix, folder: BaselineFolder) -> None:
     print(
         f"\n{len(todo)} runs of {matrix.steps} steps: {clock(each * len(todo))}"
         f"{'' if known else ' or more'} ({each:.0f} s {so_far}), at most "
-        f"{clock(matrix.limit_s * len(todo))}"
+        f"{clock(sum(cell.limit_s or matrix.limit_s for cell, _ in todo))}"
     )
 
 
@@ -149,7 +149,7 @@ def run_one(
         status: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = job.wait(matrix.limit_s)
+                status = job.wait(cell.limit_s or matrix.limit_s)
         finally:
             end(job)
     return status, time.monotonic() - start

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from motley.escort import Escort
 from motley.faults import Fault, died, fault_of, silent
-from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil
+from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil, whereabouts
 
 _PATIENCE = 2.0  # seconds that a failure which looks like an echo waits for the first cause
 _NOW = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
@@ -332,8 +332,9 @@ class Lifeline:
         elif "signal" in message:
             self._stopped = True
             name = signal.Signals(message["signal"]).name
+            first, where = whereabouts(self._ranks())
             fault = Fault(
-                peer.rank, peer.host, self._last_step(), f"stopped by {name}",
+                first.rank, first.host, self._last_step(), f"stopped by {name}, when {where}",
                 "continue with --resume auto", code=128 + message["signal"], echo=True,
             )  # fmt: skip
             self._suspect(fault, _NOW)

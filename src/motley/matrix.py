@@ -17,7 +17,8 @@ options = ["", "--compile"]
 [[cell]]                    # and single ones, with a name of their own
 name = "killed"
 script = "tests/drivers/failing.py"
-options = ["--fail", "kill"]
+options = ["--fail", "killed"]
+limit_s = 60
 """
 
 import itertools
@@ -63,6 +64,7 @@ class Cell:
         checkpointing: as ``--grad-checkpointing`` takes it; empty: none.
         batch: global. fraction: of the training set.
         script, options: of the training, the options without those of the other fields.
+        limit_s: of its runs, where that is not the matrix's.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Cell:
     fraction: float
     script: str
     options: tuple[str, ...] = ()
+    limit_s: float | None = None
 
     @property
     def words(self) -> list[str]:
@@ -189,7 +192,7 @@ def _name(told: Mapping[str, Any]) -> str:
 
 
 def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host]) -> Cell:
-    _check_keys(path, entry, (*_AXES, "name", "script"), "cell.")
+    _check_keys(path, entry, (*_AXES, "name", "script", "limit_s"), "cell.")
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", str(entry.get("name", ""))):
         raise MotleyError(
             f"{path}: a [[cell]] is called {entry.get('name')!r}; give it a name of letters, "
@@ -216,7 +219,7 @@ def _cell(path: Path, name: str, named: Mapping[str, Any]) -> Cell:
             name, strategy, str(named["precision"]),
             "blocks" if checkpointing is True else str(checkpointing or ""),
             int(named["batch"]), int(named["hosts"]), float(named["fraction"]),
-            str(named.get("script", script)), (*words, *more),
+            str(named.get("script", script)), (*words, *more), named.get("limit_s"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise MotleyError(f"{path}: cell {name}: {error}") from None

@@ -135,16 +135,21 @@ class Vigil:
                 return None
         if not at_work:
             return None
-        doing: dict[tuple[int, str], list[Peer]] = {}
-        for peer in sorted(at_work, key=lambda peer: peer.rank):
-            step = -1 if peer.pulse.step is None else peer.pulse.step
-            doing.setdefault((step, peer.pulse.doing), []).append(peer)
-        behind = [key for key in doing if key[1] != WAITING] or list(doing)
-        first = doing[min(behind)][0]
-        where = "; ".join(
-            f"{_ranks(group)} {_are(group)} {what}" for (_, what), group in sorted(doing.items())
-        )
+        first, where = whereabouts(at_work)
         return stuck(first.rank, first.host, first.pulse.step, still, where)
+
+
+def whereabouts(peers: Sequence[Peer]) -> tuple[Peer, str]:
+    """Whom all others wait for, if they do; and what the ranks are doing, in words."""
+    doing: dict[tuple[int, str], list[Peer]] = {}
+    for peer in sorted(peers, key=lambda peer: peer.rank):
+        step = -1 if peer.pulse.step is None else peer.pulse.step
+        doing.setdefault((step, peer.pulse.doing), []).append(peer)
+    behind = [key for key in doing if key[1] != WAITING] or list(doing)
+    where = "; ".join(
+        f"{_ranks(group)} {_are(group)} {what}" for (_, what), group in sorted(doing.items())
+    )
+    return doing[min(behind)][0], where
 
 
 def _ranks(peers: Sequence[Peer]) -> str:
