@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from motley.engine import Seating
+from motley.engine import Seating, check_offload
 from motley.errors import MotleyError
 from motley.spelling import nearest
 
@@ -117,10 +117,7 @@ def _offload(path: Path, content: dict[str, Any], seating: Seating) -> None:
     what, stage = seating.config.offload, zero.get("stage", 0)
     if what == "none":
         return
-    if seating.device.type == "cpu":
-        raise MotleyError(
-            f"--offload {what}: rank {seating.rank} computes on the CPU, where all is already"
-        )
+    check_offload(seating)
     least = _OFFLOADS[what]
     if stage < least:
         raise MotleyError(

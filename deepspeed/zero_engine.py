@@ -18,7 +18,7 @@ import deepspeed
 import torch
 from torch import Tensor
 from zero_config import read_config, read_stage
-from zero_state import cut_state, whole_state
+from zero_state import cut_state, is_elementwise, whole_state
 
 from motley.engine import (
     Engine,
@@ -49,15 +49,15 @@ _AFTER = Sending(
 SENDING = (  # by stage
     _AFTER,
     replace(
-        _AFTER, gathers=0.5,
+        _AFTER, gathers=0.5, cuts=True,
         words="DeepSpeed stage 1 sends gradients after the backward pass, and then parameters",
     ),
     replace(
-        _AFTER, once=0.0, each=1.0, gathers=0.5,
+        _AFTER, once=0.0, each=1.0, gathers=0.5, cuts=True,
         words="DeepSpeed stage 2 sends gradients in each micro-batch, and then parameters",
     ),
     replace(
-        _AFTER, once=0.0, each=0.5, gathers_each=1.0, mixed=False,
+        _AFTER, once=0.0, each=0.5, gathers_each=1.0, mixed=False, cuts=True,
         words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
     ),
 )  # fmt: skip
@@ -105,6 +105,12 @@ class ZeroEngine(EngineBase):
                 f"precisions {', '.join(seating.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
+        if self._stage >= 1 and not is_elementwise(seating.config):
+            raise MotleyError(
+                f"--opt {seating.config.opt} looks at whole tensors, and ZeRO stage {self._stage} "
+                "gives it flat parts of them: it would be silently another one; take --stage 0, "
+                "torch_dist/train_vit.py, or an optimizer such as adamw"
+            )
         super().__init__(model, seating)
         self.loss_weight = seating.size
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
@@ -134,14 +140,14 @@ class ZeroEngine(EngineBase):
             losses = sample_losses(forward(batch.images), batch, self._seating.config.smoothing)
             total = losses.sum()
         self._backward(total * (self.loss_weight / n_global))
-        self.clock.lap("compute", ready=last and self._stage < 2)
+        self.clock.lap("compute", ready=last)
         return losses.detach()
 
     def _abandon(self, last: bool) -> None:
         if last or self._stage >= 2:
             loss = self._forward(self._model.blank_images(1), last).sum() * math.nan
             self._backward(loss)
-        self.clock.lap("compute", ready=last and self._stage < 2)
+        self.clock.lap("compute", ready=last)
 
     def _send(self) -> None:
         if self._stage < 2:

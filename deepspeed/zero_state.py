@@ -1,5 +1,6 @@
 """What DeepSpeed's partitions hold, as whole tensors and back: checkpoints know no ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -17,9 +18,27 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.engine import load_model_state, model_state, slots_of
+from motley.engine import load_model_state, make_optimizer, model_state, slots_of
+from motley.options import Config
 
 Optimizer = torch.optim.Optimizer
+
+
+def is_elementwise(config: Config) -> bool:
+    """Whether ``--opt`` does to a number what it does whatever the tensor around it, tried on a
+    small one: AdamW does, LAMB does not. Draws no random numbers."""
+    net = nn.Module()
+    values = torch.linspace(-1, 1, 64)
+    net.whole = nn.Parameter(values.reshape(8, 8).clone())
+    net.parts = nn.ParameterList(part.clone() for part in values.split(32))
+    # Without decay, which timm spares one-dimensional tensors.
+    optimizer = make_optimizer(net, replace(config, weight_decay=0.0))
+    for step in range(1, 3):
+        for parameter in net.parameters():
+            parameter.grad = (parameter.detach() * 3 + step).sin()
+        optimizer.step()
+    parts = torch.cat([part.detach() for part in net.parts])
+    return torch.allclose(net.whole.detach().flatten(), parts, atol=1e-7)
 
 
 def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def old_runs(paths: list[Path]) -> list[OldRun]:
         except (MotleyError, OSError, ValueError) as error:
             command.warn(f"{error}; left out")
             continue
-        if seconds is None:
+        if not seconds:
             command.warn(f"{log} holds no two epochs, so nobody can tell how long one took")
             continue
         found.append(OldRun(gpus, log.parent.name, seconds))

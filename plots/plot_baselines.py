@@ -55,9 +55,10 @@ def lost(row: Row) -> dict[str, float]:
 def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
     """A bar a cell up to what it reached, what it lost on top, and a mark at the limit."""
     shown: dict[str, str] = {}
-    most = max(((row.images_per_s or 0) / (row.fraction_of_limit or 1) for row in rows), default=1)
+    ends = [(row.images_per_s or 0) / (row.fraction_of_limit or 1) for row in rows]
+    most = max(ends, default=0.0) or 1.0
     for place, row in enumerate(rows):
-        if row.outcome != DONE and row.images_per_s is None:
+        if row.images_per_s is None:
             ax.text(0.01 * most, place, f"{row.outcome}{f', {row.when}' if row.when else ''}",
                     va="center", color="#AA3311")  # fmt: skip
             continue
@@ -68,6 +69,8 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
         words = f"{end:,.0f} images/s"
         if row.fraction_of_limit:
             words += f", {row.fraction_of_limit:.2f} of the limit"
+        if row.outcome != DONE:
+            words += f"; a repeat: {row.outcome}"
         for name, part in lost(row).items():
             label, colour = LOST[name]
             ax.barh(place, part, left=end, height=0.66, color=colour,
@@ -141,16 +144,17 @@ def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
         lines = max(done[0].read_steps().values(), key=len, default=[]) if done else []
-        lines = [line for line in lines if line["loss"] is not None]
-        if not lines:
+        known = [line["loss"] is not None for line in lines]
+        if not any(known):
             continue
-        images = np.cumsum([line["n_global"] for line in lines])
-        seconds = np.array([line["time"] - lines[0]["time"] for line in lines])
+        images = np.cumsum([line["n_global"] for line in lines])[known]
+        seconds = np.array([line["time"] - lines[0]["time"] for line in lines])[known]
+        loss = np.array([line["loss"] for line in lines], dtype=float)[known]
         again, colour = divmod(drawn, len(style.HOST_COLOURS))
         look = {"color": style.HOST_COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4]}
         drawn += 1
         for ax, x in zip(axes, (images, seconds), strict=True):
-            ax.plot(x, [line["loss"] for line in lines], label=cell.name, **look)
+            ax.plot(x, loss, label=cell.name, **look)
     style.label_axes(axes[0], "images", "loss")
     style.label_axes(axes[1], "seconds since the first step", "")
     axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -116,7 +116,9 @@ def of_matrix(folder: BaselineFolder, colours: dict[str, str]) -> Section:
 
 
 def _rate(rows: list[Row], name: str) -> str:
-    row = next(row for row in rows if row.name == name)
+    row = next((row for row in rows if row.name == name), None)
+    if row is None:
+        return "not ended"
     return f"{row.images_per_s:,.0f} images/s" if row.images_per_s else row.outcome
 
 
@@ -157,7 +159,12 @@ def draw(paths: list[Path], out: Path | None) -> int:
     matrices = [file.parent for path in paths for file in sorted(path.rglob("matrix.json"))]
     alone = [run for run in find_runs(paths)
              if not any(folder in run.path.parents for folder in matrices)]  # fmt: skip
-    sections = [of_matrix(BaselineFolder(folder), colours) for folder in matrices]
+    sections = []
+    for folder in matrices:
+        try:
+            sections.append(of_matrix(BaselineFolder(folder), colours))
+        except MotleyError as error:
+            command.warn(error)
     if alone:
         sections.append(of_runs(alone, colours))
     if not sections:

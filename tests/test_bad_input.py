@@ -103,6 +103,7 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> Non
         (DDP, ("--strategy", "fsdp", "--wire", "powersgd:4"), "--wire powersgd:4: FSDP gathers"),
         (DDP, ("--offload", "parameters"), "add --strategy fsdp"),
         (ZERO, ("--offload", "optimizer"), "where all is already"),
+        (ZERO, ("--stage", "1", "--opt", "lamb"), "looks at whole tensors"),
         (DDP, ("--grad-checkpointing", "mpl"), "nearest: mlp"),
     ],
 )

@@ -15,6 +15,7 @@ torch_dist/presets/.
 
 import argparse
 import contextlib
+import ctypes
 import os
 import shlex
 import shutil
@@ -53,10 +54,18 @@ def main() -> int:
             raise MotleyError(f"cell {cell.name}: there is no script {cell.script}")
     folder = BaselineFolder(options.out or Path("baselines") / Path(options.matrix).stem)
     if options.dry_run:
-        show_plan(matrix, folder)
+        show_plan(matrix, folder, options.retry)
         return 0
-    folder.claim(matrix)
-    run_all(matrix, hosts, folder, shlex.split(options.mpirun))
+    mpirun = shlex.split(options.mpirun)
+    if not mpirun or shutil.which(mpirun[0]) is None:
+        raise MotleyError(
+            f"there is no {options.mpirun.split(' ')[0]!r} on PATH; put .venv/bin there, or name "
+            "it with --mpirun"
+        )
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with folder.claim(matrix):
+        run_all(matrix, hosts, folder, mpirun, options.retry)
     rows = read_rows(folder)
     paths = folder.write_rows(rows)
     print()
@@ -68,17 +77,23 @@ def main() -> int:
     return 0 if all(row.outcome == DONE for row in rows) else 1
 
 
-def order(matrix: Matrix, folder: BaselineFolder) -> list[tuple[Cell, int]]:
-    """What is still to be run: cells and numbers of repeats, every other round backwards."""
+def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
+    """What is still to be run: cells and numbers of repeats, every other round backwards.
+
+    Args:
+        retry: what failed, too.
+    """
     turns = [(cell, 0) for cell in matrix.references]
     for repeat in range(matrix.repeats):
         turns += [(cell, repeat) for cell in matrix.cells[:: -1 if repeat % 2 else 1]]
-    return [turn for turn in turns if folder.outcome(*turn) is None]
+    ended = {turn: folder.outcome(*turn) for turn in turns}
+    return [turn for turn, outcome in ended.items()
+            if outcome is None or (retry and outcome.kind != DONE)]  # fmt: skip
 
 
-def show_plan(matrix: Matrix, folder: BaselineFolder) -> None:
+def show_plan(matrix: Matrix, folder: BaselineFolder, retry: bool) -> None:
     """The cells, and how long they should take."""
-    todo = order(matrix, folder)
+    todo = order(matrix, folder, retry)
     left = {
         cell: sum(turn[0] == cell for turn in todo) for cell in (*matrix.references, *matrix.cells)
     }
@@ -98,10 +113,14 @@ def show_plan(matrix: Matrix, folder: BaselineFolder) -> None:
 
 
 def run_all(
-    matrix: Matrix, hosts: Sequence[Host], folder: BaselineFolder, mpirun: Sequence[str]
+    matrix: Matrix,
+    hosts: Sequence[Host],
+    folder: BaselineFolder,
+    mpirun: Sequence[str],
+    retry: bool,
 ) -> None:
     """Run what is left, a line each."""
-    todo = order(matrix, folder)
+    todo = order(matrix, folder, retry)
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
@@ -144,7 +163,7 @@ def run_one(
         print(shlex.join(command), file=output, flush=True)
         job = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=stop_with_parent,
         )  # fmt: skip
         status: int | None = None
         try:
@@ -153,6 +172,11 @@ def run_one(
         finally:
             end(job)
     return status, time.monotonic() - start
+
+
+def stop_with_parent() -> None:
+    """Of a process that is about to be a job: told to stop when this one ends, however it does."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def end(job: subprocess.Popen[bytes]) -> None:
@@ -204,6 +228,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="WORDS", help="cells with this in their name")
     with_options = "with its own options, as in 'mpirun --mca btl_tcp_if_include eno1'"
     parser.add_argument("--mpirun", default="mpirun", metavar="COMMAND", help=with_options)
+    parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--dry-run", action="store_true", help="show the cells, run nothing")
     options = parser.parse_args(words[:at])
     options.rest = tuple(words[at + 1 :])

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from motley.engine import Seating, model_state, optimizer_state
+from motley.engine import Seating, check_offload, model_state, optimizer_state
 from motley.memory import out_of_memory
 from motley.model import AUTOCAST, Classifier, blocks_of
 from motley.sampler import Batch
@@ -29,14 +29,15 @@ class FsdpEngine(GroupEngine):
     """
 
     sending = Sending(
-        overlaps=False, kinds=("exact", *SIXTEEN), leaf=False, mixed=False, once=0.0, each=1.5,
-        words="FSDP gathers parameters and scatters gradients in each micro-batch",
+        overlaps=False, kinds=("exact", *SIXTEEN), leaf=False, mixed=False, cuts=True, once=0.0,
+        each=1.5,        words="FSDP gathers parameters and scatters gradients in each micro-batch",
         others={"--strategy ddp, if memory allows,": Sending()},
     )  # fmt: skip
     equal_micro_steps = True
     whole = False
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
+        check_offload(seating)
         self.loss_weight = seating.size
         self._mesh = init_device_mesh(seating.device.type, (seating.size,))
         kind = seating.plan.wire.kind
@@ -62,7 +63,7 @@ class FsdpEngine(GroupEngine):
             if out_of_memory(error):
                 self._no_second_try(error, "--strategy ddp")
             raise
-        self.clock.lap("compute")
+        self.clock.lap("compute", ready=last)
         return losses.detach()
 
     def _norm(self, norms: Tensor) -> Tensor:

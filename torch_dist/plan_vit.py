@@ -3,8 +3,9 @@
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/plan_vit.py --batch-size 512
 
-Takes the options of train_vit.py. Measures each rank's speed (remembered between runs) and
-one all-reduce, splits the batch, and predicts this and other ways to do it.
+Takes the options of train_vit.py, but for --strategy and --offload. Measures each rank's speed
+(remembered between runs) and one all-reduce, splits the batch, and predicts this and other ways
+to do it.
 """
 
 import dataclasses

@@ -6,14 +6,16 @@ results.csv, results.md
 """
 
 import csv
+import fcntl
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from motley.errors import MotleyError
 from motley.gpu_records import read_gpu_log
@@ -33,15 +35,16 @@ class BaselineFolder:
         self.path = Path(path)
         self.cells = self.path / "cells"
 
-    def claim(self, matrix: Matrix) -> None:
-        """Take the folder for this matrix; MotleyError if it is another's."""
+    def claim(self, matrix: Matrix) -> TextIO:
+        """Take the folder for this matrix, until what is returned is closed or this process ends;
+        MotleyError if it is another matrix's, or in use."""
         file, ours = self.path / "matrix.json", matrix.as_json()
         if file.exists():
             theirs = _read_json(file)
             kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
-            clashes = [key for key in ("steps", "options") if theirs.get(key) != ours[key]] + [
-                cell["name"] for cell in ours["cells"] if kept.get(cell["name"], cell) != cell
-            ]
+            clashes = [
+                key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]
+            ] + [cell["name"] for cell in ours["cells"] if kept.get(cell["name"], cell) != cell]
             if clashes:
                 raise MotleyError(
                     f"{self.path} holds the results of another matrix, which differs in "
@@ -54,14 +57,26 @@ class BaselineFolder:
                 "with --out"
             )
         self.cells.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise MotleyError(
+                f"{self.path} is in use by another baseline_measure.py; wait for it, or choose "
+                "another folder with --out"
+            ) from None
         _write_json(file, ours)
+        return lock
 
     def matrix_cells(self) -> list[Cell]:
         """All cells whose results are kept here, references too."""
-        content = _read_json(self.path / "matrix.json")
-        return [
-            Cell(**{**cell, "options": tuple(cell["options"])}) for cell in content["cells"]
-        ]  # fmt: skip
+        file = self.path / "matrix.json"
+        try:
+            cells = _read_json(file)["cells"]
+            return [Cell(**{**cell, "options": tuple(cell["options"])}) for cell in cells]
+        except (KeyError, TypeError) as error:
+            raise MotleyError(f"{file} is not of baseline_measure.py: {error}") from None
 
     def attempt(self, cell: Cell, repeat: int) -> RunFolder:
         """The run folder of one repeat."""
@@ -81,6 +96,7 @@ class BaselineFolder:
         outcome = judge(
             status, output, folder.read_run(), folder.read_steps(), folder.read_events(), seconds
         )
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)  # nobody continues such a run
         _write_json(self._outcome(cell, repeat), asdict(outcome))
         return outcome
 
@@ -111,8 +127,8 @@ class BaselineFolder:
         """What was run, on what, with which versions: as the runs that are done say, in words."""
         content = _read_json(self.path / "matrix.json")
         done = [
-            run.read_run() for cell in self.matrix_cells() for run, outcome in self.repeats(cell)
-            if outcome.kind == DONE
+            about for cell in self.matrix_cells() for run, outcome in self.repeats(cell)
+            if outcome.kind == DONE and "versions" in (about := run.read_run())
         ]  # fmt: skip
         if not done:
             return "No run is done.\n"
@@ -121,7 +137,7 @@ class BaselineFolder:
         seats = [f"{seat['host']}: {seat['device']}" for seat in widest["ranks"]]
         day = time.strftime("%Y-%m-%d", time.gmtime(first["started"]))
         return "\n".join([
-            f"- {config['model'] or 'vit_digits'} on {config['dataset']}, {content['steps']} steps "
+            f"- {config['model']} on {config['dataset']}, {content['steps']} steps "
             f"a run, of which the first third is not counted; {' '.join(content['options'])}",
             f"- ranks: {'; '.join(seats)}",
             f"- {day}, " + ", ".join(f"{name} {v}" for name, v in versions.items() if v)
@@ -135,7 +151,7 @@ class Row:
     """What was measured of a cell; a line of results.csv. None: unknown.
 
     Attributes:
-        hosts: names of those that trained. machines: launched.
+        model: and its pixels. hosts: names of those that trained. machines: launched.
         batch: global; micro_batch: of each rank.
         images_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
             a part of it; of two repeats or more.
@@ -155,6 +171,7 @@ class Row:
     precision: str
     checkpointing: str
     options: str
+    model: str
     machines: int
     hosts: str
     batch: int
@@ -186,18 +203,18 @@ def read_rows(folder: BaselineFolder) -> list[Row]:
     cells = folder.matrix_cells()
     found = {cell: folder.repeats(cell) for cell in cells}
     references = {
-        cell.samples: _loss(runs[0][0]) for cell, runs in found.items()
+        cell.samples: runs[0][0] for cell, runs in found.items()
         if cell.name.startswith(REFERENCE) and runs and runs[0][1].kind == DONE
     }  # fmt: skip
     rows = [
         _row(cell, runs, references.get(cell.samples)) for cell, runs in found.items() if runs
     ]  # fmt: skip
-    limits: dict[tuple[int, int], float] = {}
+    limits: dict[tuple[int, int, str], float] = {}
     for row in rows:
         if row.limit_images_per_s:
-            key = (row.machines, row.batch)
+            key = (row.machines, row.batch, row.model)
             limits[key] = max(limits.get(key, 0.0), row.limit_images_per_s)
-    return [_with_limit(row, limits.get((row.machines, row.batch))) for row in rows]
+    return [_with_limit(row, limits.get((row.machines, row.batch, row.model))) for row in rows]
 
 
 def _with_limit(row: Row, limit: float | None) -> Row:
@@ -206,14 +223,16 @@ def _with_limit(row: Row, limit: float | None) -> Row:
     return replace(row, fraction_of_limit=row.images_per_s / limit)
 
 
-def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: float | None) -> Row:
+def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: RunFolder | None) -> Row:
     done = [folder for folder, outcome in runs if outcome.kind == DONE]
     failed = [outcome for _, outcome in runs if outcome.kind != DONE]
     about = (done or [folder for folder, _ in runs])[0].read_run()
     plan: Mapping[str, Any] = about.get("plan") or {}
+    config: Mapping[str, Any] = about.get("config") or {}
     facts: dict[str, Any] = {
         "name": cell.name, "strategy": cell.strategy, "precision": cell.precision,
         "checkpointing": cell.checkpointing, "options": " ".join(cell.options),
+        "model": f"{config.get('model', '')} {config.get('img_size', '')}".strip(),
         "machines": cell.hosts, "batch": cell.batch, "repeats": len(runs),
         "hosts": " ".join(dict.fromkeys(seat["host"] for seat in about.get("ranks") or ())),
         "micro_batch": " ".join(str(max(sizes)) for sizes in plan.get("micro_batches") or ()),
@@ -231,7 +250,8 @@ def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: float
     limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
     samples = (about.get("result") or {}).get("epoch_samples")
     loss = _loss(done[0])
-    facts |= {f"{part}_s": _part(every[0], part) for part in PARTS}
+    whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that nobody shares
+    facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in PARTS}
     return Row(
         **facts, images_per_s=middle,
         spread=(max(rates) - min(rates)) / middle if len(rates) > 1 else None,
@@ -239,8 +259,29 @@ def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: float
         epoch_s=samples / middle if samples else None,
         memory_mib=_memory(about, every[0]), leak_mib=leak(done[0].read_steps()),
         joules=joules(done[0], every[0]), loss=loss,
-        loss_difference=None if not loss or not reference else loss / reference - 1,
+        loss_difference=_difference(about, loss, reference),
     )  # fmt: skip
+
+
+# What a run must share with the fp32 one for its losses to be the same.
+_SAME = (
+    "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
+    "weight_decay", "warmup_epochs", "min_lr", "smoothing", "clip_grad", "drop", "drop_path",
+    "seed",
+)  # fmt: skip
+
+
+def _difference(about: JsonDict, loss: float | None, reference: RunFolder | None) -> float | None:
+    """Of the last loss from the reference's, as a part of that; None where they are not of the
+    same training. Local steps tell a mean of losses before."""
+    if reference is None or loss is None:
+        return None
+    own, other = about["config"], reference.read_run().get("config", {})
+    local = str((about.get("plan") or {}).get("wire")).startswith("local")
+    expected = _loss(reference)
+    if local or not expected or any(own.get(key) != other.get(key) for key in _SAME):
+        return None
+    return loss / expected - 1
 
 
 Steps = Mapping[int, Sequence[JsonDict]]
@@ -312,23 +353,25 @@ def leak(steps: Steps) -> float | None:
 
 
 def joules(folder: RunFolder, steps: Steps) -> float | None:
-    """Of all GPUs, for an image, while the steps that count ran; None where a GPU does not say."""
+    """Of the GPUs that trained, for an image, while the steps that count ran; None where one of
+    them did not say."""
     lines = max(steps.values(), key=len, default=[])
-    if len(lines) < 2:
+    seats = folder.read_run().get("ranks") or ()
+    if not lines or not seats or any(not seat.get("uuid") for seat in seats):
         return None
-    start, end = lines[0]["time"], lines[-1]["time"]
-    watts: dict[tuple[str, str | None], list[float]] = {}
+    first_s = lines[0]["n_global"] / lines[0]["images_per_s"]
+    start, end = lines[0]["time"] - first_s, lines[-1]["time"]
+    watts: dict[tuple[str, str], list[float]] = {(seat["host"], seat["uuid"]): [] for seat in seats}
     for log in find_gpu_logs([folder.path]):
         for sample in read_gpu_log(log):
-            if start <= sample.time <= end:
-                if sample.power_w is None:
-                    return None
-                watts.setdefault((sample.host, sample.gpu), []).append(sample.power_w)
-    if not watts:
+            own = watts.get((sample.host, sample.uuid or ""))
+            if own is not None and start <= sample.time <= end and sample.power_w is not None:
+                own.append(sample.power_w)
+    if not all(watts.values()):
         return None
-    images = sum(line["n_global"] for line in lines[1:])
-    watt = sum(map(statistics.fmean, watts.values()))
-    return float(watt * (end - start) / images)
+    seconds = sum(line["n_global"] / line["images_per_s"] for line in lines)
+    images = sum(line["n_global"] for line in lines)
+    return float(sum(map(statistics.fmean, watts.values())) * seconds / images)
 
 
 _SHOWN = (

@@ -169,6 +169,16 @@ def make_optimizer(net: nn.Module, config: Config) -> torch.optim.Optimizer:
         raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
 
 
+def a_part(net: nn.Module, ranks: int) -> nn.Module:
+    """As many numbers as one of so many ranks keeps of a model, with a gradient of zeros."""
+    device = next(net.parameters()).device
+    count = -(-sum(parameter.numel() for parameter in net.parameters()) // ranks)
+    part = nn.Module()
+    part.weight = nn.Parameter(torch.zeros(count, device=device))
+    part.weight.grad = torch.zeros(count, device=device)
+    return part
+
+
 class EngineBase:
     """What is the same in both engines, whatever the wire between ranks.
 
@@ -294,6 +304,15 @@ class EngineBase:
 
     def reconfigure(self, plan: Plan) -> None:
         """See :class:`Engine`. Each micro-step is told all that it needs of the plan."""
+
+
+def check_offload(seating: Seating) -> None:
+    """MotleyError if ``--offload`` has nothing to move."""
+    if seating.config.offload != "none" and seating.device.type == "cpu":
+        raise MotleyError(
+            f"--offload {seating.config.offload}: rank {seating.rank} computes on the CPU, where "
+            "all is already"
+        )
 
 
 def sample_losses(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:

@@ -54,6 +54,7 @@ class GpuSample:
 
     Attributes:
         time: seconds since the epoch.
+        uuid: of the GPU; None in the lab's files.
         load: 0 to 1; of the GPU, or of the CPU on a host without one.
         memory_used_mib, memory_total_mib: of the GPU, or the host's RAM.
         others_memory_mib: GPU memory that other users hold.
@@ -71,6 +72,7 @@ class GpuSample:
     others_memory_mib: float | None
     epoch: int | None
     step: int | None
+    uuid: str | None = None
 
 
 def read_gpu_log(path: Path) -> list[GpuSample]:
@@ -110,6 +112,7 @@ def _sample(row: Mapping[str, str | None], path: Path) -> GpuSample | None:
         others_memory_mib=_number(row.get("Others_Mem_MB")),
         epoch=_integer(row.get("Epoch")),
         step=_integer(row.get("Step")),
+        uuid=row.get("GPU_UUID") or None,
     )
 
 

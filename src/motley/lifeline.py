@@ -332,9 +332,9 @@ class Lifeline:
         elif "signal" in message:
             self._stopped = True
             name = signal.Signals(message["signal"]).name
-            first, where = whereabouts(self._ranks())
+            _, where = whereabouts(self._ranks())
             fault = Fault(
-                first.rank, first.host, self._last_step(), f"stopped by {name}, when {where}",
+                peer.rank, peer.host, self._last_step(), f"stopped by {name}, when {where}",
                 "continue with --resume auto", code=128 + message["signal"], echo=True,
             )  # fmt: skip
             self._suspect(fault, _NOW)

@@ -4,6 +4,7 @@ repeats = 3                 # of all cells, interleaved
 steps = 30                  # of each run
 limit_s = 600               # after which a run is ended and called a hang
 options = ["--model", "vit_base_patch16_224", "--dataset", "synthetic"]  # of every cell
+script = "my/train.py"      # of every cell that names none; default: the strategy's
 
 [matrix]                    # each one value or a list; every combination is a cell
 strategy = ["ddp", "fsdp", "zero1"]
@@ -51,8 +52,17 @@ _AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
     "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,
     "fraction": 1.0, "options": "",
 }  # fmt: skip
-_OF_ALL = ("repeats", "steps", "limit_s", "options", "matrix", "cell")
+_OF_ALL = ("repeats", "steps", "limit_s", "options", "script", "matrix", "cell")
 REFERENCE = "reference"
+_NAME = r"[A-Za-z0-9][\w.+-]*"
+_LEAST = {"repeats": 1, "steps": 6, "limit_s": 1}
+# Options of a training script that are a cell's to set, and how a matrix says them.
+_OWNED = {
+    "--batch-size": "batch", "-b": "batch", "--precision": "precision", "--seed": "nothing",
+    "--data-fraction": "fraction", "--max-steps": "--steps, before the --,", "--logs": "--out",
+    "--run": "nothing", "--resume": "nothing", "--grad-checkpointing": "checkpointing",
+    "--strategy": "strategy", "--stage": "strategy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,12 @@ class Matrix:
 
     Attributes:
         references: fp32 runs of the same samples, for each kind of these; run once.
+        hosts: of hosts.txt.
     """
 
     cells: tuple[Cell, ...]
     references: tuple[Cell, ...]
+    hosts: tuple[Host, ...] = ()
     repeats: int = 3
     steps: int = 30
     limit_s: float = 600.0
@@ -110,8 +122,14 @@ class Matrix:
 
     def as_json(self) -> dict[str, Any]:
         """All that makes a result; how often and how long is not part of it."""
-        cells = [asdict(cell) for cell in (*self.references, *self.cells)]
-        return {"steps": self.steps, "options": list(self.options), "cells": cells}
+        return {
+            "steps": self.steps, "options": list(self.options),
+            "hosts": [[host.name, host.slots] for host in self.hosts],
+            "cells": [
+                {**asdict(cell), "options": list(cell.options), "limit_s": None}
+                for cell in (*self.references, *self.cells)
+            ],
+        }  # fmt: skip
 
 
 def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
@@ -128,18 +146,34 @@ def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
     except (OSError, ValueError) as error:
         raise MotleyError(f"{path} is not a readable TOML file: {error}") from None
     _check_keys(path, content, _OF_ALL, "")
-    shared = tuple(content.get("options", ())) + tuple(changes.pop("options", None) or ())
+    shared = (*_words(path, content.get("options", "")), *(changes.pop("options", None) or ()))
+    if owned := [word for word in shared if word.partition("=")[0] in _OWNED]:
+        raise MotleyError(
+            f"{owned[0]} is set by each cell; write {_OWNED[owned[0].partition('=')[0]]} in place "
+            "of it"
+        )
     given: dict[str, Any] = {
         key: content[key] for key in ("repeats", "steps", "limit_s") if key in content
     }
     given |= {key: value for key, value in changes.items() if value is not None}
+    script = {"script": content["script"]} if "script" in content else {}
     cells = [
-        *(_product(path, content["matrix"], hosts) if "matrix" in content else ()),
-        *(_single(path, entry, hosts) for entry in content.get("cell", ())),
+        *(_product(path, content["matrix"], script, hosts) if "matrix" in content else ()),
+        *(_single(path, {**script, **entry}, hosts) for entry in content.get("cell", ())),
     ]
     if not cells:
         raise MotleyError(f"{path} names no cell; give it a [matrix], or a [[cell]]")
+    for key, least in _LEAST.items():
+        value = given.get(key, least)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise MotleyError(f"{path}: {key} is {value!r}; give a number of {least} or more")
     names = [cell.name for cell in cells]
+    if odd := next((name for name in names if not re.fullmatch(_NAME, name)), None):
+        raise MotleyError(
+            f"{path}: a cell is called {odd!r}; give it a name of letters, digits, - and _"
+        )
+    if taken := next((name for name in names if name.startswith(REFERENCE)), None):
+        raise MotleyError(f"{path}: {taken} is the name of the fp32 runs; choose another one")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise MotleyError(f"{path}: two cells are called {twice}; give one another name")
     for cell in cells:
@@ -148,14 +182,16 @@ def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
     references = tuple(
         Cell(
             f"{REFERENCE}_b{batch}_f{fraction:g}" if len(kinds) > 1 else REFERENCE, "ddp", "fp32",
-            "", batch, len(hosts), fraction, DDP, ("--wire", "exact"),
+            "", batch, len(hosts), fraction, content.get("script", DDP), ("--wire", "exact"),
         )
         for batch, fraction in kinds
     )  # fmt: skip
-    return Matrix(tuple(cells), references, options=shared, **given)
+    return Matrix(tuple(cells), references, tuple(hosts), options=shared, **given)
 
 
-def _product(path: Path, axes: Mapping[str, Any], hosts: Sequence[Host]) -> list[Cell]:
+def _product(
+    path: Path, axes: Mapping[str, Any], script: Mapping[str, Any], hosts: Sequence[Host]
+) -> list[Cell]:
     _check_keys(path, axes, (*_AXES, "weak"), "matrix.")
     weak = axes.get("weak", False)
     values = {axis: _values(axes.get(axis, usual)) for axis, usual in _AXES.items()}
@@ -170,7 +206,7 @@ def _product(path: Path, axes: Mapping[str, Any], hosts: Sequence[Host]) -> list
         if weak:
             named["batch"] *= named["hosts"]
             named["fraction"] *= named["hosts"] / len(hosts)
-        cells.append(_cell(path, _name(told) or str(named["strategy"]), named))
+        cells.append(_cell(path, _name(told) or str(named["strategy"]), {**named, **script}))
     return cells
 
 
@@ -183,37 +219,43 @@ def _name(told: Mapping[str, Any]) -> str:
     words = []
     for axis, value in told.items():
         if axis == "checkpointing":
-            words += ["ckpt" if value is True else str(value)] if value else []
+            words += ["ckpt" if value is True else _plain(value)] if value else []
         elif axis in ("batch", "hosts", "fraction"):
             words.append(f"{axis}{value:g}")
         elif value:
-            words.append(re.sub(r"[^A-Za-z0-9.]+", "-", str(value)).strip("-"))
+            words.append(_plain(value))
     return "_".join(words)
+
+
+def _plain(value: object) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", str(value)).strip("-.")
+
+
+def _words(path: Path, options: Any) -> list[str]:
+    """Options as one text, as in a shell, or as a list."""
+    try:
+        return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
+    except (TypeError, ValueError) as error:
+        raise MotleyError(f"{path}: options {options!r}: {error}") from None
 
 
 def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host]) -> Cell:
     _check_keys(path, entry, (*_AXES, "name", "script", "limit_s"), "cell.")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", str(entry.get("name", ""))):
-        raise MotleyError(
-            f"{path}: a [[cell]] is called {entry.get('name')!r}; give it a name of letters, "
-            "digits and -"
-        )
     named = {**_AXES, **entry}
     named["hosts"] = named["hosts"] or len(hosts)
-    return _cell(path, str(entry["name"]), named)
+    return _cell(path, str(entry.get("name", "")), named)
 
 
 def _cell(path: Path, name: str, named: Mapping[str, Any]) -> Cell:
     strategy = named["strategy"]
-    if strategy not in STRATEGIES:
+    if str(strategy) not in STRATEGIES:
         raise MotleyError(
             f"{path}: the strategy {strategy} is unknown{nearest(str(strategy), STRATEGIES)}; "
             f"choose of {', '.join(STRATEGIES)}"
         )
     script, words = STRATEGIES[strategy]
     checkpointing = named["checkpointing"]
-    options = named["options"]
-    more = shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
+    more = _words(path, named["options"])
     try:
         return Cell(
             name, strategy, str(named["precision"]),

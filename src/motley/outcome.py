@@ -9,13 +9,17 @@ DONE = "done"
 # Of what an error says, the first that fits. A library of CUDA's without memory says so in its
 # own words, so memory comes before it.
 _KINDS = (
-    ("out of memory", r"out of memory|can't allocate memory|_ALLOC_FAILED|bad_alloc|MemoryError"),
+    (
+        "out of memory",
+        r"out of memory|can't allocate memory|_ALLOC_FAILED|bad_alloc|MemoryError|has no room for",
+    ),
     ("illegal memory access", r"illegal memory access|misaligned address|cudaErrorIllegalAddress"),
     ("cuBLAS failed", r"CUBLAS_STATUS|cublas"),
     ("device error", r"CUDA error|device-side assert|NCCL error|cuDNN error|CUDNN_STATUS"),
     ("not finite", r"not finite|\bnan\b|\binf\b"),
     ("segfault", r"Segmentation fault|signal 11\b|SIGSEGV"),
-    ("hang", r"no rank has moved|silent for|still running after"),
+    ("host lost", r"silent for"),
+    ("hang", r"no rank has moved|still running after"),
     ("killed", r"died without a word|signal 9\b|SIGKILL|stopped by SIG"),
 )
 _DIED = re.compile(r"died without a word")
@@ -94,14 +98,16 @@ def judge(
     if status is None:
         kind = "hang"
         error = f"still running after {seconds:.0f} s" + (f"; {error}" if error else "")
-    elif status == _REFUSED and not any(re.search(p, error, re.I) for _, p in _KINDS):
-        kind = "refused"
     else:
         kind = _kind(error, output)
+        if status == _REFUSED and (kind == "error" or not failure):  # before it began
+            kind = "out of memory" if kind == "out of memory" else "refused"
+    known = status is not None  # who was told to stop is not who is to blame
     return Outcome(
         kind, error[:_LONGEST] or f"ended with status {status} and said nothing",
-        failure.get("host"), failure.get("rank"), epoch, failure.get("step"),
-        _phase(details, str(failure.get("doing") or "")), seconds,
+        failure.get("host") if known else None, failure.get("rank") if known else None,
+        epoch, failure.get("step"),
+        _phase(details, str(failure.get("doing") or "")) if known else None, seconds,
     )  # fmt: skip
 
 

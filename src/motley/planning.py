@@ -165,7 +165,9 @@ def _measure_and_plan(
         measured = Measured(speeds, wires, measured.links)
     measured = refine(world, team, model, config.batch_size, measured, mode)
     if config.micro_batch is None and own is not None:
-        remember(everyone, config, own if team.rank is None else measured.speeds[team.rank])
+        remember(
+            everyone, config, sending, own if team.rank is None else measured.speeds[team.rank]
+        )
     planned = balance(config.batch_size, measured, mode)
     engines = _other_engines(world, team, config.batch_size, measured, mode, sending)
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
@@ -271,7 +273,10 @@ def _plan_before(
     """The plan that the run which is continued began with, if the same ranks go on through an
     engine alike: so, to the bit, do they, unless that run had to change it."""
     content = world.from_first(run.read_continued)
-    same = ("batch_size", "micro_batch", "shares", "hosts", "wire")
+    same = (
+        "batch_size", "micro_batch", "shares", "hosts", "wire", "compile", "grad_checkpointing",
+        "attention", "strategy", "offload",
+    )  # fmt: skip
     old: dict[str, Any] = content.get("config", {})
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from motley.balance import Speed
-from motley.engine import make_optimizer
+from motley.engine import a_part, make_optimizer
 from motley.errors import MotleyError
 from motley.forecast import arrange
 from motley.launch import World, cache_folder
@@ -69,7 +69,7 @@ def measure_team(
     own = None
     world.lifeline.enter("measuring its speed", PATIENCE)
     if model is not None and team.rank is not None:
-        own = _speed_of(team, model, config)
+        own = _speed_of(team, model, config, team.size if sending.cuts else 1)
     found = [each for each in world.allgather(own) if each is not None]
     world.lifeline.enter("measuring links", _PATIENCE)
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
@@ -191,9 +191,13 @@ def _middle(speeds: Sequence[Speed]) -> Speed:
     )
 
 
-def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
-    """This rank's speed, remembered if the device still is as fast."""
-    path, key = _place(team, config)
+def _speed_of(team: Team, model: Classifier, config: Config, parts: int) -> Speed:
+    """This rank's speed, remembered if the device still is as fast.
+
+    Args:
+        parts: that the optimizer is cut into, of which this rank has one.
+    """
+    path, key = _place(team, config, parts)
     if (speed := read_speed(path, key)) is not None:
         try:
             if _slowdown(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
@@ -204,7 +208,11 @@ def _speed_of(team: Team, model: Classifier, config: Config) -> Speed:
             torch.cuda.empty_cache()
         finally:
             model.zero_grad(set_to_none=True)
-    return measure_speed(model, lambda: make_optimizer(model.net, config), config.batch_size)
+
+    def make() -> torch.optim.Optimizer:
+        return make_optimizer(model.net if parts == 1 else a_part(model.net, parts), config)
+
+    return measure_speed(model, make, config.batch_size)
 
 
 def _slowdown(model: Classifier, speed: Speed, size: int) -> float:
@@ -259,12 +267,12 @@ def _with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
     return speed
 
 
-def remember(team: Team, config: Config, speed: Speed) -> None:
+def remember(team: Team, config: Config, sending: Sending, speed: Speed) -> None:
     """Keep this rank's speed, measured beside all of ``team``, for the next run."""
-    write_speed(*_place(team, config), speed)
+    write_speed(*_place(team, config, team.size if sending.cuts else 1), speed)
 
 
-def _place(team: Team, config: Config) -> tuple[Path, dict[str, Any]]:
+def _place(team: Team, config: Config, parts: int) -> tuple[Path, dict[str, Any]]:
     """Where a rank's speed is remembered, and all that it depends on."""
     assert team.rank is not None
     own = team.members[team.rank]
@@ -275,7 +283,8 @@ def _place(team: Team, config: Config) -> tuple[Path, dict[str, Any]]:
         "cores": len(os.sched_getaffinity(0)), "model": config.model,
         "img_size": image_size(config), "dataset": config.dataset, "opt": config.opt,
         "compile": config.compile, "most": config.batch_size, "versions": versions(),
-        "grad_checkpointing": config.grad_checkpointing, "attention": config.attention,
+        "parts": parts, "attention": config.attention,
+        "grad_checkpointing": config.grad_checkpointing,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"speed-{digest[:20]}.json", key

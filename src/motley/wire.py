@@ -92,6 +92,7 @@ class Sending:
         gathers, gathers_each: all-reduces as long as it takes to gather parameters, in fp32,
             after a step, and in each of its micro-batches.
         mixed: whether GPUs and CPUs can do it together.
+        cuts: each rank keeps, and steps, a part of the optimizer alone.
         words: how it sends, for the user.
         others: engines that send otherwise, by what a user writes to have them.
     """
@@ -104,6 +105,7 @@ class Sending:
     gathers: float = 0.0
     gathers_each: float = 0.0
     mixed: bool = True
+    cuts: bool = False
     words: str = "gradients are sent while the backward pass still runs"
     others: Mapping[str, "Sending"] = field(default_factory=dict)
 
