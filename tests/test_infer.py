@@ -1,5 +1,6 @@
 """Inference on ranks that need not one another: shards, leases, deaths, and what is merged."""
 
+import csv
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from conftest import DDP, Jobs, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from motley.errors import MotleyError
 from motley.leases import Leases
@@ -136,6 +138,26 @@ def test_a_rerun_computes_what_is_missing_alone(
     again = jobs.run(2, *words)
     assert again.code == 0 and "1437 images, top-1" in again.output
     assert shards() == after
+
+
+@mpi
+def test_images_of_ones_own_have_no_label(jobs: Jobs, trained: Path, tmp_path: Path) -> None:
+    photos, out = tmp_path / "my photos", tmp_path / "out"
+    for name, size, colour in (("a, b.png", (30, 20), "red"), ("more/c.JPG", (8, 8), "white")):
+        (photos / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, colour).save(photos / name)
+    (photos / "notes.txt").write_text("no image")
+    words = (INFER, "--checkpoint", trained, "--out", out, "--images")
+    done = jobs.run(2, *words, photos)
+    assert done.code == 0 and "2 images" in done.output and "top-1" not in done.output
+    with (out / MERGED).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["image"], row["label"]) for row in rows] == [("a, b.png", ""), ("more/c.JPG", "")]
+    assert all(0 <= int(row["predicted"]) < 10 for row in rows)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    wrong = jobs.run(1, *words, empty)
+    assert wrong.code == 2 and "no image is in it" in wrong.output
 
 
 @mpi

@@ -3,6 +3,8 @@
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \\
   --split train --out predictions/train --precision fp32
+mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \\
+  --images my/photos
 
 There is no process group: each rank takes the next shard of images that nobody has, so a fast one
 takes more, and the death of one leaves the rest working; they take over what it had. What is done
@@ -91,7 +93,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     if device is None:
         say("is left out: the GPUs of this host are with other ranks", rank)
         return 0
-    trained = open_trained(options.checkpoint, options.data_dir)
+    trained = open_trained(options.checkpoint, options.data_dir, options.images)
     for problem in trained.problems:
         say(f"not used: {problem}", rank)
     source = trained.images.test if options.split == "val" else trained.images.train
@@ -99,7 +101,8 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     manifest = json.loads((trained.folder / "manifest.json").read_text())
     shards.open({
         "model": manifest["model.safetensors"]["sha256"], "checkpoint": trained.folder.name,
-        "dataset": trained.config.dataset, "split": options.split,
+        "dataset": trained.config.dataset,
+        "split": str(options.images.resolve()) if options.images else options.split,
     })  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     predictor = Predictor(
@@ -152,8 +155,12 @@ def choose_device(leases: Leases, torch: Any) -> Any:
 def tell(path: Path) -> None:
     """Where the predictions are, and how many are right."""
     rows = [line.rsplit(",", 3) for line in path.read_text().splitlines()[1:]]
-    right = sum(label == predicted for _, label, predicted, _ in rows)
-    print(f"{path}: {len(rows)} images, top-1 {right / len(rows):.2%}", flush=True)
+    known = [(label, predicted) for _, label, predicted, _ in rows if label]
+    right = sum(label == predicted for label, predicted in known)
+    print(
+        f"{path}: {len(rows)} images" + (f", top-1 {right / len(known):.2%}" if known else ""),
+        flush=True,
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -166,6 +173,8 @@ def arguments() -> argparse.Namespace:
                         help="a run's folder, or one of its checkpoints")  # fmt: skip
     parser.add_argument("--split", choices=("val", "train"), default="val",
                         help="of the data set that it was trained on; default val")  # fmt: skip
+    parser.add_argument("--images", type=Path, metavar="DIR",
+                        help="of your own, at any depth, in place of --split")  # fmt: skip
     parser.add_argument("--data-dir", metavar="DIR", help="default: as in training")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="default: predictions-SPLIT in the run's folder")  # fmt: skip
@@ -180,7 +189,8 @@ def arguments() -> argparse.Namespace:
     run = options.checkpoint
     while run.name == "checkpoints" or run.name.startswith("step_"):
         run = run.parent
-    options.out = options.out or run / f"predictions-{options.split}"
+    of = "images" if options.images else options.split
+    options.out = options.out or run / f"predictions-{of}"
     return options
 
 

@@ -5,13 +5,14 @@ through worker processes and over the PCI bus.
 """
 
 import fcntl
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
@@ -20,6 +21,7 @@ from motley.errors import MotleyError
 from motley.options import Config
 
 Transform = Callable[[Any], Any]
+NO_LABEL = -1
 
 
 class Source(Protocol):
@@ -160,6 +162,33 @@ def _folder(root: Path) -> Images:
         mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), native_size=None,
         name_of=lambda source, index: str(source.samples[index][0]),  # type: ignore[attr-defined]
     )  # fmt: skip
+
+
+def of_files(images: Images, folder: Path) -> Images:
+    """The same, but its held-out images are all those under a folder, which have no label."""
+    if not folder.is_dir():
+        raise MotleyError(f"--images {folder} is no folder")
+    endings = tuple(tv.folder.IMG_EXTENSIONS)
+    files = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(endings))
+    if not files:
+        raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
+    return replace(
+        images, test=_Files(files), native_size=None,
+        name_of=lambda source, index: str(files[index].relative_to(folder)),
+    )  # fmt: skip
+
+
+class _Files:
+    """Images without labels."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return Image.open(self._files[index]), NO_LABEL
 
 
 class _Tensors:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from motley.checkpoint import checkpoints_at, newest_whole
-from motley.data import Images, Source, evaluation_transform, load_images
+from motley.data import (
+    NO_LABEL,
+    Images,
+    Source,
+    evaluation_transform,
+    load_images,
+    of_files,
+)
 from motley.errors import MotleyError
 from motley.memory import out_of_memory, release
 from motley.model import Classifier, build_model, set_matmul_precision
@@ -40,12 +47,13 @@ class Trained:
     problems: tuple[str, ...] = ()
 
 
-def open_trained(path: Path, data_dir: str | None) -> Trained:
+def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> Trained:
     """Load the newest whole checkpoint of a run.
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
         data_dir: where the images are now; None: where they were.
+        own: a folder of other images, which take the place of the held-out ones.
     """
     found = checkpoints_at(path)
     if not found:
@@ -62,6 +70,8 @@ def open_trained(path: Path, data_dir: str | None) -> Trained:
         for name, value in tensors.items() if name.startswith("model.")
     }  # fmt: skip
     images = load_images(config, img_size)
+    if own is not None:
+        images = of_files(images, own)
     return Trained(folder, weights, config, images, img_size, tuple(problems))
 
 
@@ -110,7 +120,8 @@ class Predictor:
         self.seconds += time.perf_counter() - start
         name = self.trained.images.name_of
         for index, (_, label), (predicted, confidence) in zip(items, found, answers, strict=True):
-            yield index, name(self.source, index), label, predicted, f"{confidence:.4f}"
+            known = "" if label == NO_LABEL else label
+            yield index, name(self.source, index), known, predicted, f"{confidence:.4f}"
 
     @property
     def mem_peak_mib(self) -> float:
@@ -122,7 +133,8 @@ class Predictor:
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
             image, label = self.source[index]
-            pixels = self._look(image if isinstance(image, Tensor) else image.convert("RGB"))
+            colours = "RGB" if self.trained.images.channels == 3 else "L"
+            pixels = self._look(image if isinstance(image, Tensor) else image.convert(colours))
         except OSError as error:
             name = self.trained.images.name_of(self.source, index)
             raise MotleyError(f"cannot read {name} ({error}); repair it, or remove it") from None

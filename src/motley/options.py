@@ -47,8 +47,6 @@ class Config:
     precision: str
     loss_scale: str
     compile: bool
-    grad_checkpointing: str | None
-    attention: str
     seed: int
     run: str | None
     logs: str
@@ -58,6 +56,9 @@ class Config:
     log_interval: float
     gpu_log_interval: float
     tensorboard: bool
+    # What a checkpoint of an older version does not say.
+    grad_checkpointing: str | None = None
+    attention: str = "auto"
     offload: str = "none"
     strategy: str = "ddp"
     stage: int | None = None
