@@ -6,7 +6,6 @@ results.csv, results.md
 """
 
 import csv
-import fcntl
 import json
 import math
 import shutil
@@ -21,7 +20,7 @@ from motley.errors import MotleyError
 from motley.gpu_records import read_gpu_log
 from motley.matrix import REFERENCE, Cell, Matrix
 from motley.outcome import DONE, Outcome, judge
-from motley.records import JsonDict, RunFolder, find_gpu_logs
+from motley.records import JsonDict, RunFolder, find_gpu_logs, take_folder
 
 PARTS = ("data", "compute", "wait", "comm", "opt")
 _WARM = 1 / 3  # of a run's steps come before those that count
@@ -57,15 +56,11 @@ class BaselineFolder:
                 "with --out"
             )
         self.cells.mkdir(parents=True, exist_ok=True)
-        lock = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise MotleyError(
-                f"{self.path} is in use by another baseline_measure.py; wait for it, or choose "
-                "another folder with --out"
-            ) from None
+        lock = take_folder(
+            self.path,
+            f"{self.path} is in use by another baseline_measure.py; wait for it, or choose another "
+            "folder with --out",
+        )
         _write_json(file, ours)
         return lock
 

@@ -130,20 +130,12 @@ class RunFolder:
             ) from None
 
     def lock(self) -> TextIO:
-        """Take the folder for this process; the lock goes when the returned file is closed.
-
-        The kernel drops it when the process ends, however it ends.
-        """
-        file = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise MotleyError(
-                f"the run folder {self.path} is in use by another run; wait for it, or choose "
-                "another name with --run NAME"
-            ) from None
-        return file
+        """Take the folder for this process; see :func:`take_folder`."""
+        return take_folder(
+            self.path,
+            f"the run folder {self.path} is in use by another run; wait for it, or choose another "
+            "name with --run NAME",
+        )
 
     # -- run.json
 
@@ -237,6 +229,23 @@ class RunFolder:
     def gpu_log(self, host: str) -> "GpuLog":
         """Open ``gpu.<host>.csv`` for appending."""
         return GpuLog(self.path / f"gpu.{host}.csv")
+
+
+def take_folder(folder: Path, busy: str) -> TextIO:
+    """Take a folder for this process; the lock goes when the returned file is closed.
+
+    The kernel drops it when the process ends, however it ends.
+
+    Args:
+        busy: what to say where another process has it.
+    """
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise MotleyError(busy) from None
+    return file
 
 
 def find_runs(paths: list[Path]) -> list[RunFolder]:
