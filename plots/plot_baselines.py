@@ -196,8 +196,9 @@ def draw_old(runs: Sequence[OldRun]) -> Figure:
             ax.annotate(f"{seconds[0] / second:.2f} x", (count, second), (0, 6), ha="center",
                         textcoords="offset points", fontsize=8)  # fmt: skip
     ax.set_xticks(sorted({run.gpus for run in runs}))
-    style.label_axes(ax, "GPUs", "an epoch (s)", zero=True)
-    ax.margins(y=0.12)
+    ax.margins(x=0.05, y=0.12)
+    words = "GPUs; above each point: times as fast as with the fewest"
+    style.label_axes(ax, words, "an epoch (s)", zero=True)
     style.legend_above(ax)
     return figure
 
