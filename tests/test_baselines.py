@@ -160,6 +160,13 @@ def test_who_was_told_to_stop_is_not_to_blame() -> None:
     )
 
 
+def test_a_death_before_the_first_beat_of_training_is_dated_by_the_records() -> None:
+    fields = {"rank": 1, "host": "b", "step": None, "doing": "building the model",
+              "error": "died without a word"}  # fmt: skip
+    found = judge(137, "", {"status": "failed", "failure": fields}, STEPS, [], 9.0)
+    assert (found.kind, found.when) == ("killed", "epoch 1, step 8")
+
+
 def test_what_argparse_refuses_is_no_loss_that_is_no_number() -> None:
     said = "motley: argument --lr: nan is not a number above 0; see train_vit.py -h"
     assert judge(2, said, {}, {}, []).kind == "refused"

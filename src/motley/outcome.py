@@ -102,20 +102,25 @@ def judge(
         kind = _kind(error, output)
         if status == _REFUSED and (kind == "error" or not failure):  # before it began
             kind = "out of memory" if kind == "out of memory" else "refused"
+    step, doing = failure.get("step"), str(failure.get("doing") or "")
+    if step is None and (taken := _last_step(steps)) is not None:
+        step, doing = taken + 1, ""  # what was last heard of a rank can be half a second old
     known = status is not None  # who was told to stop is not who is to blame
     return Outcome(
         kind, error[:_LONGEST] or f"ended with status {status} and said nothing",
         failure.get("host") if known else None, failure.get("rank") if known else None,
-        epoch, failure.get("step"),
-        _phase(details, str(failure.get("doing") or "")) if known else None, seconds,
+        epoch, step, _phase(details, doing) if known else None, seconds,
     )  # fmt: skip
 
 
 def _finished(
     steps: Mapping[int, Sequence[Mapping[str, Any]]], epoch: int | None, seconds: float
 ) -> Outcome:
-    step = max((line[-1]["step"] for line in steps.values() if line), default=None)
-    return Outcome(DONE, epoch=epoch, step=step, seconds=seconds)
+    return Outcome(DONE, epoch=epoch, step=_last_step(steps), seconds=seconds)
+
+
+def _last_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:
+    return max((line[-1]["step"] for line in steps.values() if line), default=None)
 
 
 def _kind(error: str, output: str) -> str:
