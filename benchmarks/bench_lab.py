@@ -22,13 +22,6 @@ mkdir -p -m 700 .ssh
 cp .ssh/id_ed25519.pub .ssh/authorized_keys
 ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
 """
-_SPIN = """
-import ctypes, os
-ctypes.CDLL(None).prctl(1, 9)  # ends with its parent
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-while os.getppid() != 1:
-    pass
-"""
 HOSTS = tuple(f"paced{number}" for number in range(1, 6))  # of lab/unshaped.toml
 
 
@@ -118,31 +111,17 @@ def bench_lab(profile: str | None = None) -> Iterator[BenchLab]:
     made = BenchLab(f"bench{os.getpid()}", first["name"], subnet)
     for number in (signal.SIGTERM, signal.SIGINT):  # also where a shell's & has them ignored
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    spinning = None
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
             file.write(profile)
             file.flush()
             made.do("up", "--profile", file.name)
         made.do("exec", made.head, "--", "bash", stdin=_KEYS)
-        with awake():
-            yield made
+        spinning = subprocess.Popen([sys.executable, ROOT / "lab" / "lab_awake.py"])
+        yield made
     finally:
+        if spinning:
+            spinning.kill()
+            spinning.wait()
         made.do("down")
-
-
-@contextmanager
-def awake() -> Iterator[None]:
-    """Keep all processors busy with work that gives way to any other (SCHED_IDLE).
-
-    Hosts that are paced mostly sleep, and a hypervisor takes its time to wake a virtual processor:
-    seen, 10 % of two in use, 40 % "stolen"; with this, 2 %.
-    """
-    processes = [
-        subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in os.sched_getaffinity(0)
-    ]  # fmt: skip
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

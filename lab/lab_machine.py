@@ -5,6 +5,7 @@ import json
 import secrets
 import select
 import subprocess
+import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from motley.spelling import nearest
 _LAB, _HOST = "MOTLEY_LAB", "MOTLEY_LAB_HOST"
 _SWITCH = "@switch"
 _BOOT_S = 20
+_LOOKS, _LOOK_S = 20, 0.05
 
 
 class Lab:
@@ -183,7 +185,12 @@ class Lab:
         self.boot(host)
 
     def _switch(self) -> Switch:
-        pids = [pid for pid, name in processes(self.name).items() if name == _SWITCH]
+        pids: list[int] = []
+        for _ in range(_LOOKS):  # a process that is just becoming another program shows no name
+            pids = [pid for pid, name in processes(self.name).items() if name == _SWITCH]
+            if pids or self._change.dry_run:
+                break
+            time.sleep(_LOOK_S)
         if not pids and not self._change.dry_run:
             raise MotleyError(
                 f"the switch of lab {self.name} is gone; take the lab down and up again: "

@@ -2,11 +2,13 @@
 
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import venv, wait_until
+from conftest import ROOT, venv, wait_until
 from lab_door import NAMES, PRIVATE, SMALL, TESLA, Door, lab_up, new_door
 
 pytestmark = pytest.mark.mpi
@@ -96,10 +98,12 @@ def test_links_have_the_rate_of_the_profile(
     # Nothing makes a link faster, but whatever else this machine does makes it slower: so it is
     # measured until once it has its rate, and never above that.
     best = 0.0
-    for _ in range(TRIES):
-        best = max(best, measure())
-        if best > 0.9 * mbit:
-            break
+    with subprocess.Popen([sys.executable, ROOT / "lab" / "lab_awake.py"]) as awake:
+        for _ in range(TRIES):
+            best = max(best, measure())
+            if best > 0.9 * mbit:
+                break
+        awake.kill()
     assert 0.9 * mbit < best < 1.1 * mbit
 
 
