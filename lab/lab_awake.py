@@ -14,13 +14,12 @@ import signal
 
 def main() -> None:
     """One process a processor."""
-    parent = os.getppid()
     for _ in range(len(os.sched_getaffinity(0)) - 1):
         if not os.fork():
             break
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while os.getppid() != 1 and parent != 1:
+    while True:
         pass
 
 

@@ -19,17 +19,16 @@ import style
 from baseline_logs import OldRun, old_runs
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from plot_training import PARTS
 
 from motley.baselines import BaselineFolder, Row, read_rows
 from motley.errors import MotleyError
 from motley.outcome import DONE
 
-RATE, LIMIT = "#77AADD", "#333333"
+RATE, LIMIT = PARTS["t_compute"][1], "#333333"
 # What a step loses against the limit, as in the pictures of single runs.
 LOST = {
-    "wait_s": ("waiting for the slowest rank", "#EEDD88"),
-    "comm_s": ("communication", "#EE8866"),
-    "data_s": ("waiting for images", "#DDDDDD"),
+    **{f"{part}_s": PARTS[f"t_{part}"] for part in ("wait", "comm", "data")},
     "rest": ("slower compute and optimizer", "#BBCC99"),
     "both": ("compute and communication, which cannot be told apart", "#CC99BB"),
 }

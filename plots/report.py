@@ -83,18 +83,19 @@ def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
 
 def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
     """A run's two pictures."""
-    pictures = picture(
-        f"training of {run.path.name}", lambda: draw_run(read_training(run), colours)
-    )
+    pictures: list[Picture] = []
+    try:
+        training = read_training(run)
+        summary = title(training)
+        pictures += picture(f"training of {run.path.name}", lambda: draw_run(training, colours))
+    except MotleyError as error:
+        summary = f"{run.path.name}: no training step"
+        command.warn(error)
     if logs := find_gpu_logs([run.path]):
         pictures += picture(
             f"machines of {run.path.name}",
             lambda: draw_machines(run.path.name, to_series(read_folder(logs), colours)),
         )
-    try:
-        summary = title(read_training(run))
-    except MotleyError:
-        summary = f"{run.path.name}: no training step"
     return Details(name or summary, pictures)
 
 

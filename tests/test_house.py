@@ -14,9 +14,9 @@ PURE = {
     "rebalance",
     "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
     "leftovers", "at_once", "login", "shell", "remote", "leases", "shards", "matrix", "outcome",
-    "baselines",
+    "baselines", "faults",
 }  # fmt: skip
-LAUNCH = {"faults", "vigil", "escort", "lifeline", "launch", "traffic"}
+LAUNCH = {"vigil", "escort", "lifeline", "launch", "traffic"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
 

@@ -15,7 +15,6 @@ torch_dist/presets/.
 
 import argparse
 import contextlib
-import ctypes
 import os
 import shlex
 import shutil
@@ -28,7 +27,8 @@ from pathlib import Path
 
 from motley.baselines import HEAD, BaselineFolder, read_rows, shown
 from motley.errors import MotleyError
-from motley.hosts import Host, read_hosts
+from motley.hosts import read_hosts
+from motley.launch import die_with_parent
 from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
 from motley.outcome import DONE
 from motley.progress import clock
@@ -65,7 +65,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with folder.claim(matrix):
-        run_all(matrix, hosts, folder, mpirun, options.retry)
+        run_all(matrix, folder, mpirun, options.retry)
     rows = read_rows(folder)
     paths = folder.write_rows(rows)
     print()
@@ -112,19 +112,13 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, retry: bool) -> None:
     )
 
 
-def run_all(
-    matrix: Matrix,
-    hosts: Sequence[Host],
-    folder: BaselineFolder,
-    mpirun: Sequence[str],
-    retry: bool,
-) -> None:
+def run_all(matrix: Matrix, folder: BaselineFolder, mpirun: Sequence[str], retry: bool) -> None:
     """Run what is left, a line each."""
     todo = order(matrix, folder, retry)
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
-        status, seconds = run_one(matrix, cell, repeat, hosts, folder, mpirun)
+        status, seconds = run_one(matrix, cell, repeat, folder, mpirun)
         outcome = folder.end(cell, repeat, status, seconds)
         said = f"{outcome.seconds:.0f} s"
         if outcome.kind != DONE:
@@ -137,7 +131,6 @@ def run_one(
     matrix: Matrix,
     cell: Cell,
     repeat: int,
-    hosts: Sequence[Host],
     folder: BaselineFolder,
     mpirun: Sequence[str],
 ) -> tuple[int | None, float]:
@@ -146,7 +139,7 @@ def run_one(
     Returns:
         Its exit status, None if it was ended; and its seconds.
     """  # fmt: skip
-    chosen, ranks = first_hosts(cell, hosts)
+    chosen, ranks = first_hosts(cell, matrix.hosts)
     hostfile = folder.path / f"hosts.{cell.hosts}.txt"
     hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in chosen))
     attempt = folder.attempt(cell, repeat)
@@ -163,7 +156,7 @@ def run_one(
         print(shlex.join(command), file=output, flush=True)
         job = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=stop_with_parent,
+            start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )  # fmt: skip
         status: int | None = None
         try:
@@ -172,11 +165,6 @@ def run_one(
         finally:
             end(job)
     return status, time.monotonic() - start
-
-
-def stop_with_parent() -> None:
-    """Of a process that is about to be a job: told to stop when this one ends, however it does."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def end(job: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,6 @@ results.csv, results.md
 """
 
 import csv
-import json
 import math
 import shutil
 import statistics
@@ -20,7 +19,14 @@ from motley.errors import MotleyError
 from motley.gpu_records import read_gpu_log
 from motley.matrix import REFERENCE, Cell, Matrix
 from motley.outcome import DONE, Outcome, judge
-from motley.records import JsonDict, RunFolder, find_gpu_logs, take_folder
+from motley.records import (
+    JsonDict,
+    RunFolder,
+    find_gpu_logs,
+    read_json,
+    take_folder,
+    write_json,
+)
 
 PARTS = ("data", "compute", "wait", "comm", "opt")
 _WARM = 1 / 3  # of a run's steps come before those that count
@@ -39,7 +45,7 @@ class BaselineFolder:
         MotleyError if it is another matrix's, or in use."""
         file, ours = self.path / "matrix.json", matrix.as_json()
         if file.exists():
-            theirs = _read_json(file)
+            theirs = read_json(file)
             kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
             clashes = [
                 key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]
@@ -61,15 +67,17 @@ class BaselineFolder:
             f"{self.path} is in use by another baseline_measure.py; wait for it, or choose another "
             "folder with --out",
         )
-        _write_json(file, ours)
+        write_json(file, ours)
         return lock
 
     def matrix_cells(self) -> list[Cell]:
         """All cells whose results are kept here, references too."""
         file = self.path / "matrix.json"
         try:
-            cells = _read_json(file)["cells"]
+            cells = read_json(file)["cells"]
             return [Cell(**{**cell, "options": tuple(cell["options"])}) for cell in cells]
+        except FileNotFoundError:
+            raise MotleyError(f"there is no {file}") from None
         except (KeyError, TypeError) as error:
             raise MotleyError(f"{file} is not of baseline_measure.py: {error}") from None
 
@@ -92,13 +100,13 @@ class BaselineFolder:
             status, output, folder.read_run(), folder.read_steps(), folder.read_events(), seconds
         )
         shutil.rmtree(folder.checkpoints, ignore_errors=True)  # nobody continues such a run
-        _write_json(self._outcome(cell, repeat), asdict(outcome))
+        write_json(self._outcome(cell, repeat), asdict(outcome))
         return outcome
 
     def outcome(self, cell: Cell, repeat: int) -> Outcome | None:
         """How a repeat ended; None if it has not."""
         file = self._outcome(cell, repeat)
-        return Outcome(**_read_json(file)) if file.exists() else None
+        return Outcome(**read_json(file)) if file.exists() else None
 
     def repeats(self, cell: Cell) -> list[tuple[RunFolder, Outcome]]:
         """Those that have ended, in order."""
@@ -120,7 +128,7 @@ class BaselineFolder:
 
     def configuration(self) -> str:
         """What was run, on what, with which versions: as the runs that are done say, in words."""
-        content = _read_json(self.path / "matrix.json")
+        content = read_json(self.path / "matrix.json")
         done = [
             about for cell in self.matrix_cells() for run, outcome in self.repeats(cell)
             if outcome.kind == DONE and "versions" in (about := run.read_run())
@@ -198,7 +206,8 @@ def read_rows(folder: BaselineFolder) -> list[Row]:
     cells = folder.matrix_cells()
     found = {cell: folder.repeats(cell) for cell in cells}
     references = {
-        cell.samples: runs[0][0] for cell, runs in found.items()
+        cell.samples: (runs[0][0].read_run(), _loss(runs[0][0].read_steps()))
+        for cell, runs in found.items()
         if cell.name.startswith(REFERENCE) and runs and runs[0][1].kind == DONE
     }  # fmt: skip
     rows = [
@@ -218,7 +227,9 @@ def _with_limit(row: Row, limit: float | None) -> Row:
     return replace(row, fraction_of_limit=row.images_per_s / limit)
 
 
-def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: RunFolder | None) -> Row:
+def _row(
+    cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: "_Reference | None"
+) -> Row:
     done = [folder for folder, outcome in runs if outcome.kind == DONE]
     failed = [outcome for _, outcome in runs if outcome.kind != DONE]
     about = (done or [folder for folder, _ in runs])[0].read_run()
@@ -236,7 +247,8 @@ def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: RunFo
     }  # fmt: skip
     if not done:
         return Row(**facts)
-    every = [_counted(folder.read_steps()) for folder in done]
+    taken = [folder.read_steps() for folder in done]
+    every = [_counted(steps) for steps in taken]
     rates = [rate for rate in map(_rate, every) if rate]
     if not rates:
         return Row(**facts)
@@ -244,7 +256,7 @@ def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: RunFo
     forecast: Mapping[str, Any] = plan.get("forecast") or {}
     limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
     samples = (about.get("result") or {}).get("epoch_samples")
-    loss = _loss(done[0])
+    loss = _loss(taken[0])
     whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that nobody shares
     facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in PARTS}
     return Row(
@@ -252,7 +264,7 @@ def _row(cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: RunFo
         spread=(max(rates) - min(rates)) / middle if len(rates) > 1 else None,
         limit_images_per_s=limit, efficiency=middle / limit if limit else None,
         epoch_s=samples / middle if samples else None,
-        memory_mib=_memory(about, every[0]), leak_mib=leak(done[0].read_steps()),
+        memory_mib=_memory(about, every[0]), leak_mib=leak(taken[0]),
         joules=joules(done[0], every[0]), loss=loss,
         loss_difference=_difference(about, loss, reference),
     )  # fmt: skip
@@ -266,14 +278,17 @@ _SAME = (
 )  # fmt: skip
 
 
-def _difference(about: JsonDict, loss: float | None, reference: RunFolder | None) -> float | None:
+_Reference = tuple[JsonDict, float | None]  # run.json, and the last loss
+
+
+def _difference(about: JsonDict, loss: float | None, reference: _Reference | None) -> float | None:
     """Of the last loss from the reference's, as a part of that; None where they are not of the
     same training. Local steps tell a mean of losses before."""
     if reference is None or loss is None:
         return None
-    own, other = about["config"], reference.read_run().get("config", {})
+    own, (other, expected) = about["config"], reference
+    other = other.get("config", {})
     local = str((about.get("plan") or {}).get("wire")).startswith("local")
-    expected = _loss(reference)
     if local or not expected or any(own.get(key) != other.get(key) for key in _SAME):
         return None
     return loss / expected - 1
@@ -282,11 +297,15 @@ def _difference(about: JsonDict, loss: float | None, reference: RunFolder | None
 Steps = Mapping[int, Sequence[JsonDict]]
 
 
+def _warm(lines: Sequence[JsonDict]) -> Sequence[JsonDict]:
+    return lines[math.ceil(len(lines) * _WARM) :]
+
+
 def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
     """Without those in which a run warms up, and without the ragged last of an epoch."""
     found = {}
     for rank, lines in steps.items():
-        later = list(lines[math.ceil(len(lines) * _WARM) :])
+        later = _warm(lines)
         most = max((line["n_global"] for line in later), default=0)
         found[rank] = [line for line in later if line["n_global"] == most]
     return found
@@ -309,8 +328,8 @@ def _part(steps: Steps, part: str) -> float | None:
     return statistics.fmean(values) if values and None not in values else None
 
 
-def _loss(folder: RunFolder) -> float | None:
-    losses = [line["loss"] for lines in folder.read_steps().values() for line in lines[-1:]]
+def _loss(steps: Steps) -> float | None:
+    losses = [line["loss"] for lines in steps.values() for line in lines[-1:]]
     return next((loss for loss in losses if loss is not None), None)
 
 
@@ -333,7 +352,7 @@ def leak(steps: Steps) -> float | None:
     """
     worst = 0.0
     for lines in steps.values():
-        later = [line["mem_peak_mib"] for line in lines[math.ceil(len(lines) * _WARM) :]]
+        later = [line["mem_peak_mib"] for line in _warm(lines)]
         half = len(later) // 2
         if half < 3 or None in later:
             continue
@@ -407,19 +426,3 @@ def markdown(rows: Sequence[Row]) -> str:
         for row in rows if row.leak_mib
     ]  # fmt: skip
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])
-
-
-def _read_json(path: Path) -> JsonDict:
-    try:
-        content: JsonDict = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise MotleyError(f"there is no {path}") from None
-    except (OSError, ValueError) as error:
-        raise MotleyError(f"{path} is damaged: {error}") from None
-    return content
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n")
-    new.replace(path)

@@ -10,10 +10,7 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
-_NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc",
-    re.IGNORECASE,
-)
+NO_MEMORY = r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc"
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
 
 def says_no_memory(text: str) -> bool:
     """Whether an error's text is that of an allocation which failed."""
-    return bool(_NO_MEMORY.search(text))
+    return bool(re.search(NO_MEMORY, text, re.IGNORECASE))
 
 
 def _advice(text: str) -> str:

@@ -59,9 +59,13 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
     return found
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to kill this process when its parent ends, however it ends.
+
+    Args:
+        number: of the signal.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def run(main: Callable[["World"], None]) -> None:

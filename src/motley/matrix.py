@@ -27,12 +27,13 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
 from motley.hosts import Host
+from motley.precision import PRECISIONS
 from motley.spelling import nearest
 
 DDP, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
@@ -47,7 +48,7 @@ STRATEGIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "zero3-offload": (ZERO, ("--stage", "3", "--offload", "parameters")),
 }
 PRESETS = ("strong", "weak", "precision", "strategies", "full")
-_PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
+_PRECISIONS = ("auto", *PRECISIONS)
 _AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
     "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,
     "fraction": 1.0, "options": "",
@@ -118,7 +119,7 @@ class Matrix:
     repeats: int = 3
     steps: int = 30
     limit_s: float = 600.0
-    options: tuple[str, ...] = field(default=())
+    options: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """All that makes a result; how often and how long is not part of it."""
@@ -274,7 +275,7 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
         raise MotleyError(
             f"{where} is of {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change hosts"
         )
-    ranks = sum(host.slots for host in hosts[: cell.hosts])
+    _, ranks = first_hosts(cell, hosts)
     if cell.batch < 1 or not 0 < cell.fraction <= 1:
         raise MotleyError(
             f"{where}: a batch of {cell.batch} and the fraction {cell.fraction:g}; a batch is 1 or "
@@ -290,8 +291,7 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
             f"{where}: {len(precisions)} precisions for the {ranks} ranks of {cell.hosts} hosts; "
             "give one, or one a rank"
         )
-    if len(set(precisions)) > 1 and cell.strategy in ("zero2", "zero3", "zero2-offload",
-                                                      "zero3-offload"):  # fmt: skip
+    if len(set(precisions)) > 1 and cell.strategy.startswith(("zero2", "zero3")):
         raise MotleyError(
             f"{where}: {cell.strategy} is wrong where ranks differ in precision; give one for all"
         )

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from motley.faults import NO_MEMORY
+
 DONE = "done"
 # Of what an error says, the first that fits. A library of CUDA's without memory says so in its
 # own words, so memory comes before it.
 _KINDS = (
-    (
-        "out of memory",
-        r"out of memory|can't allocate memory|_ALLOC_FAILED|bad_alloc|MemoryError|has no room for",
-    ),
+    ("out of memory", rf"{NO_MEMORY}|MemoryError|has no room for"),
     ("illegal memory access", r"illegal memory access|misaligned address|cudaErrorIllegalAddress"),
     ("cuBLAS failed", r"CUBLAS_STATUS|cublas"),
     ("device error", r"CUDA error|device-side assert|NCCL error|cuDNN error|CUDNN_STATUS"),
@@ -92,7 +91,7 @@ def judge(
     failure: Mapping[str, Any] = run.get("failure") or {}
     epoch = max((line[-1]["epoch"] for line in steps.values() if line), default=None)
     if status is not None and run.get("status") == "finished":
-        return _finished(steps, epoch, seconds)
+        return Outcome(DONE, epoch=epoch, step=_last_step(steps), seconds=seconds)
     details = next((str(e.get("details", "")) for e in events if e.get("event") == "fault"), "")
     error = str(failure.get("error", "")) or _last_words(output)
     if status is None:
@@ -111,12 +110,6 @@ def judge(
         failure.get("host") if known else None, failure.get("rank") if known else None,
         epoch, step, _phase(details, doing) if known else None, seconds,
     )  # fmt: skip
-
-
-def _finished(
-    steps: Mapping[int, Sequence[Mapping[str, Any]]], epoch: int | None, seconds: float
-) -> Outcome:
-    return Outcome(DONE, epoch=epoch, step=_last_step(steps), seconds=seconds)
 
 
 def _last_step(steps: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:

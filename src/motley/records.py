@@ -104,6 +104,24 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file in one piece."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> JsonDict:
+    """Read :func:`write_json`'s file; FileNotFoundError, or MotleyError if it is damaged."""
+    try:
+        content: JsonDict = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{path} is damaged: {error}") from None
+    return content
+
+
 class RunFolder:
     """The folder of one run, ``DIR/NAME``: opens writers and finds files.
 
@@ -146,19 +164,14 @@ class RunFolder:
         ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
         "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
         """
-        temporary = self.path / f".run.json.{os.getpid()}"
-        temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n")
-        temporary.replace(self.path / "run.json")
+        write_json(self.path / "run.json", content)
 
     def read_run(self) -> JsonDict:
         """Read run.json; an empty dict if there is none."""
         try:
-            content: JsonDict = json.loads((self.path / "run.json").read_text())
+            return read_json(self.path / "run.json")
         except FileNotFoundError:
             return {}
-        except ValueError as error:
-            raise MotleyError(f"{self.path / 'run.json'} is damaged: {error}") from None
-        return content
 
     def update_run(self, **changes: Any) -> None:
         """Change some fields of run.json."""

@@ -69,7 +69,7 @@ def measure_team(
     own = None
     world.lifeline.enter("measuring its speed", PATIENCE)
     if model is not None and team.rank is not None:
-        own = _speed_of(team, model, config, team.size if sending.cuts else 1)
+        own = _speed_of(team, model, config, sending.parts(team.size))
     found = [each for each in world.allgather(own) if each is not None]
     world.lifeline.enter("measuring links", _PATIENCE)
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
@@ -269,7 +269,7 @@ def _with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
 
 def remember(team: Team, config: Config, sending: Sending, speed: Speed) -> None:
     """Keep this rank's speed, measured beside all of ``team``, for the next run."""
-    write_speed(*_place(team, config, team.size if sending.cuts else 1), speed)
+    write_speed(*_place(team, config, sending.parts(team.size)), speed)
 
 
 def _place(team: Team, config: Config, parts: int) -> tuple[Path, dict[str, Any]]:

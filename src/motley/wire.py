@@ -121,6 +121,10 @@ class Sending:
             each=self.each + wide * self.gathers_each,
         )  # fmt: skip
 
+    def parts(self, ranks: int) -> int:
+        """That the optimizer is cut into, over so many ranks."""
+        return ranks if self.cuts else 1
+
     @property
     def numbers(self) -> list[float]:
         """What a forecast depends on, for the records."""
