@@ -3,16 +3,19 @@
 Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from motley.balance import Speed, split
 
 WINDOW = 8  # steps; their median forgives single slow ones
+SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later
 PATIENCE = 4  # steps in a row that must ask for another split: no oscillation
-DEAD_BAND = 0.08  # of a step that another split must save: less is not worth a change
+DEAD_BAND = 0.08  # of a step that another split must save, seen over WINDOW: less may be noise
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Watch:
 
     def forget(self) -> None:
         """Start anew, after a change."""
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=max(SPANS))
         self._asked = 0
 
     def limit(self, micro_batches: Sequence[int]) -> None:
@@ -65,14 +68,16 @@ class Watch:
         if len(self._speeds) < 2:
             return None
         self._steps.append(tuple(ready_s))
-        if len(self._steps) < WINDOW:
-            return None
-        proposal = self._propose(counts)
-        self._asked = self._asked + 1 if proposal.gain > DEAD_BAND else 0
+        seen = [(span, self._propose(counts, span)) for span in SPANS if len(self._steps) >= span]
+        # The noise of a median falls with the root of what it is taken of.
+        better = (p for span, p in seen if p.gain > DEAD_BAND * math.sqrt(WINDOW / span))
+        proposal = next(better, None)
+        self._asked = self._asked + 1 if proposal else 0
         return proposal if self._asked >= PATIENCE else None
 
-    def _propose(self, counts: Sequence[int]) -> Proposal:
-        took = [statistics.median(column) for column in zip(*self._steps, strict=True)]
+    def _propose(self, counts: Sequence[int], span: int) -> Proposal:
+        last = islice(self._steps, len(self._steps) - span, None)
+        took = [statistics.median(column) for column in zip(*last, strict=True)]
         for rank, (speed, n) in enumerate(zip(self._speeds, counts, strict=True)):
             if n:  # who had nothing to do showed nothing
                 self._slowdown[rank] = max(took[rank] / (speed.seconds_of(n) - speed.step_s), 1e-6)
