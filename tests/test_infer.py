@@ -158,6 +158,9 @@ def test_images_of_ones_own_have_no_label(jobs: Jobs, trained: Path, tmp_path: P
     empty.mkdir()
     wrong = jobs.run(1, *words, empty)
     assert wrong.code == 2 and "no image is in it" in wrong.output
+    (empty / "torn.png").write_bytes((photos / "a, b.png").read_bytes()[:60])
+    torn = jobs.run(1, *words, empty)
+    assert torn.code == 2 and "cannot read torn.png" in torn.output
 
 
 @mpi

@@ -5,15 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from motley.engine import (
-    EngineBase,
-    Seating,
-    StepResult,
-    begin_copy,
-    gather,
-    gradient_norm,
-    unscale_and_clip,
-)
+from motley.collectives import begin_copy, gather
+from motley.engine import EngineBase, Seating, StepResult, gradient_norm, unscale_and_clip
 from motley.model import Classifier
 
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.collectives import exchange
 from motley.engine import (
     EngineBase,
     Seating,
     StepResult,
-    exchange,
     gradient_norm,
     sample_losses,
     unscale_and_clip,

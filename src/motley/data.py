@@ -22,6 +22,7 @@ from motley.options import Config
 
 Transform = Callable[[Any], Any]
 NO_LABEL = -1
+UNREADABLE = (OSError, SyntaxError, ValueError)  # what PIL raises of a file that is no image
 
 
 class Source(Protocol):
@@ -31,7 +32,7 @@ class Source(Protocol):
         """Number of images."""
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Image (PIL or uint8 tensor [C, H, W]) and label; OSError if it cannot be read."""
+        """Image (PIL or uint8 tensor [C, H, W]) and label; UNREADABLE if it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def of_files(images: Images, folder: Path) -> Images:
     if not files:
         raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
     return replace(
-        images, test=_Files(files), native_size=None,
+        images, test=_Files(files, "RGB" if images.channels == 3 else "L"), native_size=None,
         name_of=lambda source, index: str(files[index].relative_to(folder)),
     )  # fmt: skip
 
@@ -181,14 +182,14 @@ def of_files(images: Images, folder: Path) -> Images:
 class _Files:
     """Images without labels."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[Path], colours: str) -> None:
+        self._files, self._colours = files, colours
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return Image.open(self._files[index]), NO_LABEL
+        return Image.open(self._files[index]).convert(self._colours), NO_LABEL
 
 
 class _Tensors:

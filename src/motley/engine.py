@@ -18,9 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from motley.clock import Clock
+from motley.collectives import everyone
 from motley.errors import MotleyError
-from motley.memory import out_of_memory, release, shortage
+from motley.memory import in_halves, out_of_memory, release, shortage
 from motley.model import Classifier
+from motley.named_state import (
+    load_model_state,
+    load_optimizer_state,
+    load_random_state,
+    model_state,
+    optimizer_state,
+    random_state,
+)
 from motley.options import Config
 from motley.plan import Plan
 from motley.precision import LossScale
@@ -237,14 +246,9 @@ class EngineBase:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
         if not self.whole:
             return self._evaluate_together(batch)
-        try:
-            return score(self._model, batch)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error) or len(batch.labels) < 2:
-                raise
-        release()
-        middle = len(batch.labels) // 2
-        return self.evaluate(batch[:middle]) + self.evaluate(batch[middle:])
+        whole = slice(0, len(batch.labels))
+        found = in_halves(lambda part: score(self._model, batch[part]), whole)
+        return torch.stack(found).sum(dim=0)
 
     def _evaluate_together(self, batch: Batch) -> Tensor:
         if len(batch.labels):
@@ -335,48 +339,6 @@ def score(model: nn.Module, batch: Batch) -> Tensor:
     )
 
 
-def gather(values: Sequence[Tensor | float]) -> Tensor:
-    """Every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
-
-    Over NCCL the result is on the GPU, and nothing waits for it here.
-    """
-    wire = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    own = torch.stack(
-        [
-            value.to(wire, torch.float64)
-            if isinstance(value, Tensor)
-            else torch.full((), value, dtype=torch.float64, device=wire)  # a copy would wait
-            for value in values
-        ]
-    )
-    table = own.new_empty(dist.get_world_size() * len(own))
-    dist.all_gather_into_tensor(table, own)
-    return table.view(-1, len(own))
-
-
-def begin_copy(table: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A copy on the CPU, under way; and what waits for it, but for no later work of the GPU."""
-    copy = table.to("cpu", non_blocking=True)
-    if not table.is_cuda:
-        return copy, lambda: None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return copy, event.synchronize
-
-
-def everyone(value: Any) -> list[Any]:
-    """Every rank's value, of any type, by rank. All ranks must call it."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
-    """Every rank's numbers, by rank. All ranks must call it."""
-    rows: list[list[float]] = gather(values).tolist()
-    return rows
-
-
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """2-norm of all gradients together, a scalar; not finite if any entry is not.
 
@@ -409,75 +371,3 @@ def unscale_and_clip(
         factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
     grads = _gradients(parameters)
     torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
-
-
-def model_state(net: nn.Module) -> dict[str, Tensor]:
-    """``model.<name>``: parameters and buffers, on the CPU."""
-    return {f"model.{name}": _on_cpu(value) for name, value in net.state_dict().items()}
-
-
-def _on_cpu(value: Tensor) -> Tensor:
-    """Whole; for a sharded one all ranks must ask."""
-    if isinstance(value, DTensor):
-        value = value.to(value.device_mesh.device_type)
-        whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
-        return whole.cpu()
-    return value.detach().cpu()
-
-
-def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
-    """Continue from :func:`model_state`; MotleyError if it is of another model."""
-    model = {
-        name.removeprefix("model."): value
-        for name, value in state.items()
-        if name.startswith("model.")
-    }
-    try:
-        net.load_state_dict(model)
-    except RuntimeError as error:
-        raise MotleyError(
-            f"the checkpoint is of another model: {' '.join(str(error).split())[:300]}; give the "
-            "--model, --dataset and --img-size that it was made with"
-        ) from None
-
-
-def optimizer_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``optimizer.<parameter>.<slot>``, on the CPU; empty before the first step."""
-    return {
-        f"optimizer.{name}.{slot}": _on_cpu(torch.as_tensor(value))
-        for name, parameter in net.named_parameters()
-        for slot, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def slots_of(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's slots of one parameter, out of :func:`optimizer_state`."""
-    prefix = f"optimizer.{name}."
-    return {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-
-
-def load_optimizer_state(
-    net: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]
-) -> None:
-    """Continue from :func:`optimizer_state`."""
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    slots = {number: slots_of(names[parameter], state) for number, parameter in enumerate(ordered)}
-    packed = optimizer.state_dict()
-    packed["state"] = {number: found for number, found in slots.items() if found}
-    optimizer.load_state_dict(packed)
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """This process's random number generators."""
-    state = {"rng.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["rng.cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def load_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Continue from :func:`random_state`."""
-    torch.set_rng_state(state["rng.cpu"])
-    if device.type == "cuda" and "rng.cuda" in state:
-        torch.cuda.set_rng_state(state["rng.cuda"], device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from motley.checkpoint import checkpoints_at, newest_whole
 from motley.data import (
     NO_LABEL,
+    UNREADABLE,
     Images,
     Source,
     evaluation_transform,
@@ -21,7 +22,7 @@ from motley.data import (
     of_files,
 )
 from motley.errors import MotleyError
-from motley.memory import out_of_memory, release
+from motley.memory import in_halves
 from motley.model import Classifier, build_model, set_matmul_precision
 from motley.options import Config
 from motley.precision import best_precision
@@ -133,22 +134,17 @@ class Predictor:
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
             image, label = self.source[index]
-            colours = "RGB" if self.trained.images.channels == 3 else "L"
-            pixels = self._look(image if isinstance(image, Tensor) else image.convert(colours))
-        except OSError as error:
+        except UNREADABLE as error:
             name = self.trained.images.name_of(self.source, index)
             raise MotleyError(f"cannot read {name} ({error}); repair it, or remove it") from None
-        return torch.as_tensor(pixels, dtype=torch.uint8), label
+        return torch.as_tensor(self._look(image), dtype=torch.uint8), label
 
     @torch.inference_mode()
     def _logits(self, pixels: Tensor) -> Tensor:
-        """fp32 [n, classes], on the CPU; in halves where memory does not do for the whole."""
-        try:
-            logits: Tensor = self._model(pixels.to(self.device))
+        """fp32 [n, classes], on the CPU."""
+
+        def compute(part: slice) -> Tensor:
+            logits: Tensor = self._model(pixels[part].to(self.device))
             return logits.cpu()
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error) or len(pixels) < 2:
-                raise
-        release()
-        middle = len(pixels) // 2
-        return torch.cat([self._logits(pixels[:middle]), self._logits(pixels[middle:])])
+
+        return torch.cat(in_halves(compute, slice(0, len(pixels))))

@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from motley.balance import Speed
 from motley.clock import Clock
-from motley.engine import gradient_norm, load_random_state, random_state, unscale_and_clip
+from motley.engine import gradient_norm, unscale_and_clip
 from motley.errors import MotleyError
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
+from motley.named_state import load_random_state, random_state
 from motley.senders import Bucket, buckets_of, make_sender
 from motley.wire import EXACT, Wire, WireMode
 

@@ -2,10 +2,12 @@
 
 import gc
 import os
+from collections.abc import Callable
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from motley.faults import says_no_memory
 from motley.gpus import MIB, read_gpu_processes
@@ -31,6 +33,19 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def in_halves(compute: Callable[[slice], Tensor], part: slice) -> list[Tensor]:
+    """What is computed of a part of a batch, in as many pieces as memory makes necessary."""
+    try:
+        return [compute(part)]
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error) or part.stop - part.start < 2:
+            raise
+    release()
+    middle = (part.start + part.stop) // 2
+    halves = slice(part.start, middle), slice(middle, part.stop)
+    return [found for half in halves for found in in_halves(compute, half)]
 
 
 def shortage(error: BaseException, device: torch.device) -> str:

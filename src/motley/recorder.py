@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from motley.clock import Laps
-from motley.engine import StepResult, exchange
+from motley.collectives import exchange
+from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.gpu_log import Progress
 from motley.options import Config

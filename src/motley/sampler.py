@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from motley.data import (
+    UNREADABLE,
     Images,
     Source,
     Transform,
@@ -101,7 +102,7 @@ class _Keyed(Dataset[_Sample]):
         for _ in range(len(self._source)):
             try:
                 image, label = self._source[index]
-            except (OSError, SyntaxError, ValueError) as error:  # what PIL raises
+            except UNREADABLE as error:
                 unreadable.append(f"{self._name_of(self._source, index)} ({error})")
                 if not self._train:
                     return _Sample(None, 0, index, tuple(unreadable))

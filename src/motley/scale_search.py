@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from motley.engine import exchange, gradient_norm, load_random_state, random_state, sample_losses
+from motley.collectives import exchange
+from motley.engine import gradient_norm, sample_losses
 from motley.model import Classifier
+from motley.named_state import load_random_state, random_state
 from motley.plan import Plan
 from motley.sampler import Batch, Loader
 from motley.team import Team

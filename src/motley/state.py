@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motley.checkpoint import Checkpoints, newest_whole
-from motley.engine import Engine, everyone
+from motley.collectives import everyone
+from motley.engine import Engine
 from motley.errors import MotleyError
 
 # What a checkpoint and the run that continues it must agree on, and what they should.
@@ -125,7 +126,7 @@ def _deal(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
 
 
 def _spread(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Rank 0's tensors on all ranks."""
+    """Rank 0's tensors on all ranks, on the CPU: no device need hold a whole model's at once."""
     header: list[Any] = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
     dist.broadcast_object_list(header, src=0, device=device)
     spread = {}
@@ -136,7 +137,7 @@ def _spread(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
             else torch.empty(shape, dtype=dtype, device=device)
         )
         dist.broadcast(tensor, src=0)
-        spread[name] = tensor
+        spread[name] = tensor.cpu()
     return spread
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from motley.briefing import announce, records_of
 from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint import Checkpoints, free_bytes
+from motley.collectives import everyone, exchange
 from motley.data import prepare
-from motley.engine import Engine, EngineMaker, Seating, StepResult, everyone, exchange
+from motley.engine import Engine, EngineMaker, Seating, StepResult
 from motley.errors import MotleyError
 from motley.launch import World
 from motley.memory import release
@@ -291,11 +292,10 @@ def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> st
 
     All ranks compute the step again, and say the same; not where nobody can do it alone.
     """
+    found = f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
+    advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
     if not job.engine.whole:
-        return (
-            f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the "
-            "losses are; lower --lr, set --clip-grad 1.0, or give another --precision"
-        )
+        return f"{found} are; {advice}"
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     factor = result.loss_scale * job.engine.loss_weight / part.global_batch
     try:
@@ -304,16 +304,11 @@ def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> st
         words = str(own) if own else ""
     except (RuntimeError, MemoryError) as error:  # the others wait for this rank's word
         words = f"could not compute the step again ({error})"
-    found = everyone(words)
     where = "; ".join(
         f"rank {member.rank} on {member.host} ({member.precision}): {words}"
-        for member, words in zip(job.members, found, strict=True) if words
+        for member, words in zip(job.members, everyone(words), strict=True) if words
     )  # fmt: skip
-    return (
-        f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses "
-        f"are: {where or 'no rank alone overflows, their sum does'}; lower --lr, set --clip-grad "
-        "1.0, or give fp16 ranks another --precision"
-    )
+    return f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
 
 
 def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Position) -> Plan:

@@ -1,0 +1,50 @@
+"""What the ranks of the process group tell each other: numbers and values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather(values: Sequence[Tensor | float]) -> Tensor:
+    """Every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
+
+    Over NCCL the result is on the GPU, and nothing waits for it here.
+    """
+    wire = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    own = torch.stack(
+        [
+            value.to(wire, torch.float64)
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=torch.float64, device=wire)  # a copy would wait
+            for value in values
+        ]
+    )
+    table = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(table, own)
+    return table.view(-1, len(own))
+
+
+def begin_copy(table: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """A copy on the CPU, under way; and what waits for it, but for no later work of the GPU."""
+    copy = table.to("cpu", non_blocking=True)
+    if not table.is_cuda:
+        return copy, lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event.synchronize
+
+
+def everyone(value: Any) -> list[Any]:
+    """Every rank's value, of any type, by rank. All ranks must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
+    """Every rank's numbers, by rank. All ranks must call it."""
+    rows: list[list[float]] = gather(values).tolist()
+    return rows
