@@ -29,7 +29,7 @@ RATE, LIMIT = PARTS["t_compute"][1], "#333333"
 # What a step loses against the limit, as in the pictures of single runs.
 LOST = {
     **{f"{part}_s": PARTS[f"t_{part}"] for part in ("wait", "comm", "data")},
-    "rest": ("slower compute and optimizer", "#BBCC99"),
+    "rest": ("slower or idle compute, and optimizer", "#BBCC99"),
     "both": ("compute and communication, which cannot be told apart", "#CC99BB"),
 }
 

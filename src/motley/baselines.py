@@ -158,9 +158,9 @@ class Row:
         batch: global; micro_batch: of each rank.
         images_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
             a part of it; of two repeats or more.
-        fraction_of_limit: of the sum of what these hosts do alone, each in its best precision, as
-            the best cell of the same hosts and batch measured it. efficiency: of that sum in this
-            cell's own precision.
+        fraction_of_limit: of the sum of what its machines do alone, each in its best precision, as
+            the best cell of the same machines and batch measured it, of a model that is not
+            compiled. efficiency: of that sum in this cell's own precision.
         epoch_s: an epoch's training at this rate.
         memory_mib: most that a rank held, by host. leak_mib: what it grew by in a step, if it did.
         joules: of the GPUs, for an image.
@@ -424,5 +424,8 @@ def markdown(rows: Sequence[Row]) -> str:
     ] + [
         f"- **{row.name}**: memory grows by {row.leak_mib:.3g} MiB a step, to the end of the run"
         for row in rows if row.leak_mib
+    ] + [
+        f"- **{row.name}**: above the limit, which is of the model before --compile"
+        for row in rows if "--compile" in row.options.split() and (row.fraction_of_limit or 0) > 1
     ]  # fmt: skip
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])

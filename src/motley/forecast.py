@@ -30,7 +30,8 @@ class Forecast:
         buckets: that the gradient is sent in while the backward pass runs, none less than this
             part of it; 1: after it.
         exposed_s: the part of the all-reduce that the backward pass does not hide.
-        limit_s: a step's time if nobody waited and nothing was sent.
+        limit_s: a step's time if nobody waited and nothing was sent, on all machines, those that
+            the plan leaves out too.
     """
 
     global_batch: int

@@ -171,19 +171,22 @@ def _measure_and_plan(
     planned = balance(config.batch_size, measured, mode)
     engines = _other_engines(world, team, config.batch_size, measured, mode, sending)
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
+    forecast = planned.forecast
+    assert forecast is not None
     if len(choice.ranks) < everyone.size:
         others["--hosts all"] = choice.whole
+        # The limit is what all machines can do, those that are left out too.
+        forecast = replace(forecast, limit_s=choice.whole.limit_s)
     names = [member.host for member in everyone.members]
     machines = everyone.machines(world)
     ring = everything.wires.get(mode, everything.wires[EXACT])
-    assert planned.forecast is not None
-    advice = better_engine(sending, planned.forecast, engines)
+    advice = better_engine(sending, forecast, engines)
     advice += better_modes(options, mode, names)
     if mode.leaf is None:
         advice += larger_batch(
             config.batch_size, names, machines, everything.speeds, ring, everything.links
         )
-    return team, replace(planned, others=others, advice=advice)
+    return team, replace(planned, forecast=forecast, others=others, advice=advice)
 
 
 def _other_engines(
