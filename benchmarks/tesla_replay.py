@@ -7,9 +7,10 @@ Five machines trained 4.83 times slower than one there. The figures of their own
 set the pace here: what each GPU computes and how long its optimizer step takes, in fp32 and in its
 best precision, and what each link carries. Their model's gradient is 192 times as large as that of
 the model here, so the links of the lab in a box are so much slower; a time here is --slower times
-a time there. Every case is the real
-script, from measuring to the last step; where a case is said to be in 16 bits, its pace is, while
-it computes in fp32. The limit is the sum of what the machines do alone. Needs root, for the lab.
+a time there, so that it does not count that two processors do the work of five hosts (PowerSGD's
+arithmetic, above all). Every case is the real script, from measuring to the last step; where a case
+is said to be in 16 bits, its pace is, while it computes in fp32. The limit is the sum of what the
+machines do alone. Needs root, for the lab.
 """
 
 import argparse
@@ -271,7 +272,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--facts", type=Path, default=_FACTS, metavar="FILE",
                         help="the lab's figures, default lab/tesla_lab.json")  # fmt: skip
     parser.add_argument("--only", metavar="WORDS", help="the cases with these words in their name")
-    parser.add_argument("--slower", type=float, default=1.0, metavar="TIMES", help="default 1")
+    parser.add_argument("--slower", type=float, default=4.0, metavar="TIMES", help="default 4")
     parser.add_argument("--steps", type=int, default=4, help="timed in each run, default 4")
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
     options = parser.parse_args()
