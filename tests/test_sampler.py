@@ -106,8 +106,11 @@ def test_worker_processes_change_nothing() -> None:
         assert torch.equal(one.images, other.images) and one.indices == other.indices
 
 
-def test_every_held_out_image_is_taken_once() -> None:
-    options = config()
+@pytest.mark.parametrize(("words", "step"), [((), 1), (("--eval-images", "90"), 4)])
+def test_every_held_out_image_is_taken_once_or_some_evenly(
+    words: tuple[str, ...], step: int
+) -> None:
+    options = config(*words)
     images = load_images(options, 8)
     plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), equal_micro_steps=True)
     taken = [
@@ -116,7 +119,7 @@ def test_every_held_out_image_is_taken_once() -> None:
         for batch in Loader(images, options, 8, rank, CPU).test_batches(plan)
         for index in batch.indices
     ]
-    assert taken == list(range(360))
+    assert taken == list(range(0, 360, step))
 
 
 def test_the_digits_are_real_images() -> None:

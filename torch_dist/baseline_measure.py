@@ -36,6 +36,7 @@ from motley.spelling import nearest
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate
+_EVAL_IMAGES = 512  # of a run: what counts is its training, and a limit is for that
 _GRACE_S = 10.0  # for a job that was told to stop
 
 
@@ -148,7 +149,8 @@ def run_one(
     script, *words = cell.words
     command = [
         *mpirun, "-np", str(ranks), "--hostfile", str(hostfile.absolute()), "./entry_cn.sh", script,
-        *matrix.options, *words, "--max-steps", str(matrix.steps), "--seed", "0",
+        "--eval-images", str(_EVAL_IMAGES), *matrix.options, *words,
+        "--max-steps", str(matrix.steps), "--seed", "0",
         "--logs", str(folder.cells.absolute()), "--run", attempt.path.name,
     ]  # fmt: skip
     start = time.monotonic()

@@ -63,6 +63,7 @@ class Config:
     strategy: str = "ddp"
     stage: int | None = None
     deepspeed_config: str | None = None
+    eval_images: int | None = None
 
 
 class OneVoice(argparse.ArgumentParser):
@@ -138,6 +139,12 @@ def training_parser(description: str) -> OneVoice:
         default=1.0,
         metavar="F",
         help="use this part of the training set (weak scaling), default 1",
+    )
+    group.add_argument(
+        "--eval-images",
+        type=_positive,
+        metavar="N",
+        help="evaluate on so many of the held-out images, default all",
     )
     group.add_argument(
         "--no-augment", dest="augment", action="store_false", help="no random crops and flips"

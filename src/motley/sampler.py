@@ -205,7 +205,7 @@ class Loader:
     ) -> None:
         self.order = Order(len(images.train), config.seed, config.data_fraction)
         self._images, self._rank, self._device = images, rank, device
-        self._seed = config.seed
+        self._seed, self._eval_images = config.seed, config.eval_images
         self._workers = _default_workers(config, device)
         self._shape = (images.channels, img_size, img_size)
         self._train = _Keyed(
@@ -233,7 +233,9 @@ class Loader:
     def test_batches(self, plan: Plan) -> Iterator[Batch]:
         """This rank's share of the held-out images, each of them once over all ranks."""
         total = len(self._images.test)
-        cuts = slices(range(total), plan.of_batch(total), self._rank)
+        count = min(total, self._eval_images or total)
+        chosen = [number * total // count for number in range(count)]  # a folder's are by class
+        cuts = slices(chosen, plan.of_batch(count), self._rank)
         return self._read(self._test, [[Key(index, 0) for index in cut] for cut in cuts])
 
     def _read(self, dataset: _Keyed, keys: Iterable[list[Key]]) -> Iterator[Batch]:
