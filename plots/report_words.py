@@ -53,6 +53,8 @@ def _winner(ranked: Sequence[Row]) -> str:
     words = f"{best.name} is the fastest: {best.images_per_s:,.0f} images/s"
     if best.fraction_of_limit:
         words += f", {best.fraction_of_limit:.2f} of what these machines can do together"
+        if "--compile" in best.options.split():
+            words += " without --compile"
     if len(ranked) > 1:
         ratio = (best.images_per_s or 0) / (ranked[1].images_per_s or 1)
         words += f"; {ranked[1].name} comes next, " + (
