@@ -241,6 +241,7 @@ _TINY = 8  # high and wide is a matrix of next to nothing
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 _TRIES = 3
 _ENOUGH_S = 1.0  # of tries that took so long, none is repeated
+_PART_S = 2.0  # that sending a part of the gradient should take at most
 
 
 def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> Wire:
@@ -257,12 +258,19 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> 
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
     latency_s = _send_s(mode, buckets_of(tiny, side**2), warm=True) / len(pieces)
     first_s = _send_s(mode, pieces[:1])
-    part = pieces[: max(1, min(len(pieces), int(_ENOUGH_S / first_s)))]
+    part = pieces[: max(1, min(len(pieces), int(_PART_S / first_s)))]
     part_s = _send_s(mode, part) if len(part) > 1 else first_s
     size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
-    share = mode.bytes_of([tuple(g.shape) for bucket in part for g in bucket.grads]) / size
+    first, share = (
+        mode.bytes_of([tuple(g.shape) for bucket in sent for g in bucket.grads]) / size
+        for sent in (pieces[:1], part)
+    )
+    # What was not sent would take as long as what was after the first: that fills a pipeline.
+    rest_s = (1 - share) * (
+        (part_s - first_s) / (share - first) if len(part) > 1 else part_s / share
+    )
     return Wire(
-        latency_s, max(0.0, part_s - latency_s * len(part)) / share,
+        latency_s, max(0.0, part_s + rest_s - latency_s * len(part) / share),
         dist.get_backend() == "nccl",
         size=float(size), every=mode.every, tensors=_tensors(parameters, mode),
     )  # fmt: skip
@@ -291,20 +299,29 @@ def _send_s(mode: WireMode, buckets: Sequence[Bucket], warm: bool = False) -> fl
 
     if warm:
         send()
-    seconds = _together_s(send, device)
+    # Of next to nothing, who came last did not wait for others. Else who is done last: ranks
+    # behind fast links are done before what they sent has come through a slow one.
+    seconds = _together_s(send, device, dist.ReduceOp.MIN if warm else dist.ReduceOp.MAX)
     sender.close()
     return seconds
 
 
-def _together_s(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of what all ranks do together: the median of some tries, the same on all ranks."""
+def _together_s(
+    run: Callable[[], None], device: torch.device, whose: dist.ReduceOp.RedOpType
+) -> float:
+    """Seconds of what all ranks do together: the median of some tries, the same on all ranks.
+
+    Args:
+        whose: which rank's time counts.
+    """
     tries: list[float] = []
     while len(tries) < _TRIES and sum(tries) < _ENOUGH_S:
+        dist.all_reduce(torch.zeros(1, device=device))  # they begin together
         _wait(device)
         start = time.perf_counter()
         run()
         _wait(device)
         spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(spent, dist.ReduceOp.MIN)  # who came last did not wait for others
+        dist.all_reduce(spent, whose)
         tries.append(spent.item())
     return statistics.median(tries)
