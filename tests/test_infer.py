@@ -159,7 +159,7 @@ def test_images_of_ones_own_have_no_label(jobs: Jobs, trained: Path, tmp_path: P
     wrong = jobs.run(1, *words, empty)
     assert wrong.code == 2 and "no image is in it" in wrong.output
     (empty / "torn.png").write_bytes((photos / "a, b.png").read_bytes()[:60])
-    torn = jobs.run(1, *words, empty)
+    torn = jobs.run(1, *words, empty, "--out", tmp_path / "torn")
     assert torn.code == 2 and "cannot read torn.png" in torn.output
 
 
