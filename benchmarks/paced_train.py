@@ -5,7 +5,8 @@ start it.
     ... ./entry_cn.sh benchmarks/paced_train.py --rates ... --slow 1:2:40:80 [OPTIONS]
 
 --rates are samples a second, by rank; --optimizer-s what an optimizer step takes on each.
---slow RANK:FACTOR:FROM:TO makes one rank FACTOR times slower from step FROM to step TO. Whatever
+--slower is by how much all time there is is stretched: measuring then takes longer too. --slow
+RANK:FACTOR:FROM:TO makes one rank FACTOR times slower from step FROM to step TO. Whatever
 the precision of a rank is called, it computes in fp32 here; the plan goes by the name.
 """
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import engine, launch, planning, speeds
+from motley import engine, launch, measure, planning, speeds
 from motley.options import Config, read_config, training_parser
 from motley.train import train
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--rates", type=numbers, required=True)
     parser.add_argument("--optimizer-s", type=numbers)
+    parser.add_argument("--slower", type=float, default=1.0)
     parser.add_argument("--slow", type=lambda text: [float(word) for word in text.split(":")])
     parser.add_argument("--engine", choices=("ddp", "deepspeed"), default="ddp")
     given, rest = parser.parse_known_args()
@@ -44,6 +46,7 @@ def main() -> None:
 
     def run(world: launch.World) -> None:
         torch.set_num_threads(1)
+        measure._BUDGET_S *= given.slower
         pace = Pace(1 / given.rates[world.rank])
         make: Any = TorchEngines(config)
         if given.engine == "deepspeed":

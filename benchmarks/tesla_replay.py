@@ -133,7 +133,7 @@ class Replay:
         given = [p for p, host in zip(precisions, HOSTS, strict=True) if host in kept]
         for _ in lab.train(
             "benchmarks/paced_train.py", "--rates", ",".join(map(str, rates)), "--optimizer-s",
-            ",".join(map(str, opt)), *case.words.split(), "--batch-size", case.n, "--no-augment",
+            ",".join(map(str, opt)), "--slower", self.slower, *case.words.split(), "--batch-size", case.n, "--no-augment",
             "--precision", ",".join(given), "--logs", "~/logs", "--run", name,
             "--epochs", 1000, "--max-steps", steps + _WARM,
             "--save-every", 10**6,
