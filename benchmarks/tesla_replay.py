@@ -133,8 +133,9 @@ class Replay:
         given = [p for p, host in zip(precisions, HOSTS, strict=True) if host in kept]
         for _ in lab.train(
             "benchmarks/paced_train.py", "--rates", ",".join(map(str, rates)), "--optimizer-s",
-            ",".join(map(str, opt)), "--slower", self.slower, *case.words.split(), "--batch-size", case.n, "--no-augment",
-            "--precision", ",".join(given), "--logs", "~/logs", "--run", name,
+            ",".join(map(str, opt)), "--slower", self.slower, *case.words.split(),
+            "--batch-size", case.n, "--no-augment", "--precision", ",".join(given),
+            "--logs", "~/logs", "--run", name,
             "--epochs", 1000, "--max-steps", steps + _WARM,
             "--save-every", 10**6,
         ):  # fmt: skip
@@ -272,7 +273,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--facts", type=Path, default=_FACTS, metavar="FILE",
                         help="the lab's figures, default lab/tesla_lab.json")  # fmt: skip
     parser.add_argument("--only", metavar="WORDS", help="the cases with these words in their name")
-    parser.add_argument("--slower", type=float, default=4.0, metavar="TIMES", help="default 4")
+    parser.add_argument("--slower", type=float, default=2.0, metavar="TIMES", help="default 2")
     parser.add_argument("--steps", type=int, default=4, help="timed in each run, default 4")
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
     options = parser.parse_args()

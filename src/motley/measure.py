@@ -72,7 +72,7 @@ def _wait(device: torch.device) -> None:
 
 # -- how long a model computes, by micro-batch
 
-_BUDGET_S = 11.0  # for one rank's table; all ranks measure at once
+BUDGET_S = 11.0  # for one rank's table; all ranks measure at once
 _REPEATS = 3  # at least, after a warm run
 _LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
 _STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
@@ -83,7 +83,7 @@ def measure_speed(
     model: Classifier,
     make: Callable[[], torch.optim.Optimizer],
     most: int,
-    budget_s: float = _BUDGET_S,
+    budget_s: float = BUDGET_S,
 ) -> Speed:
     """Time forward and backward pass of micro-batches of 1, 2, 4, ..., and one optimizer step.
 
