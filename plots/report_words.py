@@ -53,7 +53,7 @@ def _winner(ranked: Sequence[Row]) -> str:
     words = f"{best.name} is the fastest: {best.images_per_s:,.0f} images/s"
     if best.fraction_of_limit:
         words += f", {best.fraction_of_limit:.2f} of what these machines can do together"
-        if "--compile" in best.options.split():
+        if best.is_compiled:
             words += " without --compile"
     if len(ranked) > 1:
         ratio = (best.images_per_s or 0) / (ranked[1].images_per_s or 1)

@@ -68,7 +68,7 @@ class Watch:
         if len(self._speeds) < 2:
             return None
         self._steps.append(tuple(ready_s))
-        seen = [(span, self._propose(counts, span)) for span in SPANS if len(self._steps) >= span]
+        seen = ((span, self._propose(counts, span)) for span in SPANS if len(self._steps) >= span)
         # The noise of a median falls with the root of what it is taken of.
         better = (p for span, p in seen if p.gain > DEAD_BAND * math.sqrt(WINDOW / span))
         proposal = next(better, None)
