@@ -40,8 +40,9 @@ TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 
 @pytest.mark.parametrize(
     "text",
-    ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32", "local:4", "exact/leaf4", "fp16/leaf0"],
-)
+    ["exact", "bf16", "fp16", "powersgd:1", "powersgd:32", "local:4", "exact/leaf4", "fp16/leaf0",
+     "powersgd:4+bf16", "powersgd:1+fp16"],
+)  # fmt: skip
 def test_a_mode_is_written_as_it_is_read(text: str) -> None:
     assert str(parse_wire(text)) == text
 
@@ -51,7 +52,11 @@ def test_a_mode_is_written_as_it_is_read(text: str) -> None:
     [
         ("bf61", "nearest: bf16"), ("powersdg:4", "nearest: powersgd"), ("", "choose auto"),
         ("powersgd", "as in powersgd:4"), ("powersgd:0", "1 or more"), ("powersgd:-1", "1 or more"),
-        ("powersgd:4.5", "1 or more"), ("local", "as in local:4"), ("local:0", "1 or more"),
+        ("powersgd:4.5", "1 or more"), ("powersgd:4+fp8", "write powersgd:4, "),
+        ("powersgd:0+bf16", "1 or more"), ("powersgd:+bf16", "1 or more"),
+        ("local:4+bf16", "1 or more"), ("bf16+fp16", "choose auto"),
+        ("powersgd:4+bf16/leaf1", "as in exact/leaf4"),
+        ("local", "as in local:4"), ("local:0", "1 or more"),
         ("lokal:4", "nearest: local"), ("local:4/leaf1", "as in exact/leaf4"),
         ("fp16:2", "write --wire fp16"),
         ("powersgd:4/leaf1", "as in exact/leaf4"), ("exact/leaf", "as in exact/leaf4"),
@@ -81,9 +86,12 @@ def test_powersgd_sends_what_torchs_hook_says_that_it_sends(
         high, wide = shape[0], math.prod(shape[1:])
         thin, before, after = _should_compress(high, wide, min(high, wide, rank), 2)
         numbers += after if thin else before
-    assert WireMode("powersgd", rank).bytes_of(shapes) == 4 * numbers
+    power = WireMode("powersgd", rank)
+    assert power.bytes_of(shapes) == 4 * numbers
+    rest = sum(math.prod(shape) for shape in shapes if power.thin(shape) is None)
+    assert replace(power, beside="fp16").bytes_of(shapes) == 4 * numbers - 2 * rest
     whole = EXACT.bytes_of(shapes)
-    assert BF16.bytes_of(shapes) * 2 == whole >= WireMode("powersgd", rank).bytes_of(shapes)
+    assert BF16.bytes_of(shapes) * 2 == whole >= power.bytes_of(shapes)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 100))
@@ -232,6 +240,11 @@ def test_the_plan_takes_what_it_may_and_is_faster() -> None:
     assert _best_mode(options, None, ("fp16", "fp32")) == fp16  # 2 % are no reason
     assert _best_mode(options, EXACT, ("fp16", "fp32")) == leaf
     assert _best_mode(options, OFFERED, ("fp32", "fp32")) == OFFERED
+    beside = replace(OFFERED, beside="bf16")
+    options[beside] = choose_machines(120, [0, 1], TEAM, Wire(0.0, 0.1), fixed=True)
+    assert _best_mode(options, OFFERED, ("bf16", "fp32")) == beside
+    assert _best_mode(options, OFFERED, ("fp16", "fp32")) == OFFERED  # another kind of rounding
+    assert _best_mode(options, beside, ("fp32", "fp32")) == beside
     assert _best_mode({EXACT: options[EXACT]}, OFFERED, ("fp32", "fp32")) == EXACT  # one rank alone
 
 

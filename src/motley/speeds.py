@@ -106,11 +106,16 @@ def _other_modes(
     """
     if team.size == 1:
         return []
-    asked = parse_wire(config.wire)
+    asked, rounded = parse_wire(config.wire), rounded_as(team.precisions)
     modes = [] if asked is None else [asked]
     if part > _WORTH_A_WORD:
-        modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
+        modes += [EXACT, rounded or BF16, OFFERED]
         modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
+    if rounded is not None:
+        modes += [
+            replace(m, beside=rounded.kind)
+            for m in modes if m.kind == "powersgd" and m.beside == "exact"
+        ]  # fmt: skip
     if leaf is not None:
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [

@@ -34,6 +34,7 @@ class WireMode:
             local: parameters, now and then, between which each rank takes steps of its own;
             inexact.
         rank: of these matrices. every: so many local steps.
+        beside: how what PowerSGD does not compress travels, such as biases: exact, bf16 or fp16.
         leaf: the rank behind the one slow link, which sends its gradient once and receives the
             sum once, while the others make the sum among themselves; None: all in a ring.
     """
@@ -42,6 +43,7 @@ class WireMode:
     rank: int = 0
     leaf: int | None = None
     every: int = 1
+    beside: str = "exact"
 
     @property
     def is_inexact(self) -> bool:
@@ -54,7 +56,7 @@ class WireMode:
         if not self.is_inexact:
             return "the gradient is " + ("rounded to 16 bits on the way" if self.kind in SIXTEEN
                                          else "exact")  # fmt: skip
-        lost = LOST_POINTS.get(str(self))
+        lost = LOST_POINTS.get(str(dataclasses.replace(self, beside="exact")))
         if lost is None:
             return "it is inexact, and what that costs in accuracy was not measured"
         dear = "it is inexact and DEAR" if lost > _DEAR else "it is inexact"
@@ -64,9 +66,12 @@ class WireMode:
         """What a gradient of these shapes takes on the wire, each time; PowerSGD's as torch's
         hook does it, which leaves alone what would not become half as large."""
         if self.kind != "powersgd":
-            width = 2 if self.kind in SIXTEEN else 4
-            return width * sum(map(math.prod, shapes))
-        return 4 * sum(self.thin(shape) or math.prod(shape) for shape in shapes)
+            return _width(self.kind) * sum(map(math.prod, shapes))
+        size = 0
+        for shape in shapes:
+            thin = self.thin(shape)
+            size += _width(self.beside) * math.prod(shape) if thin is None else 4 * thin
+        return size
 
     def thin(self, shape: Sequence[int]) -> int | None:
         """Numbers that PowerSGD sends of a gradient of this shape; None: all, as it is."""
@@ -78,6 +83,7 @@ class WireMode:
     def __str__(self) -> str:
         number = {"powersgd": f":{self.rank}", "local": f":{self.every}"}
         words = self.kind + number.get(self.kind, "")
+        words += "" if self.beside == "exact" else f"+{self.beside}"
         return words if self.leaf is None else f"{words}/leaf{self.leaf}"
 
 
@@ -146,6 +152,15 @@ def parse_wire(text: str) -> WireMode | None:
             raise MotleyError(f"--wire {text}{slash}{leaf}: write it as in exact/leaf4")
         return dataclasses.replace(mode, leaf=int(leaf))
     kind, colon, number = text.partition(":")
+    if kind == "powersgd" and "+" in number:  # as the plan writes it
+        number, _, beside = number.partition("+")
+        if beside not in SIXTEEN:
+            raise MotleyError(
+                f"--wire {text}: besides its matrices powersgd sends exact, bf16 or fp16 numbers; "
+                "write powersgd:4, powersgd:4+bf16 or powersgd:4+fp16"
+            )
+        mode = parse_wire(f"{kind}:{number}")
+        return mode and dataclasses.replace(mode, beside=beside)
     if kind not in _KINDS:
         choices = ("auto", *_KINDS)
         raise MotleyError(
@@ -171,8 +186,14 @@ def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]
         precisions: of those who would train.
     """
     if asked is not None:
-        return mode == asked or asked == dataclasses.replace(mode, leaf=None)
+        plain = dataclasses.replace(mode, leaf=None, beside="exact")
+        return mode == asked or (asked == plain and mode.beside in ("exact", *precisions))
     return mode.kind == "exact" or mode.kind in precisions
+
+
+def _width(kind: str) -> int:
+    """Bytes of a number."""
+    return 2 if kind in SIXTEEN else 4
 
 
 def rounded_as(precisions: Sequence[str]) -> WireMode | None:
