@@ -13,8 +13,8 @@ import argparse
 import base64
 from pathlib import Path
 
-from bench_lab import BenchLab, bench_lab
-from result import ROOT, VENV
+from bench_lab import READY, BenchLab, bench_lab
+from result import ROOT
 
 MATRICES = {
     "strategies": "strategies_lab.toml", "strong": "scaling_strong.toml",
@@ -25,14 +25,10 @@ _KEPT = ("results.md", "results.csv", "baselines.png")
 
 def measure(lab: BenchLab, name: str, repeats: int, only: str) -> None:
     """One matrix, in the home of the lab's user."""
-    mpirun = (
-        f"mpirun -x MOTLEY_VENV -x OMP_NUM_THREADS --mca btl_tcp_if_include {lab.subnet} "
-        f"--prtemca prte_if_include {lab.subnet}"
-    )
     lab.on_head(
-        f"cd {ROOT} && export PATH={VENV}/bin:$PATH OMP_NUM_THREADS=1 && "
-        f"python torch_dist/baseline_measure.py --matrix benchmarks/{MATRICES[name]} --repeats "
-        f"{repeats} --only '{only}' --hostfile ~/hosts.txt --out ~/{name} --mpirun '{mpirun}' "
+        f"{READY} && python torch_dist/baseline_measure.py --matrix benchmarks/{MATRICES[name]} "
+        f"--repeats {repeats} --only '{only}' --hostfile ~/hosts.txt --out ~/{name} "
+        f"--mpirun '{lab.mpirun}' "
         f">&2; python plots/plot_baselines.py ~/{name} >&2"
     )
 

@@ -22,6 +22,11 @@ mkdir -p -m 700 .ssh
 cp .ssh/id_ed25519.pub .ssh/authorized_keys
 ssh-keyscan -t ed25519 $(cut -d ' ' -f 1 hosts.txt) >.ssh/known_hosts 2>/dev/null
 """
+# The checkout is not the lab user's, and a record names the commit that it was made with.
+READY = (
+    f"cd {ROOT} && export PATH={VENV}/bin:$PATH OMP_NUM_THREADS=1 GIT_CONFIG_COUNT=1 "
+    f"GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0={ROOT}"
+)
 HOSTS = tuple(f"paced{number}" for number in range(1, 6))  # of lab/unshaped.toml
 
 
@@ -36,6 +41,14 @@ class BenchLab:
     name: str
     head: str
     subnet: str
+
+    @property
+    def mpirun(self) -> str:
+        """What a job's command begins with."""
+        return (
+            f"mpirun -x MOTLEY_VENV -x OMP_NUM_THREADS --mca btl_tcp_if_include {self.subnet} "
+            f"--prtemca prte_if_include {self.subnet}"
+        )
 
     def do(self, *words: object, stdin: str | None = None, stdout: int | None = None) -> str:
         """A command of lab.sh; what follows ``--`` goes last.
@@ -56,9 +69,7 @@ class BenchLab:
     def train(self, *words: object) -> Iterator[str]:
         """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints."""
         script = (
-            f"cd {ROOT} && export PATH={VENV}/bin:$PATH OMP_NUM_THREADS=1 && exec mpirun -np 5 "
-            "--hostfile ~/hosts.txt -x MOTLEY_VENV -x OMP_NUM_THREADS --mca btl_tcp_if_include "
-            f"{self.subnet} --prtemca prte_if_include {self.subnet} ./entry_cn.sh "
+            f"{READY} && exec {self.mpirun} -np 5 --hostfile ~/hosts.txt ./entry_cn.sh "
             f"{' '.join(map(str, words))}"
         )
         job = subprocess.Popen(
