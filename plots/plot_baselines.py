@@ -117,15 +117,30 @@ def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
     """Images/s against hosts, and what unequal hosts can do at best: not so many times one."""
+    limits = {
+        name: {
+            row.machines: row.images_per_s / row.fraction_of_limit
+            for row in rows if row.images_per_s and row.fraction_of_limit
+        }
+        for name, rows in series.items()
+    }  # fmt: skip
+    first = next(iter(limits.values()), {})
+    alike = all(
+        each.keys() == first.keys() and np.allclose([*each.values()], [*first.values()], rtol=0.02)
+        for each in limits.values()
+    )
+    if alike and first:
+        ax.plot([*first], [*first.values()], linestyle="--", color=LIMIT,
+                label="the sum of the hosts")  # fmt: skip
     for number, (name, rows) in enumerate(series.items()):
         hosts = [row.machines for row in rows]
         rates = [row.images_per_s or np.nan for row in rows]
-        limits = [rate / row.fraction_of_limit if row.fraction_of_limit else np.nan
-                  for rate, row in zip(rates, rows, strict=True)]  # fmt: skip
         spread = [(row.spread or 0) * rate / 2 for rate, row in zip(rates, rows, strict=True)]
         colour = style.HOST_COLOURS[number % len(style.HOST_COLOURS)]
         ax.errorbar(hosts, rates, yerr=spread, marker="o", capsize=2, color=colour, label=name)
-        ax.plot(hosts, limits, linestyle="--", color=colour, label=f"{name}: sum of the hosts")
+        if not alike:
+            ax.plot([*limits[name]], [*limits[name].values()], linestyle="--", color=colour,
+                    label=f"{name}: the sum of its hosts")  # fmt: skip
         for host, rate, row in zip(hosts, rates, rows, strict=True):
             if row.fraction_of_limit:
                 ax.annotate(f"{row.fraction_of_limit:.2f}", (host, rate), (0, -12), ha="center",
