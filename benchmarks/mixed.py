@@ -26,7 +26,8 @@ from motley.balance import Speed
 from motley.clock import Laps
 from motley.data import load_images
 from motley.engine import EngineMaker, Seating, make_optimizer
-from motley.measure import measure_speed, measure_wire
+from motley.measure import measure_speed
+from motley.measure_wire import measure_wire
 from motley.model import Classifier, image_size, model_name, set_matmul_precision
 from motley.options import Config, read_config, training_parser
 from motley.planning import balance

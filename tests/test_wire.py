@@ -19,7 +19,7 @@ from motley.advice import better_engine, better_modes, larger_batch
 from motley.balance import Speed
 from motley.errors import MotleyError
 from motley.forecast import arrange, choose_machines, forecast
-from motley.measure import _tensors
+from motley.measure_wire import _tensors
 from motley.model import vit_digits
 from motley.planning import _best_mode
 from motley.senders import buckets_of

@@ -17,7 +17,8 @@ from motley.errors import MotleyError
 from motley.forecast import arrange
 from motley.launch import World, cache_folder
 from motley.links import Links
-from motley.measure import has_room, measure_speed, measure_wire, time_micro_batch
+from motley.measure import has_room, measure_speed, time_micro_batch
+from motley.measure_wire import measure_wire
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.plan import cut
