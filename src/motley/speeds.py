@@ -36,6 +36,7 @@ from motley.wire import (
     WireMode,
     parse_wire,
     rounded_as,
+    rounded_beside,
 )
 
 _ROUNDS = 4  # of timing and splitting, at most
@@ -107,16 +108,12 @@ def _other_modes(
     """
     if team.size == 1:
         return []
-    asked, rounded = parse_wire(config.wire), rounded_as(team.precisions)
+    asked = parse_wire(config.wire)
     modes = [] if asked is None else [asked]
     if part > _WORTH_A_WORD:
-        modes += [EXACT, rounded or BF16, OFFERED]
+        modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
         modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
-    if rounded is not None:
-        modes += [
-            replace(m, beside=rounded.kind)
-            for m in modes if m.kind == "powersgd" and m.beside == "exact"
-        ]  # fmt: skip
+    modes = [rounded_beside(mode, team.precisions) for mode in modes]
     if leaf is not None:
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [

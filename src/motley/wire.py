@@ -186,8 +186,7 @@ def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]
         precisions: of those who would train.
     """
     if asked is not None:
-        plain = dataclasses.replace(mode, leaf=None, beside="exact")
-        return mode == asked or (asked == plain and mode.beside in ("exact", *precisions))
+        return mode == asked or asked == dataclasses.replace(mode, leaf=None)
     return mode.kind == "exact" or mode.kind in precisions
 
 
@@ -202,6 +201,14 @@ def rounded_as(precisions: Sequence[str]) -> WireMode | None:
     fp16 where a rank computes in it, for then a loss scale keeps its range; else bf16.
     """
     return next((WireMode(kind) for kind in ("fp16", "bf16") if kind in precisions), None)
+
+
+def rounded_beside(mode: WireMode, precisions: Sequence[str]) -> WireMode:
+    """PowerSGD of a job in which some rank computes in 16 bits, unless it was asked for so."""
+    rounded = rounded_as(precisions)
+    if mode.kind != "powersgd" or mode.beside != "exact" or rounded is None:
+        return mode
+    return dataclasses.replace(mode, beside=rounded.kind)
 
 
 @dataclass(frozen=True)
