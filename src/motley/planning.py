@@ -23,7 +23,7 @@ from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
 from motley.speeds import Measured, can_overlap, measure_team, refine, remember, wires_of
 from motley.team import Team, narrow_team, narrowed
-from motley.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_beside
+from motley.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_batch(
     asked = parse_wire(config.wire)
     _check_engine(asked, team, sending)
     if asked is not None:
-        asked = rounded_beside(asked, team.precisions)
+        asked = rounded_too(asked, team.precisions)
     if config.shares is not None:
         shares = parse_shares(config.shares, team.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)

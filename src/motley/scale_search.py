@@ -27,7 +27,7 @@ def search_scale(
 ) -> float:
     """Find the loss scale on the first global batches of the first epoch."""
     assert team.rank is not None
-    wire = "fp16" in (plan.wire.kind, plan.wire.beside)
+    wire = plan.wire.kind == "fp16"
     fp16, batches = wire or team.precisions[team.rank] == "fp16", list[Batch]()
     if fp16:
         for _, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):

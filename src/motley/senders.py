@@ -190,6 +190,34 @@ class LeafSender(Sender):
                 dist.destroy_process_group(group)
 
 
+class _Rounded:
+    """What torch's hook may take for a process group, and that adds up in bf16."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        """Ranks."""
+        return dist.get_world_size(self._group)
+
+    def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
+        """Of one tensor, in place."""
+        (whole,) = tensors
+        work = dist.all_reduce(whole.to(torch.bfloat16), group=self._group, async_op=True)
+        return _Work(work.get_future().then(lambda future: [whole.copy_(_first(future))]))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An all-reduce under way; ``future`` is of a list of one tensor."""
+
+    future: Future[list[Tensor]]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """See ``future``."""
+        return self.future
+
+
 class _Lane:
     """Every so-manieth bucket, one after another, through groups of its own.
 
@@ -209,7 +237,8 @@ class _Lane:
         self.beside: Any = dist.new_group() if threaded else None
         self.group: Any = dist.new_group() if number else None  # None: the default one
         self.power = PowerSGDState(
-            process_group=self.group, matrix_approximation_rank=mode.rank,
+            process_group=_Rounded(self.group) if mode.rounded else self.group,
+            matrix_approximation_rank=mode.rank,
             start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
             compression_stats_logging_frequency=2**62,
         )  # fmt: skip
@@ -256,8 +285,8 @@ class PowerSgdSender(Sender):
 
     torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
     that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
-    scaled as the loss is. What is not compressed may be rounded to 16 bits: of a small model's
-    bytes it is a fifth.
+    scaled as the loss is. Where matrices are rounded on the way, it holds what that leaves out,
+    too.
 
     A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
     take turns in two lanes, so that a link is not idle in between.
@@ -289,7 +318,8 @@ class PowerSgdSender(Sender):
         rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
         # One number more: where all is compressed there is still something to send.
         whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
-        whole = whole.to(_DTYPES.get(self._mode.beside, torch.float32))
+        if self._mode.rounded:
+            whole = whole.to(torch.bfloat16)
         sent = dist.all_reduce(whole, group=lane.beside, async_op=True)
         bucket.flat.mul_(self._ranks)
         lane.begin(bucket.place, thin)

@@ -36,7 +36,7 @@ from motley.wire import (
     WireMode,
     parse_wire,
     rounded_as,
-    rounded_beside,
+    rounded_too,
 )
 
 _ROUNDS = 4  # of timing and splitting, at most
@@ -113,7 +113,7 @@ def _other_modes(
     if part > _WORTH_A_WORD:
         modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
         modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
-    modes = [rounded_beside(mode, team.precisions) for mode in modes]
+    modes = [rounded_too(mode, team.precisions) for mode in modes]
     if leaf is not None:
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [

@@ -12,8 +12,8 @@ from motley.spelling import nearest
 
 SIXTEEN = ("bf16", "fp16")
 _NUMBERS = {
-    "powersgd": "powersgd needs a rank of 1 or more, as in powersgd:4; a higher one sends more and "
-    "leaves out less",
+    "powersgd": "powersgd needs a rank of 1 or more, as in powersgd:4, or powersgd:4+bf16; a "
+    "higher one sends more and leaves out less",
     "local": "local needs the steps between two meetings, 1 or more, as in local:4; more of them "
     "hide a slower wire and cost more accuracy",
 }
@@ -34,7 +34,7 @@ class WireMode:
             local: parameters, now and then, between which each rank takes steps of its own;
             inexact.
         rank: of these matrices. every: so many local steps.
-        beside: how what PowerSGD does not compress travels, such as biases: exact, bf16 or fp16.
+        rounded: what PowerSGD sends is rounded to bf16 on the way.
         leaf: the rank behind the one slow link, which sends its gradient once and receives the
             sum once, while the others make the sum among themselves; None: all in a ring.
     """
@@ -43,7 +43,7 @@ class WireMode:
     rank: int = 0
     leaf: int | None = None
     every: int = 1
-    beside: str = "exact"
+    rounded: bool = False
 
     @property
     def is_inexact(self) -> bool:
@@ -56,7 +56,7 @@ class WireMode:
         if not self.is_inexact:
             return "the gradient is " + ("rounded to 16 bits on the way" if self.kind in SIXTEEN
                                          else "exact")  # fmt: skip
-        lost = LOST_POINTS.get(str(dataclasses.replace(self, beside="exact")))
+        lost = LOST_POINTS.get(str(dataclasses.replace(self, rounded=False)))
         if lost is None:
             return "it is inexact, and what that costs in accuracy was not measured"
         dear = "it is inexact and DEAR" if lost > _DEAR else "it is inexact"
@@ -65,13 +65,10 @@ class WireMode:
     def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
         """What a gradient of these shapes takes on the wire, each time; PowerSGD's as torch's
         hook does it, which leaves alone what would not become half as large."""
+        width = 2 if self.rounded or self.kind in SIXTEEN else 4
         if self.kind != "powersgd":
-            return _width(self.kind) * sum(map(math.prod, shapes))
-        size = 0
-        for shape in shapes:
-            thin = self.thin(shape)
-            size += _width(self.beside) * math.prod(shape) if thin is None else 4 * thin
-        return size
+            return width * sum(map(math.prod, shapes))
+        return width * sum(self.thin(shape) or math.prod(shape) for shape in shapes)
 
     def thin(self, shape: Sequence[int]) -> int | None:
         """Numbers that PowerSGD sends of a gradient of this shape; None: all, as it is."""
@@ -83,7 +80,7 @@ class WireMode:
     def __str__(self) -> str:
         number = {"powersgd": f":{self.rank}", "local": f":{self.every}"}
         words = self.kind + number.get(self.kind, "")
-        words += "" if self.beside == "exact" else f"+{self.beside}"
+        words += "+bf16" if self.rounded else ""
         return words if self.leaf is None else f"{words}/leaf{self.leaf}"
 
 
@@ -152,15 +149,6 @@ def parse_wire(text: str) -> WireMode | None:
             raise MotleyError(f"--wire {text}{slash}{leaf}: write it as in exact/leaf4")
         return dataclasses.replace(mode, leaf=int(leaf))
     kind, colon, number = text.partition(":")
-    if kind == "powersgd" and "+" in number:  # as the plan writes it
-        number, _, beside = number.partition("+")
-        if beside not in SIXTEEN:
-            raise MotleyError(
-                f"--wire {text}: besides its matrices powersgd sends exact, bf16 or fp16 numbers; "
-                "write powersgd:4, powersgd:4+bf16 or powersgd:4+fp16"
-            )
-        mode = parse_wire(f"{kind}:{number}")
-        return mode and dataclasses.replace(mode, beside=beside)
     if kind not in _KINDS:
         choices = ("auto", *_KINDS)
         raise MotleyError(
@@ -171,10 +159,12 @@ def parse_wire(text: str) -> WireMode | None:
         if colon:
             raise MotleyError(f"--wire {text}: {kind} takes no number; write --wire {kind}")
         return WireMode(kind)
+    rounded = kind == "powersgd" and number.endswith("+bf16")
+    number = number.removesuffix("+bf16") if rounded else number
     if not re.fullmatch(r"[1-9]\d{0,3}", number):
         raise MotleyError(f"--wire {text}: {_NUMBERS[kind]}")
     if kind == "powersgd":
-        return WireMode(kind, int(number))
+        return WireMode(kind, int(number), rounded=rounded)
     return WireMode(kind, every=int(number)) if number != "1" else EXACT
 
 
@@ -190,11 +180,6 @@ def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]
     return mode.kind == "exact" or mode.kind in precisions
 
 
-def _width(kind: str) -> int:
-    """Bytes of a number."""
-    return 2 if kind in SIXTEEN else 4
-
-
 def rounded_as(precisions: Sequence[str]) -> WireMode | None:
     """The 16-bit wire that adds no new kind of rounding to a job; None where all compute in fp32.
 
@@ -203,12 +188,12 @@ def rounded_as(precisions: Sequence[str]) -> WireMode | None:
     return next((WireMode(kind) for kind in ("fp16", "bf16") if kind in precisions), None)
 
 
-def rounded_beside(mode: WireMode, precisions: Sequence[str]) -> WireMode:
-    """PowerSGD of a job in which some rank computes in 16 bits, unless it was asked for so."""
-    rounded = rounded_as(precisions)
-    if mode.kind != "powersgd" or mode.beside != "exact" or rounded is None:
+def rounded_too(mode: WireMode, precisions: Sequence[str]) -> WireMode:
+    """The mode in a job of these precisions: PowerSGD rounds what it sends where some rank rounds
+    anyway. To bf16: a matrix times the loss scale could leave fp16's range."""
+    if mode.kind != "powersgd" or rounded_as(precisions) is None:
         return mode
-    return dataclasses.replace(mode, beside=rounded.kind)
+    return dataclasses.replace(mode, rounded=True)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
 
 
 def main(world: launch.World) -> None:
-    """What is beside the matrices in fp32; and in bf16, of numbers up to about 6."""
+    """What travels in fp32; and in bf16, of numbers up to about 6."""
     device = join_team(world, "fp32").device
     assert compare("powersgd:2", world.rank, device) < 1e-5
     assert 1e-5 < compare("powersgd:2+bf16", world.rank, device) < 0.05
