@@ -245,6 +245,29 @@ def measure(*words: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        (
+            'strategy = "fsdp"\noptions = "--wire powersgd:4"',
+            "cell x: --wire powersgd:4 is for ddp",
+        ),
+        (
+            'options = "--wire powersdg:4"',
+            "cell x: --wire powersdg:4 is unknown (nearest: powersgd",
+        ),
+        ('options = "--epochs 0"', "cell x: argument --epochs: 0 is not a whole number"),
+    ],
+)
+def test_options_that_no_run_could_take_are_refused_before_the_first(
+    tmp_path: Path, cell: str, says: str
+) -> None:
+    path = matrix_file(tmp_path, f'[[cell]]\nname = "x"\n{cell}\n')
+    done = measure("--matrix", path, "--out", tmp_path / "out")
+    assert done.returncode == 2 and says in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.mpi
 def test_no_cell_can_hurt_the_next_and_each_failure_is_explained(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"

@@ -24,15 +24,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from motley.baselines import HEAD, BaselineFolder, read_rows, shown
 from motley.errors import MotleyError
 from motley.hosts import read_hosts
 from motley.launch import die_with_parent
 from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
+from motley.options import training_parser
 from motley.outcome import DONE
 from motley.progress import clock
 from motley.spelling import nearest
+from motley.wire import parse_wire
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate
@@ -53,6 +56,7 @@ def main() -> int:
     for cell in (*matrix.references, *matrix.cells):
         if not (ROOT / cell.script).is_file():
             raise MotleyError(f"cell {cell.name}: there is no script {cell.script}")
+        check_options(cell, matrix.options)
     folder = BaselineFolder(options.out or Path("baselines") / Path(options.matrix).stem)
     if options.dry_run:
         show_plan(matrix, folder, options.retry)
@@ -185,6 +189,27 @@ def print_table(lines: Sequence[Sequence[str]]) -> None:
     for line in lines:
         cells = [word.ljust(width) for word, width in zip(line, widths, strict=True)]
         print("  ".join(cells).rstrip())
+
+
+def check_options(cell: Cell, shared: Sequence[str]) -> None:
+    """What no run of the cell could take is said before the first one starts.
+
+    Args:
+        shared: options of all cells.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise MotleyError(f"cell {cell.name}: {message}")
+
+    parser = training_parser(cell.script)
+    parser.error = refuse  # type: ignore[method-assign]
+    options, _ = parser.parse_known_args([*cell.words[1:], *shared])  # a script may know more
+    try:
+        wire = parse_wire(options.wire)
+    except MotleyError as error:
+        refuse(str(error))
+    if wire is not None and wire.is_inexact and cell.strategy != "ddp":
+        refuse(f"--wire {wire} is for ddp, not for {cell.strategy}; choose exact, bf16 or fp16")
 
 
 def matrix_file(name: str) -> Path:
