@@ -24,7 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
 # not hidden by others; but each costs the other ranks an all-reduce.
 _PIECE, _PIECES = 4 * 1024, 128
-_LANES = 2
+_LANES = 2  # a third was no faster
 _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
 
 
@@ -222,7 +222,7 @@ class _Work:
 
 
 class _Lane:
-    """Every so-manieth bucket, one after another, through groups of its own.
+    """Some of the buckets, one after another, through groups of its own.
 
     The hook would send what is not worth two matrices, such as biases, before the first of them.
     Over gloo it travels beside them, through another group (a group has two threads, and the hook
