@@ -31,6 +31,7 @@ from motley.shards import MERGED, Shards
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
+_START_S = 30.0  # in which the ranks of a launch have begun, or never will
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
     options = arguments()
     if os.environ.get(_WORKER):
         return work(options)
-    rank = launched_rank()
+    rank, started = launched_rank(), time.monotonic()
     worker = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, _WORKER: "1"})
     code = worker.wait()
     if code in (0, 2):  # done, or what is wrong with the options is said
@@ -49,7 +50,11 @@ def main() -> int:
     leases = Leases(options.out)
     say(f"its worker {how}; the other ranks take over what it had", rank)
     merged = options.out / MERGED
-    while not merged.exists() and any(not leases.is_free(f"rank.{other}") for other in ranks()):
+    others = [other for other in ranks() if other != rank]
+    while not merged.exists() and (
+        any(not leases.is_free(f"rank.{other}") for other in others)
+        or (others and time.monotonic() - started < _START_S)
+    ):
         time.sleep(_WAIT_S)
     if merged.exists():
         return 0
