@@ -36,12 +36,10 @@ LOST = {
 
 def lost(row: Row) -> dict[str, float]:
     """Images/s that are missing to the limit, by where the time went; they sum to all of it."""
-    if not row.images_per_s or not row.fraction_of_limit:
+    limit = row.limit
+    if not row.images_per_s or limit is None or limit <= row.images_per_s:
         return {}
-    limit = row.images_per_s / row.fraction_of_limit
     missing = limit - row.images_per_s
-    if missing <= 0:
-        return {}
     step_s = row.batch / row.images_per_s
     gap_s = step_s - row.batch / limit
     parts = {name: getattr(row, name) or 0.0 for name in ("wait_s", "comm_s", "data_s")}
@@ -54,7 +52,7 @@ def lost(row: Row) -> dict[str, float]:
 def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
     """A bar a cell up to what it reached, what it lost on top, and a mark at the limit."""
     shown: dict[str, str] = {}
-    ends = [(row.images_per_s or 0) / (row.fraction_of_limit or 1) for row in rows]
+    ends = [row.limit or row.images_per_s or 0.0 for row in rows]
     most = max(ends, default=0.0) or 1.0
     for place, row in enumerate(rows):
         if row.images_per_s is None:
@@ -76,12 +74,11 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
                     label="" if label in shown else label)  # fmt: skip
             shown[label] = colour
             end += part
-        if row.fraction_of_limit and row.images_per_s:
-            limit = row.images_per_s / row.fraction_of_limit
-            ax.plot([limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
+        if row.limit is not None:
+            ax.plot([row.limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
                     label="" if "limit" in shown else "limit: the sum of the hosts")  # fmt: skip
             shown["limit"] = LIMIT
-            end = max(end, limit)
+            end = max(end, row.limit)
         ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
     ax.set_yticks(range(len(rows)), [title_of(row) for row in rows])
     ax.tick_params(axis="y", length=0)
@@ -118,10 +115,7 @@ def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
     """Images/s against hosts, and what unequal hosts can do at best: not so many times one."""
     limits = {
-        name: {
-            row.machines: row.images_per_s / row.fraction_of_limit
-            for row in rows if row.images_per_s and row.fraction_of_limit
-        }
+        name: {row.machines: row.limit for row in rows if row.limit is not None}
         for name, rows in series.items()
     }  # fmt: skip
     first = next(iter(limits.values()), {})

@@ -201,6 +201,13 @@ class Row:
     when: str = ""
 
     @property
+    def limit(self) -> float | None:
+        """Images/s of the limit that ``fraction_of_limit`` is of; None: unknown."""
+        if not self.images_per_s or not self.fraction_of_limit:
+            return None
+        return self.images_per_s / self.fraction_of_limit
+
+    @property
     def is_compiled(self) -> bool:
         """It may pass the limit, which is of the model before --compile."""
         return "--compile" in self.options.split()

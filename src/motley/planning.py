@@ -148,7 +148,7 @@ def _measure_and_plan(
     asked: WireMode | None,
 ) -> tuple[Team, Planned]:
     """See :func:`plan_batch`; where nobody has said who takes how much."""
-    measured = measure_team(world, team, model, config, sending)
+    measured = measure_team(world, team, model, config, sending, asked)
     if config.micro_batch is not None:
         most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
         pairs = zip(measured.speeds, most, strict=True)

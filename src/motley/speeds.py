@@ -34,7 +34,6 @@ from motley.wire import (
     Sending,
     Wire,
     WireMode,
-    parse_wire,
     rounded_as,
     rounded_too,
 )
@@ -65,9 +64,18 @@ class Measured:
 
 
 def measure_team(
-    world: World, team: Team, model: Classifier | None, config: Config, sending: Sending
+    world: World,
+    team: Team,
+    model: Classifier | None,
+    config: Config,
+    sending: Sending,
+    asked: WireMode | None,
 ) -> Measured:
-    """Measure all ranks at once; every launched rank calls it, those left out without a model."""
+    """Measure all ranks at once; every launched rank calls it, those left out without a model.
+
+    Args:
+        asked: the wire's mode that the user wants; None: auto.
+    """
     own = None
     world.lifeline.enter("measuring its speed", PATIENCE)
     if model is not None and team.rank is not None:
@@ -79,7 +87,7 @@ def measure_team(
     wires = wires_of(world, team, model, [EXACT], sending)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
-    modes = _other_modes(team, config, sending, part, _leaf(team.machines(world), links))
+    modes = _other_modes(team, asked, sending, part, _leaf(team.machines(world), links))
     return Measured(speeds, wires_of(world, team, model, modes, sending, wires), links)
 
 
@@ -98,7 +106,7 @@ def _passing_links(world: World) -> Links:
 
 
 def _other_modes(
-    team: Team, config: Config, sending: Sending, part: float, leaf: int | None
+    team: Team, asked: WireMode | None, sending: Sending, part: float, leaf: int | None
 ) -> list[WireMode]:
     """What may be taken besides the exact wire in a ring, or is worth a word.
 
@@ -108,12 +116,11 @@ def _other_modes(
     """
     if team.size == 1:
         return []
-    asked = parse_wire(config.wire)
     modes = [] if asked is None else [asked]
     if part > _WORTH_A_WORD:
-        modes += [EXACT, rounded_as(team.precisions) or BF16, OFFERED]
+        modes += [EXACT, rounded_as(team.precisions) or BF16]
+        modes.append(rounded_too(OFFERED, team.precisions))
         modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
-    modes = [rounded_too(mode, team.precisions) for mode in modes]
     if leaf is not None:
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [
