@@ -15,6 +15,7 @@ JSON: by images, and by the time that a step takes in results/wire.json over lin
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -32,7 +33,8 @@ import result
 import textures
 from real_run import lines_of, real_run
 
-WIRES = ("exact", "fp16", "bf16", "powersgd:1", "powersgd:4", "local:2", "local:4", "local:8")
+WIRES = ("exact", "fp16", "bf16", "powersgd:1", "powersgd:4", "powersgd:4+bf16",
+         "local:2", "local:4", "local:8")  # fmt: skip
 COMPARE = {
     "precision": {
         "fp32": "--precision fp32",
@@ -96,6 +98,9 @@ def main() -> None:
     options = arguments()
     variants = dict(word.split("=", 1) for word in options.variant) or COMPARE[options.compare]
     started, data, last = time.time(), DATA[options.data], [*variants][-1]
+    # entry_cn.sh gives each run the whole machine, which several at a time would fight for.
+    threads = (os.cpu_count() or 1) // (options.jobs * RANKS)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         logs = Path(folder) / "logs"

@@ -7,6 +7,7 @@ ranks: exact, rounded to 16 bits on the way, or by PowerSGD (torch's own).
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
 # not hidden by others; but each costs the other ranks an all-reduce.
 _PIECE, _PIECES = 4 * 1024, 128
+# Pieces whose sums a leaf has not heard: one goes up, one is summed, one comes down, and one is at
+# hand. With all at once TCP overran the queue before the slow link, and sent a third of it again.
+_FLYING = 4
 _LANES = 2  # a third was no faster
 _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
 
@@ -122,7 +126,8 @@ class LeafSender(Sender):
         # One group a direction: what one way has to wait for must not hold up the other.
         groups: list[Any] = [dist.new_group(each, backend="gloo") for each in (pair, pair, others)]
         self._up, self._down, self._inner = groups
-        self._thread = ThreadPoolExecutor(1, "leaf")
+        self._thread, self._sending = (ThreadPoolExecutor(1, name) for name in ("leaf", "leaf up"))
+        self._flying = Semaphore(_FLYING)
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """See Sender."""
@@ -151,20 +156,24 @@ class LeafSender(Sender):
         pieces = torch.split(part, size)
         if self._rank == self._leaf:
             sums = torch.empty_like(part)
-            works: list[Any] = [
-                dist.irecv(s, self._next, self._down) for s in torch.split(sums, size)
-            ]
-            works += [dist.isend(piece, self._next, self._up) for piece in pieces]
+            comes = torch.split(sums, size)
+            waits: list[Any] = [dist.irecv(piece, self._next, self._down) for piece in comes]
+            sending = self._sending.submit(self._go_up, pieces)
 
             def finish() -> Tensor:
-                for work in works:
-                    work.wait()
+                try:
+                    for wait in waits:
+                        wait.wait()
+                        self._flying.release()
+                except Exception:
+                    self._flying.release(len(waits))  # or the other thread would wait for ever
+                    raise
+                sending.result()
                 return into.copy_(sums)
 
         elif self._rank == self._next:
-            leafs = torch.empty_like(part)
-            comes = torch.split(leafs, size)
-            waits: list[Any] = [dist.irecv(piece, self._leaf, self._up) for piece in comes]
+            comes = torch.split(torch.empty_like(part), size)
+            waits = [dist.irecv(piece, self._leaf, self._up) for piece in comes]
 
             def finish() -> Tensor:
                 backs = list[Any]()
@@ -185,9 +194,19 @@ class LeafSender(Sender):
 
         return finish
 
+    def _go_up(self, pieces: Sequence[Tensor]) -> None:
+        """Send the leaf's pieces, each when it may."""
+        works = list[Any]()
+        for piece in pieces:
+            self._flying.acquire()
+            works.append(dist.isend(piece, self._next, self._up))
+        for work in works:
+            work.wait()
+
     def close(self) -> None:
         """See Sender."""
         self._thread.shutdown()
+        self._sending.shutdown()
         for group in (self._up, self._down, self._inner):
             if group != dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
