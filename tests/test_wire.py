@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from motley.advice import better_engine, better_modes, larger_batch
 from motley.balance import Speed
+from motley.buckets import buckets_of
 from motley.errors import MotleyError
 from motley.forecast import arrange, choose_machines, forecast
 from motley.measure_wire import _tensors
 from motley.model import vit_digits
 from motley.planning import _best_mode
-from motley.senders import buckets_of
 from motley.wire import (
     BF16,
     EXACT,

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from motley.buckets import Bucket, buckets_of
 from motley.measure import wait_for
-from motley.senders import Bucket, buckets_of, make_sender
+from motley.senders import make_sender
 from motley.wire import EXACT, Wire, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley import launch
-from motley.senders import Sender, buckets_of, make_sender
+from motley.buckets import Sender, buckets_of
+from motley.senders import make_sender
 from motley.team import join_team, leave_team
 from motley.wire import parse_wire
 

@@ -1,0 +1,108 @@
+"""What travels at once: buckets, and the plain way of adding them up, which others build on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel at once; has what torch's hooks ask of a dist.GradBucket.
+
+    Attributes:
+        place: of its steps' buckets, 0-based. flat: all its gradients, fp32 [numbers].
+        grads: views of ``flat``, in the parameters' shapes. final: the step's last.
+    """
+
+    place: int
+    flat: Tensor
+    grads: Sequence[Tensor]
+    final: bool
+
+    def index(self) -> int:
+        """See ``place``."""
+        return self.place
+
+    def buffer(self) -> Tensor:
+        """See ``flat``."""
+        return self.flat
+
+    def gradients(self) -> Sequence[Tensor]:
+        """See ``grads``."""
+        return self.grads
+
+    def is_last(self) -> bool:
+        """See ``final``."""
+        return self.final
+
+
+class Sender:
+    """The exact one: fp32. What the others do besides is for what they keep between steps."""
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """Begin to sum a bucket over all ranks, in place."""
+        work = dist.all_reduce(bucket.flat, async_op=True)
+        return work.get_future().then(first)
+
+    def begin_at_once(self) -> None:
+        """Without steps that are exact at first, as torch's PowerSGD takes them."""
+
+    def settle(self, taken: bool, factor: float) -> None:
+        """Hear how the step went; all ranks hear the same.
+
+        Args:
+            taken: else the parameters are as before, and so must be what the sender keeps.
+            factor: of the coming step's loss scale to this one's.
+        """
+
+    def close(self) -> None:
+        """Let go of groups and threads; all ranks call it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank alone keeps between steps, on the CPU."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`state`."""
+
+
+def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
+    """Buckets of at most so many numbers (or one tensor), filled with noise: to time a sender."""
+    groups: list[list[Tensor]] = [[]]
+    for parameter in parameters:
+        if groups[-1] and sum(p.numel() for p in groups[-1]) + parameter.numel() > numbers:
+            groups.append([])
+        groups[-1].append(parameter)
+    buckets = []
+    for place, group in enumerate(groups):
+        flat = torch.randn(sum(p.numel() for p in group), device=group[0].device)
+        parts = torch.split(flat, [p.numel() for p in group])
+        grads = [part.view_as(p) for part, p in zip(parts, group, strict=True)]
+        buckets.append(Bucket(place, flat, grads, place == len(groups) - 1))
+    return buckets
+
+
+def first(future: Future[list[Tensor]]) -> Tensor:
+    """What an all-reduce of one tensor gives."""
+    return future.value()[0]
+
+
+def in_thread(
+    thread: ThreadPoolExecutor, work: Callable[[], Tensor], device: torch.device | None = None
+) -> Future[Tensor]:
+    """What the work gives, once the thread has done it; on a GPU, what waits for it waits there."""
+    future: Future[Tensor] = Future(devices=[device] if device else None)
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    thread.submit(run)
+    return future

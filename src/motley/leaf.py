@@ -1,0 +1,126 @@
+"""One slow link among fast ones: the rank behind it, a leaf, sends its gradient but once."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from motley.buckets import Bucket, Sender, in_thread
+
+# Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
+# not hidden by others; but each costs the other ranks an all-reduce.
+_PIECE, _PIECES = 4 * 1024, 128
+# Pieces whose sums a leaf has not heard: one goes up, one is summed, one comes down, and one is at
+# hand. With all at once TCP overran the queue before the slow link, and sent a third of it again.
+_FLYING = 4
+
+
+class LeafSender(Sender):
+    """Spares one slow link: its rank, the leaf, sends its bucket once and receives the sum once.
+
+    In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way; here the leaf's
+    carries it once. The bucket goes in pieces, so that its sum comes back while it is still
+    going. Next to the leaf is one rank that adds the leaf's pieces to its own; it and the others
+    make the sum among themselves. All get the same bits. Over gloo, from copies on the CPU: a
+    link that is worth this is far slower than they are.
+    """
+
+    def __init__(self, leaf: int, dtype: torch.dtype, device: torch.device) -> None:
+        ranks, self._rank = range(dist.get_world_size()), dist.get_rank()
+        self._leaf, self._next = leaf, next(rank for rank in ranks if rank != leaf)
+        self._dtype, self._device = dtype, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        pair = sorted((self._leaf, self._next))
+        others = [rank for rank in ranks if rank != leaf]
+        # One group a direction: what one way has to wait for must not hold up the other.
+        groups: list[Any] = [dist.new_group(each, backend="gloo") for each in (pair, pair, others)]
+        self._up, self._down, self._inner = groups
+        self._thread, self._sending = (ThreadPoolExecutor(1, name) for name in ("leaf", "leaf up"))
+        self._flying = Semaphore(_FLYING)
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """See Sender."""
+        if self._stream is None:
+            return in_thread(self._thread, self._begin(bucket.flat.to(self._dtype), bucket.flat))
+        ready = torch.cuda.current_stream(self._device).record_event()
+        return in_thread(self._thread, lambda: self._through_cpu(bucket.flat, ready), self._device)
+
+    def _through_cpu(self, flat: Tensor, ready: torch.cuda.Event) -> Tensor:
+        """Sum what is on a GPU, beside what that still computes."""
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            host = flat.to("cpu", self._dtype)
+            flat.copy_(self._begin(host, host)())
+            self._stream.synchronize()
+        return flat
+
+    def _begin(self, part: Tensor, into: Tensor) -> Callable[[], Tensor]:
+        """Post what can be at once; returns what does the rest.
+
+        Args:
+            part: of this rank. into: where the sum is to be; may be ``part``.
+        """
+        size = max(_PIECE, len(part) // _PIECES)
+        pieces = torch.split(part, size)
+        if self._rank == self._leaf:
+            sums = torch.empty_like(part)
+            comes = torch.split(sums, size)
+            waits: list[Any] = [dist.irecv(piece, self._next, self._down) for piece in comes]
+            sending = self._sending.submit(self._go_up, pieces)
+
+            def finish() -> Tensor:
+                try:
+                    for wait in waits:
+                        wait.wait()
+                        self._flying.release()
+                except Exception:
+                    self._flying.release(len(waits))  # or the other thread would wait for ever
+                    raise
+                sending.result()
+                return into.copy_(sums)
+
+        elif self._rank == self._next:
+            comes = torch.split(torch.empty_like(part), size)
+            waits = [dist.irecv(piece, self._leaf, self._up) for piece in comes]
+
+            def finish() -> Tensor:
+                backs = list[Any]()
+                for piece, come, wait in zip(pieces, comes, waits, strict=True):
+                    wait.wait()
+                    dist.all_reduce(piece.add_(come), group=self._inner)
+                    backs.append(dist.isend(piece, self._leaf, self._down))
+                for back in backs:
+                    back.wait()
+                return into.copy_(part)
+
+        else:
+
+            def finish() -> Tensor:
+                for piece in pieces:
+                    dist.all_reduce(piece, group=self._inner)
+                return into.copy_(part)
+
+        return finish
+
+    def _go_up(self, pieces: Sequence[Tensor]) -> None:
+        """Send the leaf's pieces, each when it may."""
+        works = list[Any]()
+        for piece in pieces:
+            self._flying.acquire()
+            works.append(dist.isend(piece, self._next, self._up))
+        for work in works:
+            work.wait()
+
+    def close(self) -> None:
+        """See Sender."""
+        self._thread.shutdown()
+        self._sending.shutdown()
+        for group in (self._up, self._down, self._inner):
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)

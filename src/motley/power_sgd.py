@@ -1,0 +1,214 @@
+"""PowerSGD: torch's hook, given unequal shares, skipped steps and a loss scale that changes."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.futures import Future
+
+from motley.buckets import Bucket, Sender, first, in_thread
+from motley.wire import WireMode
+
+_LANES = 2  # a third was no faster
+_EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
+
+
+class _Rounded:
+    """What torch's hook may take for a process group, and that adds up in bf16."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        """Ranks."""
+        return dist.get_world_size(self._group)
+
+    def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
+        """Of one tensor, in place."""
+        (whole,) = tensors
+        work = dist.all_reduce(whole.to(torch.bfloat16), group=self._group, async_op=True)
+        return _Work(work.get_future().then(lambda future: [whole.copy_(first(future))]))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An all-reduce under way; ``future`` is of a list of one tensor."""
+
+    future: Future[list[Tensor]]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """See ``future``."""
+        return self.future
+
+
+class _Lane:
+    """Some of the buckets, one after another, through groups of its own.
+
+    The hook would send what is not worth two matrices, such as biases, before the first of them.
+    Over gloo it travels beside them, through another group (a group has two threads, and the hook
+    lets one wait for the other): where latency counts, a third of the time. And the second matrix
+    would be begun by gloo's threads, in another order on every rank; so a thread waits for each.
+
+    Attributes:
+        power: torch's memory of these buckets. beside: the group of what is not compressed.
+        thread: None: on a GPU, whose streams keep the order.
+    """
+
+    def __init__(self, number: int, mode: WireMode, device: torch.device) -> None:
+        self._device, threaded = device, device.type != "cuda"
+        self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
+        self.beside: Any = dist.new_group() if threaded else None
+        self.group: Any = dist.new_group() if number else None  # None: the default one
+        self.power = PowerSGDState(
+            process_group=_Rounded(self.group) if mode.rounded else self.group,
+            matrix_approximation_rank=mode.rank,
+            start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
+            compression_stats_logging_frequency=2**62,
+        )  # fmt: skip
+        self.keep()
+
+    def keep(self) -> None:
+        """Remember what :meth:`put_back` is to find."""
+        # The hook puts a new error in the old one's place, but writes into the Q's.
+        self._kept = (dict(self.power.error_dict), _copies(self.power.q_memory_dict))
+
+    def put_back(self) -> None:
+        """As if no step had been since :meth:`keep`."""
+        power = self.power
+        power.error_dict, power.q_memory_dict = self._kept
+        for place in set(power.p_memory_dict) - set(power.q_memory_dict):
+            del power.p_memory_dict[place]
+
+    def begin(self, place: int, grads: Sequence[Tensor]) -> None:
+        """Make a bucket's first Q, if it has none, alike on all ranks. The hook would draw it from
+        torch's own generator, which other threads may be using."""
+        power, rank = self.power, self.power.matrix_approximation_rank
+        if place in power.p_memory_dict:
+            return
+        high = wide = 0
+        for grad in grads:
+            thin = min(len(grad), grad.numel() // len(grad), rank)
+            high, wide = high + thin * len(grad), wide + thin * grad.numel() // len(grad)
+        noise = torch.randn(wide, generator=torch.Generator().manual_seed(place))
+        power.q_memory_dict[place] = noise.to(self._device)
+        power.p_memory_dict[place] = torch.empty(high, device=self._device)
+
+    def close(self) -> None:
+        """Let go of its thread and groups."""
+        if self.thread is not None:
+            self.thread.shutdown()
+        for group in (self.beside, self.group):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+class PowerSgdSender(Sender):
+    """Sends two thin matrices in place of each gradient matrix; what they leave out, the error,
+    is added to the next step's gradient.
+
+    torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
+    that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
+    scaled as the loss is. Where matrices are rounded on the way, it holds what that leaves out,
+    too.
+
+    A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
+    take turns in two lanes, so that a link is not idle in between.
+    """
+
+    def __init__(self, mode: WireMode, device: torch.device) -> None:
+        self._ranks, self._device, self._mode = dist.get_world_size(), device, mode
+        self._lanes = [
+            _Lane(number, mode, device) for number in range(1 if device.type == "cuda" else _LANES)
+        ]
+
+    def begin_at_once(self) -> None:
+        """See Sender."""
+        for lane in self._lanes:
+            lane.power.iter = _EXACT_AT_FIRST
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """See Sender."""
+        lane = self._lanes[bucket.place % len(self._lanes)]
+        if lane.thread is None:
+            return self._sum(bucket, lane)
+        return in_thread(lane.thread, lambda: self._sum(bucket, lane).wait())
+
+    def _sum(self, bucket: Bucket, lane: _Lane) -> Future[Tensor]:
+        if lane.power.iter < _EXACT_AT_FIRST:
+            bucket.flat.mul_(self._ranks)
+            return powerSGD_hook(lane.power, replace(bucket, final=False))
+        thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
+        rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
+        # One number more: where all is compressed there is still something to send.
+        whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
+        if self._mode.rounded:
+            whole = whole.to(torch.bfloat16)
+        sent = dist.all_reduce(whole, group=lane.beside, async_op=True)
+        bucket.flat.mul_(self._ranks)
+        lane.begin(bucket.place, thin)
+        future = powerSGD_hook(lane.power, replace(bucket, grads=thin, final=False))
+
+        def put_back(summed: Future[Tensor]) -> Tensor:
+            sent.wait()
+            if whole.is_cuda:  # this is another stream than the one that it was made in
+                whole.record_stream(torch.cuda.current_stream(self._device))
+            parts = torch.split(whole[1:], [grad.numel() for grad in rest])
+            for grad, part in zip(rest, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+            return summed.value()
+
+        return future.then(put_back)
+
+    def settle(self, taken: bool, factor: float) -> None:
+        """See Sender."""
+        for lane in self._lanes:
+            if taken:
+                lane.power.iter += 1  # the hook would know of its last bucket, were it one lane
+            else:
+                lane.put_back()
+            if factor != 1.0:
+                for error in lane.power.error_dict.values():
+                    error.mul_(factor)
+            lane.keep()
+
+    def close(self) -> None:
+        """See Sender."""
+        for lane in self._lanes:
+            lane.close()
+
+    def state(self) -> dict[str, Tensor]:
+        """See Sender."""
+        state = {"iter": torch.tensor(self._lanes[0].power.iter)}
+        for power in (lane.power for lane in self._lanes):
+            for place in power.p_memory_dict:
+                state[f"error.{place}"] = power.error_dict[place].cpu()
+                state[f"p.{place}"] = power.p_memory_dict[place].cpu()
+                state[f"q.{place}"] = power.q_memory_dict[place].cpu()
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See Sender."""
+        for lane in self._lanes:
+            lane.power.iter = int(state["iter"])
+        for key, value in state.items():
+            kind, dot, place = key.partition(".")
+            if dot:
+                power = self._lanes[int(place) % len(self._lanes)].power
+                kept = {
+                    "error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict,
+                }  # fmt: skip
+                kept[kind][int(place)] = value.to(self._device)
+        for lane in self._lanes:
+            lane.keep()
+
+
+def _copies(memory: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {place: tensor.clone() for place, tensor in memory.items()}
