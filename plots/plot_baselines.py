@@ -21,7 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plot_training import PARTS
 
-from motley.baselines import BaselineFolder, Row, read_rows
+from motley.baseline_rows import Row, read_rows
+from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
 from motley.outcome import DONE
 

@@ -27,7 +27,9 @@ from plot_training import draw_run
 from report_words import verdict
 from run_steps import median, read_training, title
 
-from motley.baselines import HEAD, BaselineFolder, Row, read_rows, shown
+from motley.baseline_rows import Row, read_rows
+from motley.baseline_table import HEAD, shown
+from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
 from motley.outcome import DONE
 from motley.records import RunFolder, find_gpu_logs, find_runs

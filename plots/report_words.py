@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from plot_baselines import LOST, lost
 
-from motley.baselines import Row
+from motley.baseline_rows import Row
 from motley.matrix import REFERENCE
 from motley.outcome import DONE
 

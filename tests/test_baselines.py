@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, environment
 
-from motley.baselines import BaselineFolder, joules, leak, markdown, read_rows
+from motley.baseline_rows import joules, leak, read_rows
+from motley.baseline_table import markdown
+from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
 from motley.hosts import Host
 from motley.matrix import read_matrix

@@ -14,7 +14,7 @@ PURE = {
     "rebalance",
     "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
     "leftovers", "at_once", "login", "shell", "remote", "leases", "shards", "matrix", "outcome",
-    "baselines", "faults",
+    "baselines", "baseline_rows", "baseline_table", "faults",
 }  # fmt: skip
 LAUNCH = {"vigil", "escort", "lifeline", "launch", "traffic"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from motley.baselines import BaselineFolder, read_rows
+from motley.baseline_rows import read_rows
+from motley.baselines import BaselineFolder
 from motley.gpu_records import LAB_GPU_COLUMNS
 from motley.hosts import Host
 from motley.matrix import read_matrix

@@ -26,7 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from motley.baselines import HEAD, BaselineFolder, read_rows, shown
+from motley.baseline_rows import read_rows
+from motley.baseline_table import HEAD, shown, write_rows
+from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
 from motley.hosts import read_hosts
 from motley.launch import die_with_parent
@@ -72,7 +74,7 @@ def main() -> int:
     with folder.claim(matrix):
         run_all(matrix, folder, mpirun, options.retry)
     rows = read_rows(folder)
-    paths = folder.write_rows(rows)
+    paths = write_rows(folder, rows)
     print()
     print_table([HEAD, *(shown(row) for row in rows)])
     for row in rows:

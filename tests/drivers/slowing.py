@@ -13,7 +13,7 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import launch, planning, train
+from motley import job, launch, planning, train
 from motley.model import Classifier
 from motley.options import read_config, training_parser
 from motley.rebalance import Watch
@@ -49,6 +49,6 @@ class Counting(DdpEngine):
 if __name__ == "__main__":
     planning.Classifier = Slow
     # CPU ranks of one machine count as equal, which these are not.
-    train.Watch = lambda speeds, kinds: Watch(speeds, range(len(kinds)))
+    job.Watch = lambda speeds, kinds: Watch(speeds, range(len(kinds)))
     config = read_config(training_parser(str(__doc__)))
     launch.run(lambda world: train.train(world, config, Counting))

@@ -1,0 +1,124 @@
+"""What training needs: data, model, engine, schedule and checkpoints, put together once."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.scheduler.cosine_lr import CosineLRScheduler
+
+from motley.budget import Budget, checkpoint_bytes
+from motley.checkpoint import Checkpoints, free_bytes
+from motley.engine import Engine, EngineMaker, Seating
+from motley.model import Classifier, image_size
+from motley.options import Config
+from motley.plan import Plan
+from motley.planning import Parts, Planned
+from motley.precision import parse_loss_scale
+from motley.rebalance import Watch
+from motley.runs import Run
+from motley.sampler import Loader, seed_of
+from motley.scale_search import search_scale
+from motley.state import Position
+from motley.team import Member, Team
+
+Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that training needs, made once by :func:`assemble`.
+
+    Attributes:
+        numbers: in the model, its buffers included.
+        last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
+        saved_config: what a checkpoint keeps of the options.
+        notes: what was found while it was made, for the records.
+        watch: proposes another split when this one fits no more.
+    """
+
+    config: Config
+    run: Run
+    plan: Plan
+    loader: Loader
+    model: Classifier
+    engine: Engine
+    schedule: CosineLRScheduler
+    checkpoints: Checkpoints
+    numbers: int
+    last_step: int
+    save_every: int
+    saved_config: dict[str, Any]
+    notes: list[Note]
+    members: tuple[Member, ...]
+    watch: Watch
+
+
+def assemble(
+    run: Run, team: Team, planned: Planned, config: Config, make_engine: EngineMaker, parts: Parts
+) -> Job:
+    """Set an engine on the model, and make what else training needs."""
+    assert team.rank is not None
+    img_size, model, plan = image_size(config), parts.model, planned.plan
+    loader = Loader(parts.images, config, img_size, team.rank, team.device)
+    torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
+    scale = parse_loss_scale(config.loss_scale, (*team.precisions, plan.wire.kind))
+    notes: list[Note] = []
+    if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
+        scale.value = search_scale(team, loader, model, plan, config.smoothing)
+        text = f"the loss scale starts at {scale.value:g}, found on the first batches"
+        notes.append(("loss_scale", text, {"value": scale.value}))
+    numbers = sum(value.numel() for value in model.net.state_dict().values())
+    engine = make_engine(  # some leave no rank a whole parameter
+        model, Seating(config, team.rank, team.size, team.device, team.precisions, scale, plan)
+    )
+    plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
+    engine.reconfigure(plan)
+
+    steps_an_epoch = math.ceil(loader.order.epoch_samples / plan.global_batch)
+    total_steps = steps_an_epoch * config.epochs
+    return Job(
+        config, run, plan, loader, model, engine,
+        schedule=make_schedule(engine.optimizer, config, steps_an_epoch),
+        checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
+        last_step=min(total_steps, config.max_steps or total_steps),
+        save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
+        saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
+        members=team.members,
+        watch=Watch(
+            planned.speeds if config.replan == "auto" else (),
+            [member.uuid or member.host for member in team.members],
+        ),
+    )  # fmt: skip
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: Config, steps_an_epoch: int
+) -> CosineLRScheduler:
+    """Linear warm-up, then a cosine down to ``--min-lr`` at the end of the last epoch."""
+    total = steps_an_epoch * config.epochs
+    warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=total - warmup,
+        lr_min=config.min_lr,
+        warmup_t=warmup,
+        warmup_lr_init=config.lr / (warmup + 1),
+        warmup_prefix=True,
+        t_in_epochs=False,
+    )
+
+
+def budget_of(job: Job, position: Position, planned: Planned) -> Budget:
+    """What the rest of the run is going to take; on the rank that writes."""
+    job.checkpoints.sweep()
+    last, every = max(job.last_step, position.step), job.save_every
+    saves = last // every - position.step // every + (last % every > 0) if every else 0
+    return Budget(
+        last - position.step, planned.forecast.step_s if planned.forecast else None,
+        checkpoint=checkpoint_bytes(job.numbers, job.config, job.plan),
+        saves=saves if last > position.step else 0, keep=job.config.keep,
+        there=len(job.checkpoints.found(position.step)),
+        free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""What goes wrong in a training, and what helps: it is mended and said, or ends with the reason."""
+
+import dataclasses
+import math
+
+from torch import Tensor
+
+from motley.collectives import everyone
+from motley.engine import StepResult
+from motley.errors import MotleyError
+from motley.job import Job
+from motley.options import Config
+from motley.overflow import find_overflow
+from motley.plan import Plan
+from motley.rebalance import Proposal
+from motley.recorder import Recorder
+from motley.runs import Run
+from motley.sampler import Batch
+from motley.state import Position, drifted, same_again
+
+
+def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
+    """The batch's sample indices, once its unreadable images are dealt with."""
+    for name in batch.unreadable:
+        if config.bad_images == "fail":
+            raise MotleyError(
+                f"cannot read {name}; repair or remove it, or go on without such images by "
+                "--bad-images skip"
+            )
+        run.event("unreadable", image=name)
+    return batch.indices
+
+
+def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> None:
+    """Stop where a loss is not finite; ranks whose losses are fine leave the word to others."""
+    if math.isfinite(loss_sum):
+        return
+    bad = [index for index, loss in zip(indices, sample_loss.tolist(), strict=True)
+           if not math.isfinite(loss)]  # fmt: skip
+    if bad:
+        shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+        raise MotleyError(
+            f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
+            f"indices {shown}); lower --lr, or set --clip-grad 1.0, and --resume auto"
+        )
+
+
+def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> str:
+    """What to say where skipping steps can help no more: which layer overflows, on which samples.
+
+    All ranks compute the step again, and say the same; not where nobody can do it alone.
+    """
+    found = f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
+    advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
+    if not job.engine.whole:
+        return f"{found} are; {advice}"
+    part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
+    factor = result.loss_scale * job.engine.loss_weight / part.global_batch
+    try:
+        batches = [batch for batch, _ in micro_batches]
+        own = find_overflow(job.model, batches, factor, job.config.smoothing)
+        words = str(own) if own else ""
+    except (RuntimeError, MemoryError) as error:  # the others wait for this rank's word
+        words = f"could not compute the step again ({error})"
+    where = "; ".join(
+        f"rank {member.rank} on {member.host} ({member.precision}): {words}"
+        for member, words in zip(job.members, everyone(words), strict=True) if words
+    )  # fmt: skip
+    return f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
+
+
+def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Position) -> Plan:
+    """The same batch, split anew; says what changed."""
+    changed = dataclasses.replace(plan, shares=proposal.counts)
+    slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
+    recorder.note(
+        "replan",
+        f"the ranks now take {' + '.join(map(str, changed.counts))} samples (before: "
+        f"{' + '.join(map(str, plan.counts))}): against their measured speed they need {slow} of "
+        f"the time, and this saves {proposal.gain:.0%} of a step's compute",
+        step=position.step, counts=changed.counts, before=plan.counts,
+        slowdown=proposal.slowdown, gain=proposal.gain,
+    )  # fmt: skip
+    return changed
+
+
+def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int) -> Plan:
+    """The same shares in smaller micro-batches where memory had ended; says who holds it."""
+    short = result.short
+    names = {rank: f"rank {job.members[rank].rank} on {job.members[rank].host}" for rank in short}
+    said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
+    try:
+        smaller = plan.halved(tuple(short))
+    except ValueError:
+        raise MotleyError(
+            f"out of memory with micro-batches of one sample ({said}); wait until others leave, "
+            "or take the host out of hosts.txt, and continue with --resume auto"
+        ) from None
+    before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}
+    after = {names[rank]: smaller.max_micro_batch[rank] for rank in short}
+    recorder.note(
+        "out_of_memory",
+        (
+            f"out of memory in step {step}, which is done again with micro-batches of at most "
+            if result.again
+            else f"out of memory before step {step}; from here on micro-batches of at most "
+        )
+        + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
+        + f". {said}",
+        step=step, before=before, after=after, found={names[rank]: short[rank] for rank in short},
+    )  # fmt: skip
+    return smaller
+
+
+def keep_same(job: Job, recorder: Recorder, position: Position) -> None:
+    """Check that all ranks hold the same parameters; if not, say so and give them the first's.
+
+    Where each holds a part alone, there is nothing to compare."""
+    if not job.engine.whole:
+        return
+    if drift := drifted(job.model.net):
+        first, ranks = job.members[0].rank, [job.members[rank].rank for rank in drift]
+        recorder.note(
+            "drift",
+            f"the parameters of rank {', '.join(map(str, ranks))} differ from rank {first}'s; all "
+            f"take rank {first}'s now",
+            step=position.step,
+            ranks=ranks,
+        )
+        same_again(job.model.net)
