@@ -21,11 +21,16 @@ _LANES = 2  # a third was no faster
 _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
 
 
-class _Rounded:
-    """What torch's hook may take for a process group, and that adds up in bf16."""
+class _Listening:
+    """What torch's hook may take for a process group: it remembers what this rank sent.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    Attributes:
+        sent: by the address of what was summed, in place.
+    """
+
+    def __init__(self, group: Any, dtype: torch.dtype) -> None:
+        self._group, self._dtype = group, dtype
+        self.sent: dict[int, Tensor] = {}
 
     def size(self) -> int:
         """Ranks."""
@@ -34,7 +39,9 @@ class _Rounded:
     def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
         """Of one tensor, in place."""
         (whole,) = tensors
-        work = dist.all_reduce(whole.to(torch.bfloat16), group=self._group, async_op=True)
+        narrow = whole.to(self._dtype)
+        self.sent[whole.data_ptr()] = narrow.clone()
+        work = dist.all_reduce(narrow, group=self._group, async_op=True)
         return _Work(work.get_future().then(lambda future: [whole.copy_(first(future))]))
 
 
@@ -67,8 +74,9 @@ class _Lane:
         self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
         self.beside: Any = dist.new_group() if threaded else None
         self.group: Any = dist.new_group() if number else None  # None: the default one
+        self._heard = _Listening(self.group, torch.bfloat16 if mode.rounded else torch.float32)
         self.power = PowerSGDState(
-            process_group=_Rounded(self.group) if mode.rounded else self.group,
+            process_group=self._heard,
             matrix_approximation_rank=mode.rank,
             start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
             compression_stats_logging_frequency=2**62,
@@ -101,6 +109,26 @@ class _Lane:
         power.q_memory_dict[place] = noise.to(self._device)
         power.p_memory_dict[place] = torch.empty(high, device=self._device)
 
+    def own_error(self, bucket: Bucket) -> None:
+        """Make the error that the hook left what this rank's own matrices leave out of its part.
+
+        The hook subtracts the mean of all ranks from a rank's part. These differences sum up to
+        the same, but each grows for as long as the parts differ, by shares or by chance: sums of
+        ever larger numbers, of which rounding leaves ever less. With the orthogonal P that all
+        have, and Q the mean of the ranks' own q, (part - P Q^T) + P (Q - q)^T is part - P q^T.
+        """
+        power, place = self.power, bucket.place
+        p, q, error = (
+            each[place] for each in (power.p_memory_dict, power.q_memory_dict, power.error_dict)
+        )
+        self._heard.sent.pop(p.data_ptr())
+        others = q - self._heard.sent.pop(q.data_ptr())
+        for start, high, wide in _matrices(bucket):
+            rank = min(high, wide, power.matrix_approximation_rank)
+            thin_p, p = p[: high * rank].view(high, rank), p[high * rank :]
+            thin_q, others = others[: wide * rank].view(wide, rank), others[wide * rank :]
+            error[start : start + high * wide].view(high, wide).addmm_(thin_p, thin_q.T)
+
     def close(self) -> None:
         """Let go of its thread and groups."""
         if self.thread is not None:
@@ -116,8 +144,7 @@ class PowerSgdSender(Sender):
 
     torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
     that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
-    scaled as the loss is. Where matrices are rounded on the way, it holds what that leaves out,
-    too.
+    scaled as the loss is; what a rank's own matrices leave out, rounded as it sends them.
 
     A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
     take turns in two lanes, so that a link is not idle in between.
@@ -154,9 +181,11 @@ class PowerSgdSender(Sender):
         sent = dist.all_reduce(whole, group=lane.beside, async_op=True)
         bucket.flat.mul_(self._ranks)
         lane.begin(bucket.place, thin)
-        future = powerSGD_hook(lane.power, replace(bucket, grads=thin, final=False))
+        matrices = replace(bucket, grads=thin, final=False)
+        future = powerSGD_hook(lane.power, matrices)
 
         def put_back(summed: Future[Tensor]) -> Tensor:
+            lane.own_error(matrices)
             sent.wait()
             if whole.is_cuda:  # this is another stream than the one that it was made in
                 whole.record_stream(torch.cuda.current_stream(self._device))
@@ -208,6 +237,18 @@ class PowerSgdSender(Sender):
                 kept[kind][int(place)] = value.to(self._device)
         for lane in self._lanes:
             lane.keep()
+
+
+def _matrices(bucket: Bucket) -> list[tuple[int, int, int]]:
+    """Where each begins in its bucket, its height and width; in the order of the hook's memories,
+    where those of a shape lie next to each other."""
+    start = bucket.flat.storage_offset()
+    found = [
+        (int(grad.storage_offset() - start), len(grad), grad.numel() // len(grad))
+        for grad in bucket.grads
+    ]
+    shapes = [sides for _, *sides in found]
+    return sorted(found, key=lambda each: shapes.index([*each[1:]]))
 
 
 def _copies(memory: Mapping[int, Tensor]) -> dict[int, Tensor]:

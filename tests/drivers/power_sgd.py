@@ -17,7 +17,7 @@ from motley.team import join_team, leave_team
 from motley.wire import parse_wire
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
-STEPS = 8
+STEPS, LONG = 8, 100
 
 
 def send(sender: Sender, seed: int, scale: float, device: torch.device) -> tuple[Tensor, float]:
@@ -32,6 +32,23 @@ def send(sender: Sender, seed: int, scale: float, device: torch.device) -> tuple
         future.wait()
     error = float((buckets[0].grads[1] - bias).abs().max()) / scale
     return torch.cat([bucket.flat for bucket in buckets]) / scale, error
+
+
+def own_errors(wire: str, rank: int, device: torch.device) -> list[float]:
+    """How large a rank's error is after some steps and twice as many, where one rank's part is
+    always far larger than the sum, and the others' take it away again."""
+    mode, norms = parse_wire(wire), list[float]()
+    assert mode is not None
+    sender = make_sender(mode, device)
+    part = -9.0 if rank else 10.0 * dist.get_world_size() - 9.0
+    for step in range(2 * LONG):
+        send(sender, 5, part, device)
+        sender.settle(True, 1.0)
+        if (step + 1) % LONG == 0:
+            kept = [value for key, value in sender.state().items() if key.startswith("error")]
+            norms.append(float(torch.cat(kept).norm()))
+    sender.close()
+    return norms
 
 
 def compare(wire: str, rank: int, device: torch.device) -> float:
@@ -65,6 +82,9 @@ def main(world: launch.World) -> None:
     device = join_team(world, "fp32").device
     assert compare("powersgd:2", world.rank, device) < 1e-5
     assert 1e-5 < compare("powersgd:2+bf16", world.rank, device) < 0.05
+    for wire in ("powersgd:2", "powersgd:2+bf16"):
+        half, whole = own_errors(wire, world.rank, device)
+        assert whole < 1.2 * half, (half, whole)
     leave_team()
 
 
