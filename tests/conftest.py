@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DDP = "torch_dist/train_vit.py"
 ZERO = "deepspeed/train_vit.py"
-
-settings.register_profile("busy", deadline=None)  # jobs may run beside an example
-settings.load_profile("busy")
 
 
 @dataclass(frozen=True)
@@ -29,22 +25,6 @@ class Done:
     code: int
     output: str
     seconds: float
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two workers one takes the jobs on this machine, which compute, the other those in labs,
-    which mostly wait; so that together they take little longer than either."""
-    for item in items:
-        if item.get_closest_marker("mpi"):
-            in_lab = item.path.name.startswith(("test_lab", "test_setup", "test_silence"))
-            item.add_marker(pytest.mark.xdist_group("labs" if in_lab else "jobs"))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What computes gives way to what waits, and is timed."""
-    group = item.get_closest_marker("xdist_group")
-    if group and group.args == ("jobs",) and "PYTEST_XDIST_WORKER" in os.environ:
-        os.setpriority(os.PRIO_PROCESS, 0, 10)
 
 
 def needs(program: str, why: str) -> None:

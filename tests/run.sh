@@ -43,4 +43,4 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-"$bin/python" -m pytest -n 2 --dist loadgroup "$@"
+"$bin/python" -m pytest "$@"

@@ -68,7 +68,7 @@ def test_epochs_seeds_and_fractions() -> None:
     assert set(half.epoch(0)) == set(half.epoch(9))
 
 
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 7), st.integers(0, 60))
 def test_augmented_pixels_do_not_depend_on_the_split(
     shares: list[int], m: int, consumed: int
