@@ -39,10 +39,13 @@ class _Listening:
     def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
         """Of one tensor, in place."""
         (whole,) = tensors
-        narrow = whole.to(self._dtype)
-        self.sent[whole.data_ptr()] = narrow.clone()
-        work = dist.all_reduce(narrow, group=self._group, async_op=True)
-        return _Work(work.get_future().then(lambda future: [whole.copy_(first(future))]))
+        self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
+        return _Work(self.add_up(whole))
+
+    def add_up(self, whole: Tensor) -> Future[list[Tensor]]:
+        """The same, and nothing is remembered."""
+        work = dist.all_reduce(whole.to(self._dtype), group=self._group, async_op=True)
+        return work.get_future().then(lambda future: [whole.copy_(first(future))])
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class _Lane:
     would be begun by gloo's threads, in another order on every rank; so a thread waits for each.
 
     Attributes:
-        power: torch's memory of these buckets. beside: the group of what is not compressed.
+        power: torch's memory of these buckets. heard: what it takes for its group.
+        beside: the group of what is not compressed.
         thread: None: on a GPU, whose streams keep the order.
     """
 
@@ -74,9 +78,9 @@ class _Lane:
         self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
         self.beside: Any = dist.new_group() if threaded else None
         self.group: Any = dist.new_group() if number else None  # None: the default one
-        self._heard = _Listening(self.group, torch.bfloat16 if mode.rounded else torch.float32)
+        self.heard = _Listening(self.group, torch.bfloat16 if mode.rounded else torch.float32)
         self.power = PowerSGDState(
-            process_group=self._heard,
+            process_group=self.heard,
             matrix_approximation_rank=mode.rank,
             start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
             compression_stats_logging_frequency=2**62,
@@ -121,8 +125,10 @@ class _Lane:
         p, q, error = (
             each[place] for each in (power.p_memory_dict, power.q_memory_dict, power.error_dict)
         )
-        self._heard.sent.pop(p.data_ptr())
-        others = q - self._heard.sent.pop(q.data_ptr())
+        self.heard.sent.pop(p.data_ptr())
+        own = self.heard.sent.pop(q.data_ptr())
+        others = q - own
+        _used_here(own)
         for start, high, wide in _matrices(bucket):
             rank = min(high, wide, power.matrix_approximation_rank)
             thin_p, p = p[: high * rank].view(high, rank), p[high * rank :]
@@ -170,8 +176,7 @@ class PowerSgdSender(Sender):
 
     def _sum(self, bucket: Bucket, lane: _Lane) -> Future[Tensor]:
         if lane.power.iter < _EXACT_AT_FIRST:
-            bucket.flat.mul_(self._ranks)
-            return powerSGD_hook(lane.power, replace(bucket, final=False))
+            return lane.heard.add_up(bucket.flat).then(first)
         thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
         rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
         # One number more: where all is compressed there is still something to send.
@@ -187,8 +192,7 @@ class PowerSgdSender(Sender):
         def put_back(summed: Future[Tensor]) -> Tensor:
             lane.own_error(matrices)
             sent.wait()
-            if whole.is_cuda:  # this is another stream than the one that it was made in
-                whole.record_stream(torch.cuda.current_stream(self._device))
+            _used_here(whole)
             parts = torch.split(whole[1:], [grad.numel() for grad in rest])
             for grad, part in zip(rest, parts, strict=True):
                 grad.copy_(part.view_as(grad))
@@ -237,6 +241,12 @@ class PowerSgdSender(Sender):
                 kept[kind][int(place)] = value.to(self._device)
         for lane in self._lanes:
             lane.keep()
+
+
+def _used_here(tensor: Tensor) -> None:
+    """Keep the memory of what was made in another stream until this one is done with it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _matrices(bucket: Bucket) -> list[tuple[int, int, int]]:
