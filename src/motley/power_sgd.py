@@ -39,7 +39,8 @@ class _Listening:
     def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
         """Of one tensor, in place."""
         (whole,) = tensors
-        self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
+        if len(whole):  # what is empty has no address of its own
+            self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
         return _Work(self.add_up(whole))
 
     def add_up(self, whole: Tensor) -> Future[list[Tensor]]:
@@ -121,6 +122,8 @@ class _Lane:
         ever larger numbers, of which rounding leaves ever less. With the orthogonal P that all
         have, and Q the mean of the ranks' own q, (part - P Q^T) + P (Q - q)^T is part - P q^T.
         """
+        if not bucket.grads:
+            return
         power, place = self.power, bucket.place
         p, q, error = (
             each[place] for each in (power.p_memory_dict, power.q_memory_dict, power.error_dict)
