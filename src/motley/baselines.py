@@ -1,4 +1,4 @@
-"""The results of a matrix: its folder, what was measured in each cell, and the table. Pure.
+"""The folder of a matrix's results, and how each repeat ended. Pure.
 
 matrix.json            what is measured; another matrix may not write here
 cells/<cell>.<k>/      the run folder of repeat k; output.log and outcome.json beside

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,12 @@ def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
 def first(future: Future[list[Tensor]]) -> Tensor:
     """What an all-reduce of one tensor gives."""
     return future.value()[0]
+
+
+def add_up(whole: Tensor, dtype: torch.dtype, group: Any = None) -> Future[Tensor]:
+    """Begin to sum a tensor over all ranks, in place, as numbers of ``dtype``."""
+    work = dist.all_reduce(whole.to(dtype), group=group, async_op=True)
+    return work.get_future().then(lambda future: whole.copy_(first(future)))
 
 
 def in_thread(

@@ -1,6 +1,6 @@
 """PowerSGD: torch's hook, given unequal shares, skipped steps and a loss scale that changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.futures import Future
 
-from motley.buckets import Bucket, Sender, first, in_thread
+from motley.buckets import Bucket, Sender, add_up, in_thread
 from motley.wire import WireMode
 
 _LANES = 2  # a third was no faster
@@ -41,12 +41,8 @@ class _Listening:
         (whole,) = tensors
         if len(whole):  # what is empty has no address of its own
             self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
-        return _Work(self.add_up(whole))
-
-    def add_up(self, whole: Tensor) -> Future[list[Tensor]]:
-        """The same, and nothing is remembered."""
-        work = dist.all_reduce(whole.to(self._dtype), group=self._group, async_op=True)
-        return work.get_future().then(lambda future: [whole.copy_(first(future))])
+        summed = add_up(whole, self._dtype, self._group)
+        return _Work(summed.then(lambda future: [future.value()]))
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,8 @@ class _Lane:
     would be begun by gloo's threads, in another order on every rank; so a thread waits for each.
 
     Attributes:
-        power: torch's memory of these buckets. heard: what it takes for its group.
-        beside: the group of what is not compressed.
+        power: torch's memory of these buckets. group: None: the default one.
+        beside: the group of what is not compressed. dtype: of what travels.
         thread: None: on a GPU, whose streams keep the order.
     """
 
@@ -78,10 +74,11 @@ class _Lane:
         self._device, threaded = device, device.type != "cuda"
         self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
         self.beside: Any = dist.new_group() if threaded else None
-        self.group: Any = dist.new_group() if number else None  # None: the default one
-        self.heard = _Listening(self.group, torch.bfloat16 if mode.rounded else torch.float32)
+        self.group: Any = dist.new_group() if number else None
+        self.dtype = torch.bfloat16 if mode.rounded else torch.float32
+        self._heard = _Listening(self.group, self.dtype)
         self.power = PowerSGDState(
-            process_group=self.heard,
+            process_group=self._heard,
             matrix_approximation_rank=mode.rank,
             start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
             compression_stats_logging_frequency=2**62,
@@ -100,19 +97,18 @@ class _Lane:
         for place in set(power.p_memory_dict) - set(power.q_memory_dict):
             del power.p_memory_dict[place]
 
-    def begin(self, place: int, grads: Sequence[Tensor]) -> None:
+    def begin(self, bucket: Bucket) -> None:
         """Make a bucket's first Q, if it has none, alike on all ranks. The hook would draw it from
         torch's own generator, which other threads may be using."""
-        power, rank = self.power, self.power.matrix_approximation_rank
+        power, place = self.power, bucket.place
         if place in power.p_memory_dict:
             return
-        high = wide = 0
-        for grad in grads:
-            thin = min(len(grad), grad.numel() // len(grad), rank)
-            high, wide = high + thin * len(grad), wide + thin * grad.numel() // len(grad)
-        noise = torch.randn(wide, generator=torch.Generator().manual_seed(place))
+        matrices = _matrices(bucket, power.matrix_approximation_rank)
+        numbers = sum(wide * rank for _, _, wide, rank in matrices)
+        noise = torch.randn(numbers, generator=torch.Generator().manual_seed(place))
         power.q_memory_dict[place] = noise.to(self._device)
-        power.p_memory_dict[place] = torch.empty(high, device=self._device)
+        numbers = sum(high * rank for _, high, _, rank in matrices)
+        power.p_memory_dict[place] = torch.empty(numbers, device=self._device)
 
     def own_error(self, bucket: Bucket) -> None:
         """Make the error that the hook left what this rank's own matrices leave out of its part.
@@ -128,12 +124,11 @@ class _Lane:
         p, q, error = (
             each[place] for each in (power.p_memory_dict, power.q_memory_dict, power.error_dict)
         )
-        self.heard.sent.pop(p.data_ptr())
-        own = self.heard.sent.pop(q.data_ptr())
+        self._heard.sent.pop(p.data_ptr())
+        own = self._heard.sent.pop(q.data_ptr())
         others = q - own
         _used_here(own)
-        for start, high, wide in _matrices(bucket):
-            rank = min(high, wide, power.matrix_approximation_rank)
+        for start, high, wide, rank in _matrices(bucket, power.matrix_approximation_rank):
             thin_p, p = p[: high * rank].view(high, rank), p[high * rank :]
             thin_q, others = others[: wide * rank].view(wide, rank), others[wide * rank :]
             error[start : start + high * wide].view(high, wide).addmm_(thin_p, thin_q.T)
@@ -179,24 +174,20 @@ class PowerSgdSender(Sender):
 
     def _sum(self, bucket: Bucket, lane: _Lane) -> Future[Tensor]:
         if lane.power.iter < _EXACT_AT_FIRST:
-            return lane.heard.add_up(bucket.flat).then(first)
+            return add_up(bucket.flat, lane.dtype, lane.group)
         thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
         rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
         # One number more: where all is compressed there is still something to send.
         whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
-        if self._mode.rounded:
-            whole = whole.to(torch.bfloat16)
-        sent = dist.all_reduce(whole, group=lane.beside, async_op=True)
+        beside = add_up(whole, lane.dtype, lane.beside)
         bucket.flat.mul_(self._ranks)
-        lane.begin(bucket.place, thin)
         matrices = replace(bucket, grads=thin, final=False)
+        lane.begin(matrices)
         future = powerSGD_hook(lane.power, matrices)
 
         def put_back(summed: Future[Tensor]) -> Tensor:
             lane.own_error(matrices)
-            sent.wait()
-            _used_here(whole)
-            parts = torch.split(whole[1:], [grad.numel() for grad in rest])
+            parts = torch.split(beside.wait()[1:], [grad.numel() for grad in rest])
             for grad, part in zip(rest, parts, strict=True):
                 grad.copy_(part.view_as(grad))
             return summed.value()
@@ -252,14 +243,13 @@ def _used_here(tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def _matrices(bucket: Bucket) -> list[tuple[int, int, int]]:
-    """Where each begins in its bucket, its height and width; in the order of the hook's memories,
-    where those of a shape lie next to each other."""
-    start = bucket.flat.storage_offset()
-    found = [
-        (int(grad.storage_offset() - start), len(grad), grad.numel() // len(grad))
-        for grad in bucket.grads
-    ]
+def _matrices(bucket: Bucket, most: int) -> list[tuple[int, int, int, int]]:
+    """Where each begins in its bucket, its height, its width, and its rank there, ``most`` at most;
+    in the order of the hook's memories, where those of a shape lie next to each other."""
+    start, found = bucket.flat.storage_offset(), []
+    for grad in bucket.grads:
+        high, wide = len(grad), grad.numel() // len(grad)
+        found.append((int(grad.storage_offset() - start), high, wide, min(high, wide, most)))
     shapes = [sides for _, *sides in found]
     return sorted(found, key=lambda each: shapes.index([*each[1:]]))
 

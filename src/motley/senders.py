@@ -5,11 +5,10 @@ ranks: exact, rounded to 16 bits on the way, past one slow link, or by PowerSGD.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from motley.buckets import Bucket, Sender, first
+from motley.buckets import Bucket, Sender, add_up
 from motley.leaf import LeafSender
 from motley.power_sgd import PowerSgdSender
 from motley.wire import WireMode
@@ -26,8 +25,7 @@ class RoundingSender(Sender):
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """See Sender."""
-        work = dist.all_reduce(bucket.flat.to(self._dtype), async_op=True)
-        return work.get_future().then(lambda future: bucket.flat.copy_(first(future)))
+        return add_up(bucket.flat, self._dtype)
 
 
 def make_sender(mode: WireMode, device: torch.device) -> Sender:

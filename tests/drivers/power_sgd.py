@@ -2,6 +2,7 @@
 
 The same gradients twice: as they are; and with one that is not finite between them, and twice
 the loss scale from the third on. Doubling rounds nothing, so the sums agree to the bit.
+And a rank's error stays in bounds where its part is always larger than the others'.
 """
 
 import math
