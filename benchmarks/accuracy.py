@@ -34,7 +34,7 @@ import textures
 from real_run import lines_of, real_run
 
 WIRES = ("exact", "fp16", "bf16", "powersgd:1", "powersgd:4", "powersgd:4+bf16",
-         "local:2", "local:4", "local:8")  # fmt: skip
+         "powersgd:8", "local:2", "local:4", "local:8")  # fmt: skip
 COMPARE = {
     "precision": {
         "fp32": "--precision fp32",
@@ -138,17 +138,19 @@ def compare(
 
 
 def draw(rows: list[dict[str, Any]], samples: int, path: Path) -> None:
-    """Mean accuracy of the seeds, by images and by time.
+    """What is still wrong, mean of the seeds, by images and by time.
 
     Args:
         samples: an epoch.
     """
     timed = json.loads((Path(__file__).parent / "results" / "wire.json").read_text())["rows"]
     rates = {row["mode"]: row["images_per_s"] for row in timed if row["link"] == LINK}
-    figure, (by_images, by_time) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (by_images, by_time) = plt.subplots(
+        1, 2, figsize=(11, 4), sharey=True, layout="constrained"
+    )
     for row in rows:
         curves = [run["curve"] for run in row["runs"]]
-        curve = [100 * statistics.mean(each) for each in zip(*curves, strict=True)]
+        curve = [100 - 100 * statistics.mean(each) for each in zip(*curves, strict=True)]
         images = [samples * (epoch + 1) for epoch in range(len(curve))]
         rate = rates.get("motley-ddp" + (f"-{row['mode']}" if row["mode"] != "exact" else ""))
         look: dict[str, Any] = {"linestyle": "-" if row["mode"][0] in "efb" else "--"}
@@ -156,10 +158,12 @@ def draw(rows: list[dict[str, Any]], samples: int, path: Path) -> None:
         line = by_images.plot(images, curve, label=label, **look)[0]
         if rate:
             by_time.plot([n / rate for n in images], curve, color=line.get_color(), **look)
-    by_images.set(xlabel="images", ylabel="top-1, %")
+    by_images.set(xlabel="images", ylabel="wrong of the held-out images, %")
     by_time.set(xlabel=f"seconds, five paced hosts over links of {LINK} Mbit/s")
-    by_images.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     for axes in (by_images, by_time):
+        axes.set(yscale="log", yticks=(2, 5, 10, 20, 50), yticklabels=(2, 5, 10, 20, 50))
+        axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

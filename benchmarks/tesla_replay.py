@@ -76,6 +76,7 @@ def cases(epochs: dict[str, float]) -> dict[str, Case]:
         _HEADLINE: Case(512, ours),
         "motley, auto, N = 1024": Case(1024, ours),
         "motley, powersgd:4, N = 512": Case(512, "--hosts all --wire powersgd:4"),
+        "motley, powersgd:8, N = 512": Case(512, "--hosts all --wire powersgd:8"),
     }
 
 
