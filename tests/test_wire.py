@@ -52,8 +52,8 @@ def test_a_mode_is_written_as_it_is_read(text: str) -> None:
     ("text", "says"),
     [
         ("bf61", "nearest: bf16"), ("powersdg:4", "nearest: powersgd"), ("", "choose auto"),
-        ("powersgd", "as in powersgd:4"), ("powersgd:0", "1 or more"), ("powersgd:-1", "1 or more"),
-        ("powersgd:4.5", "1 or more"), ("powersgd:4+fp16", "or powersgd:4.bf16;"),
+        ("powersgd", "as in powersgd:8"), ("powersgd:0", "1 or more"), ("powersgd:-1", "1 or more"),
+        ("powersgd:4.5", "1 or more"), ("powersgd:4+fp16", "or powersgd:8.bf16;"),
         ("powersgd:0+bf16", "1 or more"), ("powersgd:+bf16", "1 or more"),
         ("local:4+bf16", "1 or more"), ("bf16+fp16", "choose auto"),
         ("powersgd:4+bf16/leaf1", "as in exact/leaf4"),

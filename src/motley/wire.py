@@ -12,7 +12,7 @@ from motley.spelling import nearest
 
 SIXTEEN = ("bf16", "fp16")
 _NUMBERS = {
-    "powersgd": "powersgd needs a rank of 1 or more, as in powersgd:4, or powersgd:4+bf16; a "
+    "powersgd": "powersgd needs a rank of 1 or more, as in powersgd:8, or powersgd:8+bf16; a "
     "higher one sends more and leaves out less",
     "local": "local needs the steps between two meetings, 1 or more, as in local:4; more of them "
     "hide a slower wire and cost more accuracy",
@@ -140,7 +140,7 @@ class Sending:
 
 
 EXACT, BF16 = WireMode(), WireMode("bf16")
-# Where nobody has named a rank: 4 lost three times as many points, and is some 3 % faster
+# Where nobody has named a rank: 4 lost three times as many points, and was 4 % faster
 # (benchmarks/results/tesla_replay_512.json).
 OFFERED = WireMode("powersgd", 8)
 
@@ -160,7 +160,7 @@ def parse_wire(text: str) -> WireMode | None:
         choices = ("auto", *_KINDS)
         raise MotleyError(
             f"--wire {text} is unknown{nearest(kind, choices)}; choose auto, exact, bf16, fp16, "
-            "powersgd:R, as in powersgd:4, or local:H, as in local:4"
+            "powersgd:R, as in powersgd:8, or local:H, as in local:4"
         )
     if kind not in _NUMBERS:
         if colon:
