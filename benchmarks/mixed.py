@@ -23,17 +23,18 @@ from torch_engines import TorchEngines
 
 from motley import launch
 from motley.balance import Speed
+from motley.batch import Batch
 from motley.clock import Laps
 from motley.data import load_images
-from motley.engine import EngineMaker, Seating, make_optimizer
+from motley.engine import EngineMaker, Seating
 from motley.measure import measure_speed
+from motley.measure_team import Measured, refine
 from motley.measure_wire import measure_wire
 from motley.model import Classifier, image_size, model_name, set_matmul_precision
+from motley.optimizer import make_optimizer
 from motley.options import Config, read_config, training_parser
 from motley.planning import balance
 from motley.precision import parse_loss_scale
-from motley.sampler import Batch
-from motley.speeds import Measured, refine
 from motley.team import Team
 from motley.wire import EXACT, WireMode
 

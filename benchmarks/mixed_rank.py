@@ -27,9 +27,9 @@ from zero_engine import ZeroEngines
 
 from motley import launch
 from motley.balance import Speed, limit_s
-from motley.engine import make_optimizer
+from motley.batch import Batch
 from motley.model import Classifier, build_model, image_size
-from motley.sampler import Batch
+from motley.optimizer import make_optimizer
 from motley.team import Team, join_team, leave_team
 from motley.wire import EXACT, parse_wire
 

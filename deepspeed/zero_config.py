@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from motley.engine import Seating, check_offload
+from motley.engine import Seating
+from motley.engine_base import check_offload
 from motley.errors import MotleyError
 from motley.spelling import nearest
 

@@ -20,22 +20,17 @@ from torch import Tensor
 from zero_config import read_config, read_stage
 from zero_state import cut_state, is_elementwise, whole_state
 
+from motley.batch import Batch
 from motley.collectives import exchange, gather
-from motley.engine import (
-    Engine,
-    EngineBase,
-    Seating,
-    StepResult,
-    gradient_norm,
-    sample_losses,
-    unscale_and_clip,
-)
+from motley.engine import Engine, Seating, StepResult
+from motley.engine_base import EngineBase
 from motley.errors import MotleyError
+from motley.gradients import gradient_norm, unscale_and_clip
+from motley.losses import sample_losses
 from motley.memory import out_of_memory
 from motley.model import Classifier
 from motley.named_state import load_model_state, load_optimizer_state, model_state, optimizer_state
 from motley.options import Config
-from motley.sampler import Batch
 from motley.wire import SIXTEEN, Sending
 
 _AFTER = Sending(

@@ -17,8 +17,8 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.engine import make_optimizer
 from motley.named_state import load_model_state, model_state, slots_of
+from motley.optimizer import make_optimizer
 from motley.options import Config
 
 Optimizer = torch.optim.Optimizer

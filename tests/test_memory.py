@@ -5,8 +5,8 @@ import torch
 from conftest import DDP, Jobs, Trained
 from torch import Tensor, nn
 
-from motley.engine import EngineBase
-from motley.sampler import Batch
+from motley.batch import Batch
+from motley.engine_base import EngineBase
 
 OPTIONS = ("--precision", "fp32", "--shares", "1,1", "--batch-size", 512, "--max-steps", 12)
 

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from motley.batch import Batch
 from motley.data import Images, load_images, prepare
 from motley.errors import MotleyError
 from motley.options import Config, read_config, training_parser
+from motley.order import Order, seeds_of, slices
 from motley.plan import Plan
-from motley.sampler import Batch, Loader, Order, seeds_of, slices
+from motley.sampler import Loader
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 
 from motley import speeds
 from motley.balance import Speed, split
-from motley.speeds import Measured, refine
+from motley.measure_team import Measured, refine
 from motley.wire import EXACT, Wire
 
 
@@ -66,5 +66,5 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch.setattr(speeds, "read_speed", lambda *_: remembered)
     monkeypatch.setattr(speeds, "measure_speed", lambda *_: anew)
     config: Any = SimpleNamespace(batch_size=128)
-    found = speeds._speed_of(None, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
+    found = speeds.speed_of(None, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
     assert tried == timed and found is (remembered if kept else anew)

@@ -10,12 +10,13 @@ from group_engine import GroupEngine
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from motley.batch import Batch
 from motley.buckets import Bucket, Sender
-from motley.engine import Seating, sample_losses
+from motley.engine import Seating
 from motley.errors import MotleyError
+from motley.losses import sample_losses
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
-from motley.sampler import Batch
 from motley.senders import make_sender
 from motley.wire import SIXTEEN, Sending
 

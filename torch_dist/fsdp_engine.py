@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from motley.engine import Seating, check_offload
+from motley.batch import Batch
+from motley.engine import Seating
+from motley.engine_base import check_offload
 from motley.memory import out_of_memory
 from motley.model import AUTOCAST, Classifier, blocks_of
 from motley.named_state import model_state, optimizer_state
-from motley.sampler import Batch
 from motley.wire import SIXTEEN, Sending
 
 

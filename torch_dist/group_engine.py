@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from motley.collectives import begin_copy, gather
-from motley.engine import EngineBase, Seating, StepResult, gradient_norm, unscale_and_clip
+from motley.engine import Seating, StepResult
+from motley.engine_base import EngineBase
+from motley.gradients import gradient_norm, unscale_and_clip
 from motley.model import Classifier
 
 

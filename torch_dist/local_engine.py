@@ -17,19 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.batch import Batch
 from motley.collectives import exchange
-from motley.engine import (
-    EngineBase,
-    Seating,
-    StepResult,
-    gradient_norm,
-    sample_losses,
-    unscale_and_clip,
-)
+from motley.engine import Seating, StepResult
+from motley.engine_base import EngineBase
 from motley.errors import MotleyError
+from motley.gradients import gradient_norm, unscale_and_clip
+from motley.losses import sample_losses
 from motley.model import Classifier
 from motley.plan import Plan
-from motley.sampler import Batch
 from motley.wire import Sending
 
 _TOLD = 4  # numbers that each rank tells at a meeting

@@ -20,7 +20,8 @@ from motley.forecast import what_if
 from motley.links import Links
 from motley.model import model_name
 from motley.options import Config, read_config, training_parser
-from motley.planning import Planned, open_parts, plan_batch
+from motley.parts import open_parts
+from motley.planning import Planned, plan_batch
 from motley.progress import console
 from motley.team import Team, join_team, leave_team
 from motley.wire import EXACT

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from motley.engine import make_optimizer
 from motley.errors import MotleyError
+from motley.optimizer import make_optimizer
 from motley.options import Config
 from motley.plan import Plan
 from motley.progress import clock

@@ -13,12 +13,14 @@ from motley.checkpoint import Checkpoints, free_bytes
 from motley.engine import Engine, EngineMaker, Seating
 from motley.model import Classifier, image_size
 from motley.options import Config
+from motley.order import seed_of
+from motley.parts import Parts
 from motley.plan import Plan
-from motley.planning import Parts, Planned
+from motley.planning import Planned
 from motley.precision import parse_loss_scale
 from motley.rebalance import Watch
 from motley.runs import Run
-from motley.sampler import Loader, seed_of
+from motley.sampler import Loader
 from motley.scale_search import search_scale
 from motley.state import Position
 from motley.team import Member, Team

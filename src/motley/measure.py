@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from motley.balance import Speed
 from motley.clock import Clock
-from motley.engine import gradient_norm, unscale_and_clip
 from motley.errors import MotleyError
+from motley.gradients import gradient_norm, unscale_and_clip
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
 from motley.named_state import load_random_state, random_state
 

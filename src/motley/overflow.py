@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.engine import sample_losses
+from motley.batch import Batch
+from motley.losses import sample_losses
 from motley.model import Classifier
-from motley.sampler import Batch
 
 _SHOWN = 8  # samples, at most
 

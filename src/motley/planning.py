@@ -6,46 +6,21 @@ from typing import Any
 
 from motley.advice import better_engine, better_modes, larger_batch
 from motley.balance import Speed
-from motley.data import Images, load_images
 from motley.errors import MotleyError
 from motley.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.launch import World
 from motley.links import Links
+from motley.measure_team import Measured, can_overlap, measure_team, refine, wires_of
 from motley.model import (
     Classifier,
-    build_model,
-    image_size,
-    set_attention,
-    set_matmul_precision,
 )
 from motley.options import Config
+from motley.parts import Parts
 from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.runs import Run
-from motley.speeds import Measured, can_overlap, measure_team, refine, remember, wires_of
+from motley.speeds import remember
 from motley.team import Team, narrow_team, narrowed
 from motley.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a rank that trains has before there is a plan."""
-
-    images: Images
-    model: Classifier
-
-
-def open_parts(team: Team, config: Config) -> Parts | None:
-    """Open the data and build the model; None on a rank that is left out."""
-    if team.rank is None:
-        return None
-    img_size, precision = image_size(config), team.precisions[team.rank]
-    set_matmul_precision(precision)
-    images = load_images(config, img_size)
-    net = build_model(config, images)
-    set_attention(net, config.attention)
-    model = Classifier(net, images, img_size, precision, team.device)
-    model.try_attention(config.attention)
-    return Parts(images, model)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import math
 
 from torch import Tensor
 
+from motley.batch import Batch
 from motley.collectives import everyone
 from motley.engine import StepResult
 from motley.errors import MotleyError
@@ -15,7 +16,6 @@ from motley.plan import Plan
 from motley.rebalance import Proposal
 from motley.recorder import Recorder
 from motley.runs import Run
-from motley.sampler import Batch
 from motley.state import Position, drifted, same_again
 
 

@@ -22,7 +22,8 @@ from motley.launch import World
 from motley.memory import release
 from motley.model import model_name
 from motley.options import Config
-from motley.planning import open_parts, plan_batch
+from motley.parts import open_parts
+from motley.planning import plan_batch
 from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.remedies import check_finite, give_room, hopeless, keep_same, readable, rebalance

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from ddp_engine import DdpEngine
 
 from motley import launch
+from motley.batch import Batch
 from motley.options import read_config, training_parser
-from motley.sampler import Batch
 from motley.train import train
 
 STEP = 3

@@ -17,8 +17,9 @@ import torch
 
 from motley import launch
 from motley.data import load_images
-from motley.engine import Seating, sample_losses
+from motley.engine import Seating
 from motley.launch import World
+from motley.losses import sample_losses
 from motley.model import Classifier, build_model
 from motley.options import read_config, training_parser
 from motley.plan import make_plan

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from motley import launch
+from motley.batch import Batch
 from motley.data import load_images
-from motley.engine import Seating, gradient_norm, make_optimizer, unscale_and_clip
+from motley.engine import Seating
+from motley.gradients import gradient_norm, unscale_and_clip
 from motley.model import Classifier, build_model
+from motley.optimizer import make_optimizer
 from motley.options import read_config, training_parser
 from motley.plan import make_plan
 from motley.precision import LossScale
-from motley.sampler import Batch
 from motley.state import drifted
 from motley.team import join_team, leave_team
 from motley.wire import WireMode

@@ -14,10 +14,10 @@ from ddp_engine import DdpEngine
 from torch import Tensor
 
 from motley import job, launch, planning, train
+from motley.batch import Batch
 from motley.model import Classifier
 from motley.options import read_config, training_parser
 from motley.rebalance import Watch
-from motley.sampler import Batch
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 

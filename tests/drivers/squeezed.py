@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from motley import launch
+from motley.batch import Batch
 from motley.engine import StepResult
 from motley.model import Classifier
 from motley.options import read_config, training_parser
-from motley.sampler import Batch
 from motley.train import train
 
 if "--stage" in sys.argv:

@@ -1,0 +1,41 @@
+"""The gradient of all parameters together: its norm, and what is done to it before a step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """2-norm of all gradients together, a scalar; not finite if any entry is not.
+
+    Of sharded ones, of this rank's part.
+    """
+    return torch.nn.utils.get_total_norm(_gradients(parameters))
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+@torch.no_grad()
+def unscale_and_clip(
+    parameters: Sequence[Tensor], norm: Tensor, scale: float, most: float | None
+) -> None:
+    """Multiply all gradients in place, in one pass; waits for nothing.
+
+    Clips as torch.nn.utils.clip_grad_norm_ does.
+
+    Args:
+        norm: of the gradients as they are, scaled; a scalar, the same on all ranks.
+        scale: the loss scale in them. most: the norm to clip to, if any.
+    """
+    if scale == 1.0 and most is None:
+        return
+    factor = torch.full_like(norm, 1 / scale)
+    if most is not None:
+        factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
+    grads = _gradients(parameters)
+    torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))

@@ -1,0 +1,224 @@
+"""Measures what the plan is made from: the speeds of all ranks, links, and ways to send."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from motley.balance import Speed
+from motley.errors import MotleyError
+from motley.forecast import arrange
+from motley.launch import World
+from motley.links import Links
+from motley.measure import has_room
+from motley.measure_wire import measure_wire
+from motley.model import Classifier
+from motley.options import Config
+from motley.plan import cut
+from motley.speeds import speed_of, with_sizes
+from motley.team import Team
+from motley.traffic import measure_links
+from motley.vigil import PATIENCE
+from motley.wire import (
+    BF16,
+    EXACT,
+    OFFERED,
+    SIXTEEN,
+    Sending,
+    Wire,
+    WireMode,
+    rounded_as,
+    rounded_too,
+)
+
+_ROUNDS = 4  # of timing and splitting, at most
+_WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
+_LOCAL_STEPS = (2, 4, 8, 16)  # between two meetings, that are worth a word
+_PATIENCE = 600.0  # seconds in which ranks measure anything that they do together
+_SHOWS = 0.02  # of a step: a wire that cannot be hidden
+_SHOWN = 4  # links that do not work, in an error
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the plan is made from.
+
+    Attributes:
+        speeds: by rank in the group.
+        wires: of the modes that were measured; EXACT always is.
+        links: between machines; None where there is one alone.
+    """
+
+    speeds: tuple[Speed, ...]
+    wires: Mapping[WireMode, Wire]
+    links: Links | None = None
+
+
+def measure_team(
+    world: World,
+    team: Team,
+    model: Classifier | None,
+    config: Config,
+    sending: Sending,
+    asked: WireMode | None,
+) -> Measured:
+    """Measure all ranks at once; every launched rank calls it, those left out without a model.
+
+    Args:
+        asked: the wire's mode that the user wants; None: auto.
+    """
+    own = None
+    world.lifeline.enter("measuring its speed", PATIENCE)
+    if model is not None and team.rank is not None:
+        own = speed_of(team, model, config, sending.parts(team.size))
+    found = [each for each in world.allgather(own) if each is not None]
+    world.lifeline.enter("measuring links", _PATIENCE)
+    links = _passing_links(world) if len(set(world.machines)) > 1 else None
+    speeds = _alike(team, found)
+    wires = wires_of(world, team, model, [EXACT], sending)
+    exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
+    part = exact.wire_s / exact.limit_s
+    modes = _other_modes(team, asked, sending, part, _leaf(team.machines(world), links))
+    return Measured(speeds, wires_of(world, team, model, modes, sending, wires), links)
+
+
+def _passing_links(world: World) -> Links:
+    """All links; MotleyError if something does not pass."""
+    links = measure_links(world)
+    if links.broken():
+        links = measure_links(world)  # a host may have been busy for seconds
+    if broken := links.broken():
+        raise MotleyError(
+            f"the hosts cannot talk: {'; '.join(broken[:_SHOWN])}"
+            f"{'; ...' if len(broken) > _SHOWN else ''}. Mend it, or start without one of them: "
+            "take it out of hosts.txt"
+        )
+    return links
+
+
+def _other_modes(
+    team: Team, asked: WireMode | None, sending: Sending, part: float, leaf: int | None
+) -> list[WireMode]:
+    """What may be taken besides the exact wire in a ring, or is worth a word.
+
+    Args:
+        part: that the exact one takes, in steps without any.
+        leaf: the rank that a slow link would be spared for.
+    """
+    if team.size == 1:
+        return []
+    modes = [] if asked is None else [asked]
+    if part > _WORTH_A_WORD:
+        modes += [EXACT, rounded_as(team.precisions) or BF16]
+        modes.append(rounded_too(OFFERED, team.precisions))
+        modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
+    if leaf is not None:
+        modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
+    return [
+        mode for mode in dict.fromkeys(modes)
+        if mode != EXACT and sending.can(mode) and not (mode.kind == "powersgd" and team.is_mixed)
+    ]  # fmt: skip
+
+
+def wires_of(
+    world: World,
+    team: Team,
+    model: Classifier | None,
+    modes: Sequence[WireMode],
+    sending: Sending,
+    known: Mapping[WireMode, Wire] | None = None,
+) -> dict[WireMode, Wire]:
+    """What it takes to add up all gradients in these modes; every launched rank calls it.
+
+    Args:
+        known: of other modes; they are part of what is returned.
+    """
+    own: dict[WireMode, Wire] | None = None
+    if model is not None and team.rank is not None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        own = dict(known or {})
+        for mode in dict.fromkeys(modes):
+            world.lifeline.enter(f"measuring --wire {mode}", _PATIENCE)
+            if team.size == 1:
+                own[mode] = Wire(0.0, 0.0)
+            elif mode.kind == "local" and EXACT in own:  # as many bytes
+                own[mode] = replace(own[EXACT], every=mode.every)
+            else:
+                own[mode] = measure_wire(parameters, mode)
+    wires = next(each for each in world.allgather(own) if each is not None)
+    return {
+        mode: sending.through(replace(wire, overlaps=can_overlap(world, team, mode, wire)), mode)
+        for mode, wire in wires.items()
+    }
+
+
+def can_overlap(world: World, team: Team, mode: WireMode, wire: Wire) -> bool:
+    """Whether a backward pass can hide a wire, if the engine lets it."""
+    # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
+    apart = any(member.uuid for member in team.members) or len(set(team.machines(world))) > 1
+    return apart and not (wire.on_gpu and mode.rank)  # PowerSGD waits for the GPU in each bucket
+
+
+def _leaf(machines: Sequence[int], links: Links | None) -> int | None:
+    """The one rank behind a link that is far slower than the others', if there is such.
+
+    Args:
+        machines: of the ranks.
+    """
+    slow = None if links is None else links.leaf()
+    ranks = [rank for rank, machine in enumerate(machines) if machine == slow]
+    return ranks[0] if len(ranks) == 1 and len(machines) > 2 else None
+
+
+def refine(
+    world: World,
+    team: Team,
+    model: Classifier | None,
+    global_batch: int,
+    measured: Measured,
+    mode: WireMode = EXACT,
+) -> Measured:
+    """Time the micro-batches that the split would use, and split anew, some times over.
+
+    A GPU computes in waves of tiles: one image more can cost a whole wave (8 % on a H200), and
+    between powers of two a straight line does not show it. Where the wire takes a part of the
+    step, a whole share in one micro-batch is timed too: the longer the last backward pass, the
+    more of the wire it hides. Every launched rank calls it.
+    """
+    for _ in range(_ROUNDS):
+        wire = measured.wires[mode]
+        speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
+        shows = wire.likes_long_batches and predicted.exposed_s > _SHOWS * predicted.step_s
+        speed = None
+        if model is not None and team.rank is not None:
+            speed, own = measured.speeds[team.rank], counts[team.rank]
+            sizes = cut(own, speeds[team.rank].micro_batch) if team.members[team.rank].uuid else ()
+            if shows and own and has_room(model, speed, own):
+                sizes = (*sizes, own)
+            speed = with_sizes(model, speed, sizes)
+        found = tuple(each for each in world.allgather(speed) if each is not None)
+        if found == measured.speeds:
+            break
+        measured = replace(measured, speeds=found)
+    return measured
+
+
+def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
+    """CPU ranks of one machine share its cores and are equal: noise must not tell them apart."""
+    groups: dict[str, list[Speed]] = {}
+    for member, speed in zip(team.members, speeds, strict=True):
+        groups.setdefault(member.host, []).append(speed)
+    return tuple(
+        speed if member.uuid else _middle(groups[member.host])
+        for member, speed in zip(team.members, speeds, strict=True)
+    )
+
+
+def _middle(speeds: Sequence[Speed]) -> Speed:
+    """Median of tables, over the sizes that all have."""
+    tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
+    sizes = sorted(set(tables[0]).intersection(*tables[1:]))
+    return Speed(
+        tuple(sizes),
+        tuple(statistics.median(table[size] for table in tables) for size in sizes),
+        statistics.median(speed.step_s for speed in speeds),
+    )

@@ -1,0 +1,36 @@
+"""The data and the model, which a rank that trains opens before there is a plan."""
+
+from dataclasses import dataclass
+
+from motley.data import Images, load_images
+from motley.model import (
+    Classifier,
+    build_model,
+    image_size,
+    set_attention,
+    set_matmul_precision,
+)
+from motley.options import Config
+from motley.team import Team
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank that trains has before there is a plan."""
+
+    images: Images
+    model: Classifier
+
+
+def open_parts(team: Team, config: Config) -> Parts | None:
+    """Open the data and build the model; None on a rank that is left out."""
+    if team.rank is None:
+        return None
+    img_size, precision = image_size(config), team.precisions[team.rank]
+    set_matmul_precision(precision)
+    images = load_images(config, img_size)
+    net = build_model(config, images)
+    set_attention(net, config.attention)
+    model = Classifier(net, images, img_size, precision, team.device)
+    model.try_attention(config.attention)
+    return Parts(images, model)
