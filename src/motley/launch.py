@@ -6,6 +6,7 @@ Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a pl
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -74,6 +75,8 @@ def run(main: Callable[["World"], None]) -> None:
     If any rank raises, is killed or leaves early, all end with a non-zero status within
     seconds and one line names the first cause.
     """
+    gc.freeze()  # see motley.begin
+    gc.enable()
     die_with_parent()
     keep_caches_local(os.environ)
     try:

@@ -1,0 +1,18 @@
+"""Begins a rank: ``python -m motley.begin SCRIPT.py [ARGS...]``, as entry_cn.sh does.
+
+mpi4py's runner runs the script, and ends all ranks when one raises. Python looks for garbage
+whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,
+none of them garbage: looking took a fifth of a short run. So Python does not look before
+``motley.launch.run``, which sets these objects aside, nor when all is freed at the end.
+"""
+
+import gc
+import runpy
+
+if __name__ == "__main__":
+    gc.disable()
+    try:
+        runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
+    finally:
+        gc.disable()
+        gc.unfreeze()  # else libraries take what is still set aside for their leaks, and say so
