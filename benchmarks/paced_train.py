@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import engine, launch, measure, planning, speeds
+from motley import engine_base, launch, measure, parts, speeds
 from motley.options import Config, read_config, training_parser
 from motley.train import train
 
@@ -62,7 +62,7 @@ def main() -> None:
             make = Changing(make, pace, world.rank, given.slow)
         if given.optimizer_s:
             pace_optimizer(given.optimizer_s[world.rank])
-        planning.Classifier = (  # type: ignore[assignment, misc]
+        parts.Classifier = (  # type: ignore[assignment, misc]
             lambda net, images, size, _precision, _device: Paced(net, images, size, pace)
         )
         train(world, config, make)
@@ -96,7 +96,7 @@ class Changing:
 
 def pace_optimizer(step_s: float) -> None:
     """Let each optimizer step take so long."""
-    real = engine.make_optimizer
+    real = engine_base.make_optimizer
 
     def make_optimizer(net: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
         optimizer = real(net, config)
@@ -113,7 +113,7 @@ def pace_optimizer(step_s: float) -> None:
         optimizer.register_step_post_hook(end)
         return optimizer
 
-    engine.make_optimizer = speeds.make_optimizer = make_optimizer
+    engine_base.make_optimizer = speeds.make_optimizer = make_optimizer
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import launch, planning, train
+from motley import launch, parts, train
 from motley.launch import launched_rank
 from motley.model import Classifier
 from motley.options import read_config, training_parser
@@ -32,6 +32,6 @@ class Slow(Classifier):
 
 
 if __name__ == "__main__":
-    planning.Classifier = Slow
+    parts.Classifier = Slow
     config = read_config(training_parser(str(__doc__)))
     launch.run(lambda world: train.train(world, config, DdpEngine))

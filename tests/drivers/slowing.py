@@ -13,7 +13,7 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import job, launch, planning, train
+from motley import job, launch, parts, train
 from motley.batch import Batch
 from motley.model import Classifier
 from motley.options import read_config, training_parser
@@ -47,7 +47,7 @@ class Counting(DdpEngine):
 
 
 if __name__ == "__main__":
-    planning.Classifier = Slow
+    parts.Classifier = Slow
     # CPU ranks of one machine count as equal, which these are not.
     job.Watch = lambda speeds, kinds: Watch(speeds, range(len(kinds)))
     config = read_config(training_parser(str(__doc__)))
