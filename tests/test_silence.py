@@ -27,7 +27,7 @@ PROFILE = "".join(
 # When mpirun looks after a cut cable: after Motley, as make_env.sh sets it, or before.
 LATE, EARLY = (10, 5, 4), (5, 2, 3)
 
-MARKS = ("mpi4py", "prte", "ssh -o BatchMode", "motley.escort")  # in their command lines
+MARKS = ("motley.begin", "prte", "ssh -o BatchMode", "motley.escort")  # in their command lines
 
 RUN = """
 export PATH={venv}/bin:$PATH OMP_NUM_THREADS=1

@@ -27,6 +27,7 @@ _DAEMONS = {"prted", "orted", "slurmstepd"}
 # Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do
 # not, and there a rank is known by the daemon that is its parent.
 _JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
+_BEGIN = "motley.begin"  # what entry_cn.sh has Python run
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -147,7 +148,7 @@ def _script(each: Mapping[str, Any]) -> str | None:
     """The script of this repository that a process runs as entry_cn.sh runs them."""
     words = each["cmdline"] or []
     for at in range(len(words) - 2):
-        if words[at : at + 2] == ["-m", "mpi4py"]:
+        if words[at : at + 2] == ["-m", _BEGIN]:
             path = (Path(each["cwd"] or "/") / words[at + 2]).resolve()
             return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else None
     return None
@@ -187,7 +188,7 @@ def _describe(
     if script is None:
         what = str(each["name"])
     else:
-        at = each["cmdline"].index("mpi4py")
+        at = each["cmdline"].index(_BEGIN)
         words = " ".join([script, *each["cmdline"][at + 2 :]])
         what = f"rank {rank}: {words}" if rank is not None else words
     return Found(
