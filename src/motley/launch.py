@@ -4,6 +4,7 @@ Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a pl
 ``python script.py`` is a world of one. Every script starts through :func:`run`.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -77,6 +78,8 @@ def run(main: Callable[["World"], None]) -> None:
     """
     gc.freeze()  # see motley.begin
     gc.enable()
+    atexit.register(gc.disable)
+    atexit.register(gc.unfreeze)  # else libraries take what is set aside for their leaks
     die_with_parent()
     keep_caches_local(os.environ)
     try:
