@@ -4,6 +4,7 @@ DeepSpeed ignores a key that it does not know, so a misspelt one (``micro_batch_
 silently means the default. Here it is an error with the nearest right key.
 """
 
+import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,6 +50,22 @@ _OWNED = {
     "amp": "--precision",
     "torch_autocast": "--precision",
 }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What deepspeed/train_vit.py has besides the options of all training scripts."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage, default 0")
+    group.add_argument(
+        "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
+    )
+    group.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "parameters"),
+        default="none",
+        help="keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too "
+        "(stage 3); default: none",
+    )
 
 
 def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]:
