@@ -87,8 +87,8 @@ def _segment(dice: random.Random, recipe: Recipe, exact: bool) -> Segment:
     precision: tuple[str, ...] = ("fp32",)
     wire, scale = dice.choice(("auto", "exact")), dice.choice(("auto", "auto", "2^8", "dynamic"))
     if not exact:
-        precision = dice.choice((("fp32",), ("bf16",), ("fp16",),
-                                 tuple(dice.choice(("fp32", "bf16", "fp16")) for _ in range(ranks))))  # fmt: skip
+        mixed = tuple(dice.choice(("fp32", "bf16", "fp16")) for _ in range(ranks))
+        precision = dice.choice((("fp32",), ("bf16",), ("fp16",), mixed))
         wires = ["auto", "bf16", "fp16"]
         if engine == "ddp":
             wires += ["powersgd:1", "powersgd:2", "powersgd:2", "local:2", "local:3"]
@@ -185,8 +185,10 @@ def _simpler(segment: Segment) -> Iterator[Segment]:
     least = 1 + max((fault.rank for fault in segment.faults), default=0)
     for ranks in (1, 2, 3):
         if least <= ranks < segment.ranks and not any(f.counts for f in segment.faults):
-            yield replace(segment, ranks=ranks, shares=(1,) * ranks, micro=None,
-                          precision=segment.precision[:1], wire=segment.wire.split("/")[0])  # fmt: skip
+            yield replace(
+                segment, ranks=ranks, shares=(1,) * ranks, micro=None,
+                precision=segment.precision[:1], wire=segment.wire.split("/")[0],
+            )  # fmt: skip
     usual = Segment()
     for name in ("engine", "micro", "precision", "wire", "loss_scale", "recompute"):
         if getattr(segment, name) != getattr(usual, name):

@@ -1,4 +1,4 @@
-"""Plays a case: its jobs one after another, its damages between them; then holds it to the rules."""
+"""Plays a case: its jobs one after another, and between them what happens to its files."""
 
 import json
 import random

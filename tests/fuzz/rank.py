@@ -1,5 +1,6 @@
 """One rank of a case: trains as any rank does, writes down what it sees, and suffers its faults."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -165,10 +166,8 @@ def _fail(_: Tensor) -> Tensor:
 
 
 def _ignore(call: Callable[[], None]) -> None:
-    try:
+    with contextlib.suppress(OSError):
         call()
-    except OSError:
-        pass
 
 
 class Told(Watch):

@@ -1,7 +1,7 @@
 """What a case should come to: one process, whole batches, no wrapper, no history but the user's.
 
-Only the data (which samples, how they look), the model and the optimizer are Motley's; the step, the
-schedule and the count of samples are written again here, in as few lines as they take.
+Only the data (which samples, how they look), the model and the optimizer are Motley's; the step,
+the schedule and the count of samples are written again here, in as few lines as they take.
 """
 
 import copy

@@ -68,7 +68,7 @@ def _records(played: Played) -> list[str]:
 
 
 def _events(played: Played) -> list[str]:
-    """Every event is readable but one that a crash has torn; drift is noted once, if it was made."""
+    """Every event but a torn one is read; drift is noted once, if it was made."""
     path, found, drifts = played.run / "events.jsonl", list[str](), 0
     lines = path.read_bytes().splitlines() if path.exists() else []
     torn = sum(segment.after.count("tear_events") for segment in played.case.segments)

@@ -3,13 +3,13 @@
 A rank of a short job spends most of its time on importing torch; a fork of a process that has done
 so begins at once, and may still be killed, run out of memory or hang like any other process.
 
-    python -m warm.zygote MODULE ...    # imported once; jobs come as lines of JSON on standard input
+    python -m warm.zygote MODULE ...    # imported once; then jobs, lines of JSON, on standard input
 
     {"ranks": 3, "body": "fuzz.rank:main", "argument": {...}, "folder": "/tmp/x", "limit": 30}
     -> {"codes": [0, 0, -9], "timed_out": false}
 
-Each rank calls ``body(launched, argument)``; its output is in ``folder/rank<k>.txt``. Torch must not
-have begun to use threads or a GPU here: neither survives a fork.
+Each rank calls ``body(launched, argument)``; its output is in ``folder/rank<k>.txt``. Torch must
+not have begun to use threads or a GPU here: neither survives a fork.
 """
 
 import faulthandler
