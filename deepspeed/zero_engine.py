@@ -171,6 +171,9 @@ class ZeroEngine(EngineBase):
         """See motley.engine.Engine."""
         scale = self.scale.value
         self._told = [loss_sum, ready_s, float(bool(self._short))]
+        if self._stage >= 1:
+            # Over all ranks. Of fp32 parameters DeepSpeed before 0.19.8 does not look by itself.
+            self._engine.optimizer.check_overflow()
         self._engine.step()
         if self._stage == 0:
             rows = self._heard.tolist()

@@ -6,10 +6,10 @@
 
 A case is a way to train (engine, ranks, shares, precisions, optimizer, ...) and a history (stops
 and resumes, on other ranks or through another engine; a kill between any two calls of the loop,
-memory that ends, an overflow, a flipped bit, a torn file). Its losses, gradient norms, learning rates,
-samples, evaluations and parameters are compared with those of a loop of a few lines on one process
-that has no history. What differs is made smaller and printed as a line that repeats it. The exit
-status is 1 if anything was found.
+memory that ends, an overflow, a flipped bit, a torn file). Its losses, gradient norms, learning
+rates, samples, evaluations and parameters are compared with those of a loop of a few lines on one
+process that has no history. What differs is made smaller and printed as a line that repeats it.
+The exit status is 1 if anything was found.
 """
 
 # ruff: noqa: E402

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 
 import torch
@@ -48,6 +49,9 @@ def _ending(job: Job) -> list[str]:
         return [f"crash: exit codes {job.ended.codes}\n{tail}"]
     if "--" not in said[0]:
         return [f"refusal: it names no option: {said[0]}"]
+    allowed = {"oom", "flip"} & {fault.kind for fault in job.segment.faults}
+    if re.search(r", step \d+: ", said[0]) and not allowed:
+        return [f"late: what was taken at the start ends the run: {said[0]}"]
     return []
 
 
@@ -300,7 +304,7 @@ def _checkpoint(played: Played, wanted: Reference, finer: Reference) -> list[str
             continue
         rounding = float((due - fine[name].float()).abs().max())
         apart = float((saved[name] - due).abs().max())
-        if not apart <= 2e-5 * max(1.0, float(due.abs().max())) + 20 * rounding:
+        if not apart <= EXACT * float(due.abs().max()) + 20 * rounding:
             return [f"checkpoint: {name} is {apart:.2g} off, rounding explains {rounding:.2g}"]
     return []
 

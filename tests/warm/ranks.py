@@ -31,15 +31,19 @@ class Ended:
 
 
 class WarmRanks:
-    """Ranks on this machine, of processes that have imported ``modules``; a context manager."""
+    """Ranks on this machine, of processes that have imported ``modules``; a context manager.
 
-    def __init__(self, modules: Sequence[str], **environment: str) -> None:
-        path = os.pathsep.join(map(str, FOLDERS))
+    Args:
+        instead: a folder of packages that are taken in place of the environment's own.
+    """
+
+    def __init__(self, modules: Sequence[str], instead: Path | None = None) -> None:
+        folders = (*FOLDERS, *([instead] if instead else []))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "warm.zygote", *modules],
             env={
-                **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment,
+                **os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)),
+                "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             },
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
