@@ -13,7 +13,9 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -129,11 +131,23 @@ def run(main: Callable[["World"], None], launched: Launched | None = None) -> No
         world.connect()
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
+    threading.excepthook = partial(_end_with_thread, world.lifeline, threading.excepthook)
     try:
         main(world)
     except BaseException as error:  # SystemExit too: leaving early is a failure
         world.lifeline.fail(error)
     world.lifeline.finish()
+
+
+def _end_with_thread(
+    lifeline: Lifeline,
+    usual: Callable[[threading.ExceptHookArgs], object],
+    ended: threading.ExceptHookArgs,
+) -> None:
+    """End the job with a thread of this rank that had words for the user; others end alone."""
+    if isinstance(ended.exc_value, MotleyError):
+        lifeline.fail(ended.exc_value)
+    usual(ended)
 
 
 class World:

@@ -11,7 +11,7 @@ from motley.errors import MotleyError
 from motley.spelling import nearest
 
 ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
-FAULTS = ("kill", "oom", "overflow", "flip", "replan", "stranger")
+FAULTS = ("kill", "oom", "sender", "overflow", "flip", "replan", "stranger")
 AFTER = ("tear_events", "flip_checkpoint", "empty_manifest", "list_manifest", "list_progress",
          "pickle_tensors")  # fmt: skip
 BAD_IMAGES = ("empty", "text", "cut", "bomb")
@@ -26,7 +26,7 @@ class Fault:
             loop has called in this step returns. oom: an allocation fails, in the forward pass or,
             with ``call`` 1, the backward pass. overflow: a gradient is infinite. flip: a bit of
             the first parameter changes after the step, or with ``call`` 1 one of its first
-            moment. replan: the loop is told to split by ``counts``. stranger: somebody who has no
+            moment. sender: an allocation fails in a thread that sends. replan: the loop is told to split by ``counts``. stranger: somebody who has no
             token sends what ``call`` says to rank 0.
     """
 

@@ -16,12 +16,14 @@ from typing import Any
 
 import fuzz.model  # noqa: F401
 import torch
+import torch.distributed as dist
 import torch_engines
 import zero_config
 import zero_engine
 from torch import Tensor
 
 import motley.job
+import motley.power_sgd
 from motley import launch
 from motley.batch import Batch
 from motley.options import read_config, training_parser
@@ -103,6 +105,8 @@ class Probe:
             if fault["call"] == 0:
                 raise RuntimeError(NO_MEMORY)
             made.register_hook(_fail)
+        if self.due("sender"):
+            self._break_sender()
         if self.due("overflow"):
             made.register_hook(lambda gradient: gradient * torch.inf)
 
@@ -115,6 +119,15 @@ class Probe:
             target = next((v for v in slots.values() if getattr(v, "shape", ()) == parameter.shape),
                           parameter)  # fmt: skip
         target.data.view(torch.int32).view(-1)[0] ^= 1 << 22  # changes it by a half at most
+
+    def _break_sender(self) -> None:
+        """Have the thread that sends the next bucket run out of memory."""
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(NO_MEMORY)
+
+        motley.power_sgd.add_up = fail
+        dist.all_reduce = dist.isend = fail
 
     def _visit(self, words: bytes) -> None:
         """Knock at rank 0's door, without a token."""

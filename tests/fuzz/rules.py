@@ -49,7 +49,7 @@ def _ending(job: Job) -> list[str]:
         return [f"crash: exit codes {job.ended.codes}\n{tail}"]
     if "--" not in said[0]:
         return [f"refusal: it names no option: {said[0]}"]
-    allowed = {"oom", "flip"} & {fault.kind for fault in job.segment.faults}
+    allowed = {"oom", "flip", "sender"} & {fault.kind for fault in job.segment.faults}
     if re.search(r", step \d+: ", said[0]) and not allowed:
         return [f"late: what was taken at the start ends the run: {said[0]}"]
     return []
