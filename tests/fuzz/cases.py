@@ -24,10 +24,10 @@ class Fault:
     Attributes:
         kind: kill: this rank, or with rank -1 all at once, when the ``call``-th function that the
             loop has called in this step returns. oom: an allocation fails, in the forward pass or,
-            with ``call`` 1, the backward pass. overflow: a gradient is infinite. flip: a bit of
-            the first parameter changes after the step, or with ``call`` 1 one of its first
-            moment. sender: an allocation fails in a thread that sends. replan: the loop is told to split by ``counts``. stranger: somebody who has no
-            token sends what ``call`` says to rank 0.
+            with ``call`` 1, the backward pass. sender: one fails in a thread that sends. overflow:
+            a gradient is infinite. flip: a bit of the first parameter changes after the step, or
+            with ``call`` 1 one of its first moment. replan: the loop is told to split by
+            ``counts``. stranger: somebody who has no token sends what ``call`` says to rank 0.
     """
 
     kind: str
