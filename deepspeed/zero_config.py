@@ -126,8 +126,8 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     content[_WIRE] = _WIRES[wire]
     if zero.get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see zero_engine.py
-        # In 16 bits, divided before the sum: it might overflow, and the loss scale is found for what
-        # each rank sends.
+        # In 16 bits, divided before the sum, which might overflow: the loss scale is found for
+        # what each rank sends.
         content.setdefault("prescale_gradients", wire in SIXTEEN)
     content.setdefault("steps_per_print", 10**9)
     return content
