@@ -36,6 +36,8 @@ from warm.ranks import WarmRanks
 
 from motley.errors import MotleyError
 
+# NCCL takes one rank a GPU.
+MOST_RANKS = torch.cuda.device_count() or 6
 TRIES = 30  # smaller cases that are tried of one that was found
 torch.set_num_threads(1)
 
@@ -69,7 +71,7 @@ class Search:
             while time.monotonic() < self.deadline:
                 with self.lock:
                     number, self.tried = self.tried, self.tried + 1
-                case = draw(random.Random(f"{self.seed}.{number}"))
+                case = draw(random.Random(f"{self.seed}.{number}"), MOST_RANKS)
                 problems = judged(case, ranks)
                 if problems:
                     self._keep(case, problems[0], ranks)

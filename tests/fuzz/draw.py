@@ -21,16 +21,21 @@ def optimizers() -> tuple[str, ...]:
     return tuple(sorted(list_optimizers()))
 
 
-def draw(dice: random.Random) -> Case:
-    """A case."""
+def draw(dice: random.Random, most_ranks: int = 6) -> Case:
+    """A case.
+
+    Args:
+        most_ranks: in a job; where there are GPUs, as many as these.
+    """
     exact = dice.random() < 0.75
     recipe = _recipe(dice, exact)
     steps = math.ceil(recipe.samples / recipe.batch_size) * recipe.epochs
-    first = _segment(dice, recipe, exact)
+    first = _segment(dice, recipe, exact, most_ranks)
     segments = [first]
     for _ in range(dice.choice((0, 0, 1, 1, 1, 2))):
         alike = dice.random() < 0.4 or (not exact and dice.random() < 0.7)
-        segments.append(replace(first, changed={}) if alike else _segment(dice, recipe, exact))
+        other = first if alike else _segment(dice, recipe, exact, most_ranks)
+        segments.append(replace(other, changed={}))
         if dice.random() < 0.3 and not alike:
             segments[-1] = replace(segments[-1], changed=_changed(dice, recipe))
     changed: dict[str, Any] = {}
@@ -69,9 +74,9 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
     )  # fmt: skip
 
 
-def _segment(dice: random.Random, recipe: Recipe, exact: bool) -> Segment:
+def _segment(dice: random.Random, recipe: Recipe, exact: bool, most: int) -> Segment:
     engine = dice.choice(("ddp", "ddp", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"))
-    ranks = dice.choice((1, 2, 2, 2, 3, 3, 3, 4, 5, 6))
+    ranks = min(most, dice.choice((1, 2, 2, 2, 3, 3, 3, 4, 5, 6)))
     if ranks > recipe.batch_size and dice.random() < 0.9:
         ranks = recipe.batch_size
     kind = dice.randrange(4)

@@ -53,7 +53,8 @@ class Reference:
     """
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
-        self._dtype, self._cpu = dtype, torch.device("cpu")
+        self._dtype = dtype
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.configure(config)
         self.trained, self._states = Trained(), list[Any]()
         self._epoch = self._consumed = 0
@@ -66,7 +67,7 @@ class Reference:
         net = build_model(config, images).to(self._dtype)
         if old is not None:
             net.load_state_dict(old.net.state_dict())
-        self._model = Classifier(net, images, size, "fp32", self._cpu)
+        self._model = Classifier(net, images, size, "fp32", self._device)
         optimizer = make_optimizer(net, config)
         if old is not None:
             kept = copy.deepcopy(self._optimizer.state_dict())
@@ -75,7 +76,7 @@ class Reference:
                 group |= {name: now[name] for name in ("lr", "weight_decay") if name in now}
             optimizer.load_state_dict(kept)
         self._optimizer = optimizer
-        self._loader = Loader(images, config, size, 0, self._cpu)
+        self._loader = Loader(images, config, size, 0, self._device)
         self.samples = Order(len(images.train), config.seed, config.data_fraction).epoch_samples
 
     # -- history
@@ -165,4 +166,4 @@ class Reference:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
-        return self._model.net.state_dict()
+        return {name: value.cpu() for name, value in self._model.net.state_dict().items()}

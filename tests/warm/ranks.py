@@ -38,12 +38,14 @@ class WarmRanks:
     """
 
     def __init__(self, modules: Sequence[str], instead: Path | None = None) -> None:
-        folders = (*FOLDERS, *([instead] if instead else []))
+        folders = [*FOLDERS, *([instead] if instead else [])]
+        path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "warm.zygote", *modules],
             env={
-                **os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)),
+                **os.environ, "PYTHONPATH": path.rstrip(os.pathsep),
                 "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check begins to use CUDA
             },
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
