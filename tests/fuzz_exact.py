@@ -21,6 +21,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,16 +58,29 @@ class Found:
 
 @dataclass
 class Search:
-    """Cases of a seed, taken by lanes that each have ranks of their own."""
+    """Cases of a seed, taken by lanes that each have ranks of their own.
+
+    Attributes:
+        tried: cases so far. failed: what has ended a lane before its time.
+        found: by :func:`signature`.
+    """
 
     seed: int
     deadline: float
     tried: int = 0
+    failed: str = ""
     found: dict[str, Found] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lane(self) -> None:
-        """Try cases until time is up."""
+        """Try cases until time is up, or the fuzzer itself fails."""
+        try:
+            self._try_cases()
+        except Exception as error:
+            traceback.print_exc()
+            self.failed = str(error)
+
+    def _try_cases(self) -> None:
         with WarmRanks(MODULES) as ranks:
             while time.monotonic() < self.deadline:
                 with self.lock:
@@ -129,8 +143,9 @@ def search(seconds: float, seed: int, lanes: int) -> int:
         print(f"{found.times} x {found.problem.splitlines()[0]}\n"
               f"  python tests/fuzz_exact.py --case '{found.case}'")  # fmt: skip
     print(f"{here.tried} cases of seed {seed} in {time.monotonic() - started:.0f} s: "
-          f"{len(here.found)} kinds of problem")  # fmt: skip
-    return int(bool(here.found))
+          f"{len(here.found)} kinds of problem"
+          + (f"; the fuzzer itself failed: {here.failed}" if here.failed else ""))  # fmt: skip
+    return int(bool(here.found or here.failed))
 
 
 def one(text: str) -> int:
