@@ -59,7 +59,7 @@ def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> T
     found = checkpoints_at(path)
     if not found:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
-    folder, tensors, progress, problems = newest_whole(found)
+    folder, tensors, progress, problems = newest_whole(found, ("config",))
     known = {f.name for f in fields(Config)}
     saved: dict[str, Any] = {k: v for k, v in progress["config"].items() if k in known}
     config = Config(**saved)
