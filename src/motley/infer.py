@@ -14,12 +14,13 @@ from torch import Tensor
 from motley.checkpoint import checkpoints_at, newest_whole
 from motley.data import (
     NO_LABEL,
-    UNREADABLE,
     Images,
     Source,
+    UnreadableImage,
     evaluation_transform,
     load_images,
     of_files,
+    read,
 )
 from motley.errors import MotleyError
 from motley.memory import in_halves
@@ -133,8 +134,8 @@ class Predictor:
 
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
-            image, label = self.source[index]
-        except UNREADABLE as error:
+            image, label = read(self.source, index)
+        except UnreadableImage as error:
             name = self.trained.images.name_of(self.source, index)
             raise MotleyError(f"cannot read {name} ({error}); repair it, or remove it") from None
         return torch.as_tensor(self._look(image), dtype=torch.uint8), label
