@@ -16,7 +16,7 @@ PURE = {
     "leftovers", "at_once", "login", "shell", "remote", "leases", "shards", "matrix", "outcome",
     "baselines", "baseline_rows", "baseline_table", "faults",
 }  # fmt: skip
-LAUNCH = {"vigil", "escort", "lifeline", "launch", "traffic"}
+LAUNCH = {"messages", "handshakes", "vigil", "escort", "lifeline", "launch", "traffic"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
 
