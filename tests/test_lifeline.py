@@ -178,12 +178,13 @@ class Port:
     """Rank 0's, with a clock that is set by hand."""
 
     def __init__(self) -> None:
-        self.handshakes = Handshakes("127.0.0.1", (1, 2))
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=99)
+        self.handshakes = Handshakes(self._listener, (1, 2))
         self._selector = selectors.DefaultSelector()
         self.handshakes.register(self._selector)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.handshakes.port), timeout=5)
+        return socket.create_connection(self._listener.getsockname(), timeout=5)
 
     def look(self, now: float) -> list[Arrival]:
         """Once, at what is ready."""

@@ -56,23 +56,22 @@ class _Stranger:
 
 
 class Handshakes:
-    """Rank 0's listening port.
+    """What comes in at rank 0's port.
 
     Args:
-        address: to listen on.
+        listener: the port, open.
         ranks: who is to come, each of them once.
 
     Attributes:
-        token: that a rank says first. port: where.
+        token: that a rank says first.
     """
 
-    def __init__(self, address: str, ranks: Collection[int]) -> None:
+    def __init__(self, listener: socket.socket, ranks: Collection[int]) -> None:
         self.token = secrets.token_hex(16)
         self._opening = _opening(self.token)
         self._awaited = set(ranks)
-        self._listener = socket.create_server((address, 0), backlog=1024)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = listener
+        listener.setblocking(False)
         self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
 
     def register(self, selector: selectors.BaseSelector) -> None:

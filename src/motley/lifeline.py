@@ -76,8 +76,9 @@ class Lifeline:
 
         Nobody is heard who has not said it: see motley.handshakes.
         """
-        self._handshakes = Handshakes(address, range(1, self.size))
-        return self._handshakes.port, self._handshakes.token, self.host
+        self._door = socket.create_server((address, 0), backlog=1024)
+        self._handshakes = Handshakes(self._door, range(1, self.size))
+        return self._door.getsockname()[1], self._handshakes.token, self.host
 
     def join(self, address: str, door: tuple[int, str, str], deputy: int, first_here: bool) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``.
