@@ -7,7 +7,8 @@ import numpy as np
 import style
 
 from motley.errors import MotleyError
-from motley.records import JsonDict, RunFolder
+from motley.lines import JsonDict
+from motley.records import RunFolder
 
 UNFINISHED = ("failed", "running")
 

@@ -53,11 +53,12 @@ class Jobs:
         self.logs = folder / "logs"
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, ranks: int, *words: object, **extra: str) -> subprocess.Popen[str]:
+    def start(
+        self, ranks: int, *words: object, entry: str | Path = "./entry_cn.sh", **extra: str
+    ) -> subprocess.Popen[str]:
         """``mpirun -np RANKS --hostfile hosts.txt ./entry_cn.sh WORDS...``, not waited for."""
         job = subprocess.Popen(
-            ["mpirun", "-np", str(ranks), "--hostfile", "hosts.txt", "./entry_cn.sh",
-             *map(str, words)],
+            ["mpirun", "-np", str(ranks), "--hostfile", "hosts.txt", str(entry), *map(str, words)],
             cwd=ROOT, env=environment(**extra), text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -70,9 +71,11 @@ class Jobs:
         output, _ = job.communicate(timeout=limit)
         return Done(job.returncode, output, time.monotonic() - start)
 
-    def run(self, ranks: int, *words: object, **extra: str) -> Done:
+    def run(
+        self, ranks: int, *words: object, entry: str | Path = "./entry_cn.sh", **extra: str
+    ) -> Done:
         """Run any script on ``ranks`` ranks."""
-        return self.wait(self.start(ranks, *words, **extra))
+        return self.wait(self.start(ranks, *words, entry=entry, **extra))
 
     def train(self, ranks: int, script: str, name: str, *options: object) -> "Trained":
         """Train to the end, or fail the test with the job's output."""

@@ -1,11 +1,20 @@
 """Checkpoints: whole or not at all."""
 
+import hashlib
+import json
 import os
+import pickle
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save as safetensors_of
+from torch import Tensor
 
 from motley.checkpoint import Checkpoints, checkpoints_at, load_checkpoint, newest_whole
 from motley.errors import MotleyError
@@ -47,6 +56,139 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     found, _, progress, problems = newest_whole(checkpoints_at(tmp_path))
     assert (found, progress["step"]) == (older, 3)
     assert len(problems) == 1 and str(newer) in problems[0]
+
+
+def vouch(folder: Path) -> None:
+    """Write the manifest that fits the files."""
+    files = [file for file in sorted(folder.iterdir()) if file.name != "manifest.json"]
+    described = {
+        file.name: {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
+        for file in files
+    }
+    (folder / "manifest.json").write_text(json.dumps(described))
+
+
+MANIFEST = {
+    "empty": lambda whole: {},
+    "a list": lambda whole: [],
+    "a number": lambda whole: 7,
+    "without a file": lambda whole: {k: v for k, v in whole.items() if k != "model.safetensors"},
+    "with one more": lambda whole: {**whole, "../../else": {"bytes": 0, "sha256": ""}},
+    "without hashes": lambda whole: {name: {"bytes": 1} for name in whole},
+    "of lists": lambda whole: {name: [each] for name, each in whole.items()},
+    "of nothing": lambda whole: dict.fromkeys(whole),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MANIFEST.values(), ids=MANIFEST)
+def test_a_manifest_vouches_for_each_file_or_for_none(
+    tmp_path: Path, change: Callable[[dict[str, object]], object]
+) -> None:
+    older, newer = save(tmp_path, 3, 5)
+    content = bytearray((newer / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (newer / "model.safetensors").write_bytes(content)
+    manifest = newer / "manifest.json"
+    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    found, tensors, _, (problem,) = newest_whole(checkpoints_at(tmp_path))
+    assert found == older and torch.equal(
+        tensors["model.head.weight"], TENSORS["model.head.weight"]
+    )
+    assert str(manifest) in problem or str(newer / "model.safetensors") in problem
+
+
+HEADER_BOMB = (2**60).to_bytes(8, "little") + b"{}"
+CUT_HEADER = safetensors_of({"head.weight": torch.ones(2, 3)})[:20]
+NO_DTYPE = b'{"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'
+
+
+@pytest.mark.parametrize("name, content", [
+    ("model.safetensors", pickle.dumps({"head.weight": [0.0] * 6})),
+    ("model.safetensors", b""),
+    ("model.safetensors", HEADER_BOMB),
+    ("model.safetensors", CUT_HEADER),
+    ("model.safetensors", len(NO_DTYPE).to_bytes(8, "little") + NO_DTYPE + bytes(4)),
+    ("ranks.safetensors", b"\xff" * 99),
+    ("progress.json", b"[]"),
+    ("progress.json", b"7"),
+    ("progress.json", b"{}"),
+    ("progress.json", b'{"step": "5"}'),
+    ("progress.json", b'{"step": -5}'),
+    ("progress.json", b'{"step": true}'),
+    ("progress.json", b'{"step": 5, "config": []}'),
+    ("progress.json", b'{"step": 5, "scale": 3}'),
+    ("progress.json", b'{"step": 5, "ranks": 2.5}'),
+    ("progress.json", b'{"step": 5, "epoch": null}'),
+    ("progress.json", b"[" * 200_000),
+    ("progress.json", b'{"step": 5, "\xff": 1}'),
+    ("manifest.json", b"[" * 200_000),
+    ("manifest.json", b'{"\xff": 1}'),
+])  # fmt: skip
+def test_garbage_under_a_right_name_is_damage(tmp_path: Path, name: str, content: bytes) -> None:
+    """Even where the manifest vouches for it."""
+    older, newer = save(tmp_path, 3, 5)
+    (newer / name).write_bytes(content)
+    if name != "manifest.json":
+        vouch(newer)
+    found, _, progress, (problem,) = newest_whole(checkpoints_at(tmp_path))
+    assert (found, progress["step"]) == (older, 3)
+    assert str(newer / name) in problem and "\n" not in problem
+
+
+def test_what_a_reader_needs_and_a_checkpoint_lacks_is_damage(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 3)
+    with pytest.raises(MotleyError, match=r"progress.json.*no 'config'"):
+        newest_whole([folder], needs=("config",))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that nobody changes."""
+    return save(tmp_path_factory.mktemp("whole"), 3)[0]
+
+
+def same(found: dict[str, Tensor]) -> bool:
+    return found.keys() == TENSORS.keys() and all(
+        torch.equal(found[name], TENSORS[name]) for name in TENSORS
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_happens_to_its_bytes_it_is_whole_or_damaged(
+    whole: Path, data: st.DataObject
+) -> None:
+    folder = whole.with_name("changed")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    others = [b"", b"{}", b"[]", b"{", *(file.read_bytes() for file in sorted(folder.iterdir()))]
+    for _ in range(data.draw(st.integers(1, 2))):
+        file = data.draw(st.sampled_from(sorted(folder.iterdir())))
+        content = bytearray(file.read_bytes())
+        at = data.draw(st.integers(0, max(0, len(content) - 1)))
+        kind = data.draw(st.sampled_from(("flip", "cut", "replace", "insert", "other", "gone")))
+        if kind == "gone" or not content:
+            file.unlink()
+            continue
+        if kind == "flip":
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "cut":
+            del content[at:]
+        elif kind == "other":
+            content = bytearray(data.draw(st.sampled_from(others)))
+        else:
+            new = data.draw(st.binary(max_size=9))
+            content[at : at + (len(new) if kind == "replace" else 0)] = new
+        file.write_bytes(content)
+    try:
+        tensors, progress = load_checkpoint(folder)
+    except MotleyError as error:
+        assert str(folder) in str(error)
+    else:
+        assert same(tensors) and progress == {"step": 3}
 
 
 def test_none_whole_is_an_error_that_names_all(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
     "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "network",
-    "rebalance",
+    "rebalance", "lines", "same_code",
     "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
     "leftovers", "at_once", "login", "shell", "remote", "leases", "shards", "matrix", "outcome",
     "baselines", "baseline_rows", "baseline_table", "faults",
 }  # fmt: skip
-LAUNCH = {"vigil", "escort", "lifeline", "launch", "traffic"}
+LAUNCH = {"messages", "handshakes", "vigil", "escort", "lifeline", "launch", "traffic"}
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
 

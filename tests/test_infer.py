@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DDP, Jobs, wait_until
+from conftest import DDP, ROOT, Jobs, environment, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -42,6 +42,58 @@ def test_a_lease_is_taken_once_and_from_whoever_is_gone(tmp_path: Path) -> None:
         (tmp_path / "d.lease").write_text(f"{os.uname().nodename}.{dead}")
         assert mine.take("d")
     assert {path.name for path in tmp_path.iterdir()} == {"a.lease", "b.lease"}
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from motley.leases import Leases
+
+folder, count = Path(sys.argv[1]), int(sys.argv[2])
+leases = Leases(folder)
+print("ready", flush=True)
+sys.stdin.readline()
+print(*(number for number in range(count) if leases.take(str(number))), flush=True)
+sys.stdin.readline()  # who ends is gone
+"""
+
+
+def test_of_many_who_see_that_an_owner_is_gone_one_takes_its_lease(tmp_path: Path) -> None:
+    count = 1500
+    for number in range(count):
+        lease = tmp_path / f"{number}.lease"
+        lease.write_text("elsewhere.1\n")
+        os.utime(lease, (time.time() - 99, time.time() - 99))
+    takers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, tmp_path, str(count)], text=True, env=environment(
+                PYTHONPATH=str(ROOT / "src")
+            ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    lines = [[taker.stdout.readline() for taker in takers if taker.stdout]]
+    for taker in takers:
+        assert taker.stdin
+        taker.stdin.write("go\n")
+        taker.stdin.flush()
+    lines += [[taker.stdout.readline() for taker in takers if taker.stdout]]
+    for taker in takers:
+        taker.communicate()
+    assert sorted(int(won) for line in lines[1] for won in line.split()) == list(range(count))
+
+
+def test_who_was_thought_gone_leaves_the_new_owners_lease_alone(tmp_path: Path) -> None:
+    lease = tmp_path / "a.lease"
+    with Leases(tmp_path, gone_s=0.4) as frozen:
+        assert frozen.take("a")
+        lease.write_text("elsewhere.1\n")  # another machine has taken it over meanwhile
+        os.utime(lease, (time.time() - 9, time.time() - 9))
+        time.sleep(0.3)
+        assert lease.stat().st_mtime < time.time() - 5, "not the frozen one's to renew"
+        frozen.drop("a")
+        assert lease.read_text() == "elsewhere.1\n"
+    assert lease.exists()
 
 
 @given(st.integers(1, 60), st.integers(1, 20))

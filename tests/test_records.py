@@ -45,16 +45,50 @@ def test_steps_are_read_as_written_and_unknown_is_null(folder: RunFolder) -> Non
     assert "NaN" not in text, "strict JSON has no NaN"
 
 
-def test_a_line_cut_short_ends_the_reading_there(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 1, "lo', b'{"event": "x\xff', b"[" * 200_000, b"\0" * 9]
+)
+def test_a_torn_line_costs_itself_alone(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], torn: bytes
 ) -> None:
-    with folder.steps(0) as lines:
-        lines.write(step(0))
+    for name in ("steps.rank0.jsonl", "epochs.jsonl", "events.jsonl"):
+        (folder.path / name).write_bytes(b'{"event": "a", "step": 0}\n' + torn)
+    with folder.steps(0) as lines:  # after a resume
         lines.write(step(1))
+    with folder.epochs() as lines:
+        lines.write({"step": 1})
+    folder.event("b", step=1)
+    folder.event("c", step=1)
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1]
+    assert [record["step"] for record in folder.read_epochs()] == [0, 1]
+    assert [record["event"] for record in folder.read_events()] == ["a", "b", "c"]
+    assert capsys.readouterr().out.count("line 2 is cut short") == 3
+
+
+def test_forgetting_drops_what_is_torn_or_tells_no_step(folder: RunFolder) -> None:
     path = folder.path / "steps.rank0.jsonl"
-    path.write_text(path.read_text()[:-30])
-    assert [record["step"] for record in folder.read_steps()[0]] == [0]
-    assert "line 2 is cut short" in capsys.readouterr().out
+    path.write_text('{"step": 0}\n{"st\n{"loss": 1.0}\n{"step": "x"}\n{"step": 1}\n{"step": 2}\n')
+    folder.forget_after(2, 0, [0])
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+@pytest.mark.parametrize("torn", [1, 40, 70, 100, -3])
+def test_a_torn_row_of_a_gpu_log_costs_itself_alone(folder: RunFolder, torn: int) -> None:
+    """The header, or a name in quotes, which would reach to the next quote."""
+    row = {"Timestamp": "2026-11-21 03:12:44.120", "GPU_ID": 0, "GPU_Name": 'a, "b", c', "Step": 1}
+    log = folder.gpu_log("a")
+    log.write(row)
+    log.close()
+    path = folder.path / "gpu.a.csv"
+    whole = path.read_bytes()
+    header, _, first = whole.partition(b"\n")
+    cut = len(header) + 1 + first.index(b'"b') + 2 if torn < 0 else torn
+    path.write_bytes(whole[:cut])
+    for number in (2, 3):
+        log = folder.gpu_log("a")
+        log.write({**row, "Step": number})
+        log.close()
+    assert [sample.step for sample in read_gpu_log(path)] == [2, 3]
 
 
 def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None:

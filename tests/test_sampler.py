@@ -1,10 +1,18 @@
 """The same samples, whoever computes them."""
 
 import argparse
+import builtins
 import dataclasses
+import io
+import os
 import pickle
+import struct
+import subprocess
+import sys
+import zlib
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +175,63 @@ def test_a_truncated_image_is_named_and_gives_its_place_to_the_next(tmp_path: Pa
     )
     tests = list(loader.test_batches(plan))
     assert sum(len(batch.indices) for batch in tests) == 7, "an unreadable answer is not counted"
+
+
+def bomb() -> bytes:
+    """A valid PNG of 1.6 gigapixels in 200 bytes."""
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, "PNG")
+    content = file.getvalue()
+    ihdr = b"IHDR" + struct.pack(">II", 40_000, 40_000) + content[24:29]
+    return content[:12] + ihdr + struct.pack(">I", zlib.crc32(ihdr)) + content[33:]
+
+
+@pytest.mark.parametrize("kind", ["bomb", "TypeError", "KeyError", "RuntimeError"])
+def test_whatever_a_decoder_raises_the_image_is_skipped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """TypeError: as PIL 13 does of some torn TIFFs; RuntimeError: of formats it only half knows."""
+    root = picture_folder(tmp_path)
+    bad = ("train/cat/3.png", "val/dog/0.png")
+    for name in bad:
+        (root / name).write_bytes(bomb())
+    images, options = folder_images(root)
+    if kind != "bomb":
+        read = Image.open
+
+        def raising(file: Any, *words: Any) -> Any:
+            if str(file.name).endswith(bad):
+                raise getattr(builtins, kind)
+            return read(file, *words)
+
+        monkeypatch.setattr(Image, "open", raising)
+    loader = Loader(images, options, 16, 0, CPU)
+    plan = Plan(8, (1.0,), (8,))
+    steps = [*chain(*batches(loader, plan))]
+    assert sum(len(batch.indices) for batch in steps) == 20
+    tests = list(loader.test_batches(plan))
+    assert sum(len(batch.indices) for batch in tests) == 7
+    named = [name for batch in (*steps, *tests) for name in batch.unreadable]
+    says = "1600000000 pixels" if kind == "bomb" else kind
+    assert len(named) == 2 and all(says in name for name in named)
+    assert [name.partition(" (")[0] for name in named] == [str(root / name) for name in bad]
+
+
+def test_large_photos_are_no_reason_to_warn(tmp_path: Path) -> None:
+    code = """
+import sys
+from PIL import Image
+from motley.data import load_images
+from motley.options import read_config, training_parser
+Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
+load_images(read_config(training_parser(""), ["--dataset", "folder", "--data-dir", sys.argv[1]]),
+            16).train[0]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, picture_folder(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1] / "src")},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("breaks", ["no folder", "classes differ", "empty"])

@@ -8,10 +8,10 @@ from typing import Any
 
 from motley.baselines import BaselineFolder
 from motley.gpu_records import read_gpu_log
+from motley.lines import JsonDict
 from motley.matrix import REFERENCE, Cell
 from motley.outcome import DONE, Outcome
 from motley.records import (
-    JsonDict,
     RunFolder,
     find_gpu_logs,
 )

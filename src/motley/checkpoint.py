@@ -11,24 +11,27 @@
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
 A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed.
-torch.load and safetensors read a flipped bit without a word, so loading compares hashes
-first; a damaged checkpoint is named and the one before it is used.
+torch.load and safetensors read a flipped bit without a word, so nothing is loaded but bytes that
+the manifest vouches for; a damaged checkpoint is named and the one before it is used.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from motley.errors import MotleyError
 
 _PARTS = ("model", "optimizer", "ranks")
+_FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
+_COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config"}  # of progress.json
 
 
 class Checkpoints:
@@ -125,32 +128,38 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read one checkpoint; MotleyError names the file that is missing or damaged."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        for name, expected in manifest.items():
-            found = _describe(folder / name)
-            if found != expected:
-                raise MotleyError(
-                    f"{folder / name} is damaged: {found['bytes']} bytes, SHA-256 "
-                    f"{found['sha256'][:12]}, not {expected['bytes']}, {expected['sha256'][:12]}"
-                )
-        progress = json.loads((folder / "progress.json").read_text())
-        tensors = {
-            f"{part}.{name}": tensor
-            for part in _PARTS
-            for name, tensor in load_file(folder / f"{part}.safetensors").items()
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MotleyError(f"{folder} is no whole checkpoint: {error}") from None
+def load_checkpoint(
+    folder: Path, needs: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read one checkpoint; what is loaded are the very bytes whose hashes were compared.
+
+    Args:
+        needs: what the progress must tell, besides the step.
+
+    Raises:
+        MotleyError: names the file that is missing or damaged.
+    """
+    manifest = _read_manifest(folder / "manifest.json")
+    tensors: dict[str, Tensor] = {}
+    for part in _PARTS:
+        path = folder / f"{part}.safetensors"
+        with _reading(path):
+            content = load(_read_vouched(path, manifest[path.name]))
+        tensors |= {f"{part}.{name}": tensor for name, tensor in content.items()}
+    path = folder / "progress.json"
+    with _reading(path):
+        progress = json.loads(_read_vouched(path, manifest[path.name]))
+        _check_progress(progress, needs)
     return tensors, progress
 
 
 def newest_whole(
-    folders: list[Path],
+    folders: list[Path], needs: Collection[str] = ()
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
     """Load the first of ``folders`` that is whole.
+
+    Args:
+        needs: as for :func:`load_checkpoint`.
 
     Returns:
         It, its content, and what was wrong with those before it.
@@ -158,10 +167,62 @@ def newest_whole(
     problems: list[str] = []
     for folder in folders:
         try:
-            return folder, *load_checkpoint(folder), problems
+            return folder, *load_checkpoint(folder, needs), problems
         except MotleyError as error:
             problems.append(str(error))
     raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever a reader makes of garbage, it is said of the file."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # safetensors, JSON and torch raise types of their own
+        gone = isinstance(error, FileNotFoundError)
+        text = "it is missing" if gone else " ".join(str(error).split()) or type(error).__name__
+        raise MotleyError(f"{path} is damaged: {text}") from None
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of each file that is loaded, and of no other."""
+    with _reading(path):
+        manifest: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
+        if not isinstance(manifest, dict) or manifest.keys() != _FILES:
+            raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
+        for name, described in manifest.items():
+            if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
+                raise ValueError(f"it does not give size and SHA-256 of {name}")
+    return manifest
+
+
+def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
+    """A file's bytes; ValueError where they are not those that the manifest describes."""
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if {"bytes": len(content), "sha256": digest} != expected:
+        raise ValueError(
+            f"{len(content)} bytes, SHA-256 {digest[:12]}, not {expected['bytes']}, "
+            f"{str(expected['sha256'])[:12]}"
+        )
+    return content
+
+
+def _check_progress(progress: Any, needs: Collection[str]) -> None:
+    """ValueError unless it is what :meth:`Checkpoints.save` takes."""
+    if not isinstance(progress, dict):
+        raise ValueError(f"it is a {type(progress).__name__}, not an object")
+    for name in ("step", *needs):
+        if name not in progress:
+            raise ValueError(f"it has no '{name}'")
+    for name in _COUNTS & progress.keys():
+        if type(progress[name]) is not int or progress[name] < 0:
+            raise ValueError(f"its {name} is {progress[name]!r}, not a count")
+    for name in _OBJECTS & progress.keys():
+        if not isinstance(progress[name], dict):
+            raise ValueError(f"its {name} is {progress[name]!r}, not an object")
 
 
 def checkpoints_at(path: Path) -> list[Path]:

@@ -5,6 +5,7 @@ through worker processes and over the PCI bus.
 """
 
 import fcntl
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,13 @@ from motley.options import Config
 
 Transform = Callable[[Any], Any]
 NO_LABEL = -1
-UNREADABLE = (OSError, SyntaxError, ValueError)  # what PIL raises of a file that is no image
+
+# What is too large to be an image is an error; PIL also warns of every photo of half that size.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+class UnreadableImage(Exception):  # noqa: N818 - of the image, not of the program
+    """An image cannot be decoded; the message says why."""
 
 
 class Source(Protocol):
@@ -32,7 +39,22 @@ class Source(Protocol):
         """Number of images."""
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Image (PIL or uint8 tensor [C, H, W]) and label; UNREADABLE if it cannot be read."""
+        """Image (PIL or uint8 tensor [C, H, W]) and label; see :func:`read`."""
+
+
+def read(source: Source, index: int) -> tuple[Any, int]:
+    """``source[index]``; raises UnreadableImage, whatever the decoder raised.
+
+    Pillow has no type of error of its own: of torn or hostile files its decoders raise OSError,
+    SyntaxError, ValueError, DecompressionBombError, TypeError and, by format, what else their
+    authors did not think of. Lack of memory is none of the image's.
+    """
+    try:
+        return source[index]
+    except (MemoryError, MotleyError):
+        raise
+    except Exception as error:
+        raise UnreadableImage(str(error) or type(error).__name__) from error
 
 
 @dataclass(frozen=True)

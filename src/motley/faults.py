@@ -10,6 +10,7 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
+_MOST_DETAILS = 100_000  # characters; see motley.messages
 NO_MEMORY = r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc"
 
 
@@ -52,7 +53,7 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
     if isinstance(error, MotleyError):
         return Fault(rank, host, step, str(error), code=2)
     text = " ".join(str(error).split()) or "no message"
-    details = "".join(traceback.format_exception(error))
+    details = "".join(traceback.format_exception(error))[-_MOST_DETAILS:]
     echo = bool(_ECHO.search(text)) and isinstance(error, RuntimeError | OSError)
     return Fault(
         rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
+from motley.lines import open_to_append
 
 # The lab's own eleven columns first, in its own order and spelling, so that its old
 # plots read our files and ours read its.
@@ -31,8 +32,10 @@ class GpuLog:
     """
 
     def __init__(self, path: Path) -> None:
-        new = not path.exists() or path.stat().st_size == 0
-        self._file = path.open("a", newline="", buffering=1, encoding="utf-8")
+        new = not _has_header(path)
+        if new:
+            path.unlink(missing_ok=True)
+        self._file = open_to_append(path, newline="")
         self._writer = csv.DictWriter(
             self._file, LAB_GPU_COLUMNS + OUR_GPU_COLUMNS, extrasaction="raise", restval=""
         )
@@ -46,6 +49,14 @@ class GpuLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _has_header(path: Path) -> bool:
+    """A first line that is whole; before it there is nothing to lose."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 @dataclass(frozen=True)
@@ -80,18 +91,25 @@ def read_gpu_log(path: Path) -> list[GpuSample]:
 
     Rows that a crash cut short or that are no samples are left out.
     """
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in LAB_GPU_COLUMNS[:1] if name not in (reader.fieldnames or ())]
-        if missing:
-            raise MotleyError(f"{path} is not a GPU log: it has no column {missing[0]}")
-        # A row cut short misses columns (None among the values), one that later rows were
-        # appended to has too many (None among the keys).
-        whole = (row for row in reader if None not in row and None not in row.values())
-        return [sample for row in whole if (sample := _sample(row, path)) is not None]
+    with path.open(encoding="utf-8", errors="replace") as file:
+        rows = map(_fields, file)
+        header = next(rows, [])
+        if LAB_GPU_COLUMNS[0] not in header:
+            raise MotleyError(f"{path} is not a GPU log: it has no column {LAB_GPU_COLUMNS[0]}")
+        # A row cut short misses columns; one that another was appended to has too many.
+        whole = (dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header))
+        return [sample for row in whole if (sample := _sample(row)) is not None]
 
 
-def _sample(row: Mapping[str, str | None], path: Path) -> GpuSample | None:
+def _fields(line: str) -> list[str]:
+    """Of one line alone: a quote that a crash left open must not reach into the next row."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:
+        return []
+
+
+def _sample(row: Mapping[str, str]) -> GpuSample | None:
     when = _timestamp(row.get("Timestamp"))
     if when is None:
         return None

@@ -14,12 +14,13 @@ from torch import Tensor
 from motley.checkpoint import checkpoints_at, newest_whole
 from motley.data import (
     NO_LABEL,
-    UNREADABLE,
     Images,
     Source,
+    UnreadableImage,
     evaluation_transform,
     load_images,
     of_files,
+    read,
 )
 from motley.errors import MotleyError
 from motley.memory import in_halves
@@ -59,7 +60,7 @@ def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> T
     found = checkpoints_at(path)
     if not found:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
-    folder, tensors, progress, problems = newest_whole(found)
+    folder, tensors, progress, problems = newest_whole(found, ("config",))
     known = {f.name for f in fields(Config)}
     saved: dict[str, Any] = {k: v for k, v in progress["config"].items() if k in known}
     config = Config(**saved)
@@ -133,8 +134,8 @@ class Predictor:
 
     def _read(self, index: int) -> tuple[Tensor, int]:
         try:
-            image, label = self.source[index]
-        except UNREADABLE as error:
+            image, label = read(self.source, index)
+        except UnreadableImage as error:
             name = self.trained.images.name_of(self.source, index)
             raise MotleyError(f"cannot read {name} ({error}); repair it, or remove it") from None
         return torch.as_tensor(self._look(image), dtype=torch.uint8), label

@@ -6,11 +6,19 @@ owner's own machine that is seen at once.
 """
 
 import contextlib
+import fcntl
 import os
+import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+from motley.errors import MotleyError
 
 _RENEW_S = 5.0
+_PATIENCE_S = 1.0
 GONE_S = 60.0  # NFS shows another machine's touch up to 30 s late
 
 
@@ -42,12 +50,15 @@ class Leases:
     def take(self, name: str) -> bool:
         """Take a lease, if nobody has it or its owner is gone."""
         path = self._folder / f"{name}.lease"
-        if self._is_gone(path):
-            # Of many who see it, one alone can rename it.
-            left = path.with_name(f".{path.name}.{self._owner}")
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(left)
-                left.unlink()
+        with self._locked(path) as file:
+            if file is not None:
+                if not self._is_gone(file):
+                    return False
+                file.seek(0)
+                file.write(self._owner + "\n")
+                file.truncate()
+                self._held.add(path)
+                return True
         try:
             with path.open("x") as file:
                 file.write(self._owner + "\n")
@@ -58,8 +69,11 @@ class Leases:
 
     def is_free(self, name: str) -> bool:
         """Nobody has it, or its owner is gone."""
-        path = self._folder / f"{name}.lease"
-        return not path.exists() or self._is_gone(path)
+        try:
+            with (self._folder / f"{name}.lease").open() as file:
+                return self._is_gone(file)
+        except FileNotFoundError:
+            return True
 
     def drop(self, name: str) -> None:
         """Give a lease back."""
@@ -67,26 +81,69 @@ class Leases:
 
     def _drop(self, path: Path) -> None:
         self._held.discard(path)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        with self._locked(path) as file:
+            if file is not None and self._owns(file):
+                path.unlink()
 
-    def _is_gone(self, path: Path) -> bool:
-        """By the clock of the disk: machines' clocks differ."""
+    @contextlib.contextmanager
+    def _locked(self, path: Path) -> Iterator[TextIO | None]:
+        """The lease's file, while nobody else judges or changes it; None if there is none.
+
+        To see that an owner is gone and to take its lease must be one act: of two who saw the
+        same, the second would take away the first's new one. So the same file changes hands,
+        under the kernel's lock, which goes with whoever dies holding it (NFS has such locks too,
+        and a run's folder needs them as well). Only who holds the lock of the very file that is
+        under the name unlinks it, so it is still that one when it is written to.
+        """
         try:
-            touched = path.stat().st_mtime
-            host, _, pid = path.read_text().strip().rpartition(".")
+            file = path.open("r+")
         except FileNotFoundError:
-            return False
+            yield None
+            return
+        with file:
+            yield file if self._lock(file) and _is_at(file, path) else None
+
+    def _lock(self, file: TextIO) -> bool:
+        """Wait for a lock that is held for a millisecond; not for ever: its owner may be frozen."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+            except OSError as error:
+                raise MotleyError(
+                    f"the disk of {self._folder} gives no locks ({error.strerror}); choose a "
+                    "folder on another with --out"
+                ) from None
+            time.sleep(0.005)
+
+    def _owns(self, file: TextIO) -> bool:
+        file.seek(0)
+        return file.read().strip() == self._owner
+
+    def _is_gone(self, file: TextIO) -> bool:
+        """By the clock of the disk: machines' clocks differ."""
+        host, _, pid = file.read().strip().rpartition(".")
         if host == self._host and not Path("/proc", pid).exists():
             return True
-        now = self._folder / f".now.{self._owner}"
-        now.write_bytes(b"")
-        here = now.stat().st_mtime
-        now.unlink()
-        return here - touched > self._gone_s
+        with tempfile.TemporaryFile(dir=self._folder) as new:
+            now = os.fstat(new.fileno()).st_mtime
+        return now - os.fstat(file.fileno()).st_mtime > self._gone_s
 
     def _renew(self) -> None:
         while not self._end.wait(min(_RENEW_S, self._gone_s / 4)):
             for path in list(self._held):
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(path)
+                with self._locked(path) as file:
+                    if file is not None and self._owns(file):
+                        os.utime(file.fileno())
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """An open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -16,9 +16,7 @@ the first cause in one line and ends the job. A rank that hears nothing of rank 
 """
 
 import contextlib
-import json
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -32,6 +30,8 @@ from typing import Any, NoReturn
 
 from motley.escort import Escort
 from motley.faults import Fault, died, fault_of, silent
+from motley.handshakes import Handshakes, greeting
+from motley.messages import Messages, encode
 from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil, whereabouts
 
 _PATIENCE = 2.0  # seconds that a failure which looks like an echo waits for the first cause
@@ -63,7 +63,7 @@ class Lifeline:
         self._watching = False
         self._finished = threading.Event()
         self._own: list[dict[str, Any]] = []  # messages of this rank, not yet sent
-        self._heard = b""  # of rank 0, the message that is not complete yet
+        self._heard = Messages()  # of rank 0
         self._pending: tuple[float, Fault] | None = None
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -72,10 +72,13 @@ class Lifeline:
     # -- connecting
 
     def listen(self, address: str) -> tuple[int, str, str]:
-        """Rank 0: open the door; returns its port, the word that opens it, and the host."""
+        """Rank 0: open the door; returns its port, the word that opens it, and the host.
+
+        Nobody is heard who has not said it: see motley.handshakes.
+        """
         self._door = socket.create_server((address, 0), backlog=1024)
-        self._word = secrets.token_hex(16)
-        return self._door.getsockname()[1], self._word, self.host
+        self._handshakes = Handshakes(self._door, range(1, self.size))
+        return self._door.getsockname()[1], self._handshakes.token, self.host
 
     def join(self, address: str, door: tuple[int, str, str], deputy: int, first_here: bool) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``.
@@ -96,7 +99,7 @@ class Lifeline:
             watch = self._watch_all
         else:
             self._line = socket.create_connection((address, port), timeout=30)
-            self._line.sendall(_encode({"word": word, "rank": self.rank, "host": self.host}))
+            self._line.sendall(greeting(word, self.rank, self.host))
             self._line.settimeout(None)
             watch = self._watch_first
         self._watching = True
@@ -199,12 +202,12 @@ class Lifeline:
             try:
                 self._hear_first()  # before speaking: rank 0 may have said stop, and left
                 for number in self._signals():
-                    self._line.sendall(_encode({"signal": number}))
+                    self._line.sendall(encode({"signal": number}))
                     self._leave(128 + number)
                 while self._own:
-                    self._line.sendall(_encode(self._own.pop(0)))
+                    self._line.sendall(encode(self._own.pop(0)))
                 if self._beat_due():
-                    self._line.sendall(_encode({"beat": self._beat()}))
+                    self._line.sendall(encode({"beat": self._beat()}))
             except OSError:
                 with contextlib.suppress(OSError):
                     self._hear_first()
@@ -214,7 +217,7 @@ class Lifeline:
             if quiet > SILENCE + (0 if self.rank == self._deputy else 2):
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
-                    self._line.sendall(_encode({"stop": 1}))
+                    self._line.sendall(encode({"stop": 1}))
                 self._replace_first(silent(0, self._first_host, self.step, quiet))
 
     def _hear_first(self) -> None:
@@ -222,8 +225,7 @@ class Lifeline:
         with contextlib.suppress(BlockingIOError):
             data = self._line.recv(65536, socket.MSG_DONTWAIT)
             self._heard_at = self._awake.seconds
-            messages, self._heard = _decode(self._heard + data)
-            for message in messages:
+            for message in self._heard.feed(data):
                 if "stop" in message:
                     self._leave(message["stop"])
                 elif "finish" in message:
@@ -247,22 +249,21 @@ class Lifeline:
 
     def _watch_all(self) -> None:
         selector = selectors.DefaultSelector()
-        selector.register(self._door, selectors.EVENT_READ)
         selector.register(self._wake_read, selectors.EVENT_READ)
+        self._handshakes.register(selector)
         self._me = Peer(0, self.host)
         self._peers: dict[socket.socket, Peer] = {}
         self._vigil = Vigil(self._awake, self.host)
         while True:
-            ready = selector.select(self._until_due())
-            self._awake.look()
-            for key, _ in ready:
-                if key.fileobj is self._door:
-                    line, _ = self._door.accept()
-                    line.settimeout(1)
-                    self._peers[line] = Peer(-1, "?", self._awake.seconds)
-                    selector.register(line, selectors.EVENT_READ)
-                elif isinstance(key.fileobj, socket.socket):
-                    self._read(key.fileobj, selector)
+            ready = [key.fileobj for key, _ in selector.select(self._until_due())]
+            now = self._awake.look()
+            for line in ready:
+                if isinstance(line, socket.socket) and line in self._peers:
+                    self._read(line, selector)
+            for new in self._handshakes.arrivals(ready, now):
+                peer = self._peers[new.line] = Peer(new.rank, new.host, now, messages=new.messages)
+                for message in new.pending:
+                    self._hear(peer, message)
             # Only now: whoever knows more may have said so while this process was stopped.
             if self._pending and time.monotonic() >= self._pending[0]:
                 # A stop of mpirun's, or an error of gloo's, may well be due to a mute rank.
@@ -288,7 +289,7 @@ class Lifeline:
                     self._condemn(fault)
 
     def _ranks(self) -> list[Peer]:
-        return [self._me, *(peer for peer in self._peers.values() if peer.rank >= 0)]
+        return [self._me, *self._peers.values()]
 
     def _read(self, line: socket.socket, selector: selectors.BaseSelector) -> None:
         peer = self._peers[line]
@@ -297,20 +298,12 @@ class Lifeline:
         except OSError:
             data = b""
         peer.heard = self._awake.seconds
-        messages, peer.buffer = _decode(peer.buffer + data)
-        for message in messages:
-            if peer.rank < 0 and message.get("word") == self._word:
-                peer.rank, peer.host = int(message["rank"]), str(message["host"])
-            elif peer.rank < 0:  # a stranger
-                data = b""
-            else:
-                self._hear(peer, message)
+        for message in peer.messages.feed(data):
+            self._hear(peer, message)
         if not data:
             selector.unregister(line)
             line.close()
-            if peer.rank < 0:
-                del self._peers[line]
-            elif not self._pending_from(peer):
+            if not self._pending_from(peer):
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 step = None if peer.pulse.step is None else self._last_step()
                 self._condemn(died(peer.rank, peer.host, step))
@@ -370,7 +363,7 @@ class Lifeline:
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._peers:
             with contextlib.suppress(OSError):
-                line.sendall(_encode(message))
+                line.sendall(encode(message))
 
 
 def _leave_to_watcher(number: int, frame: object) -> None:
@@ -379,19 +372,3 @@ def _leave_to_watcher(number: int, frame: object) -> None:
 
 def _text(fault: Fault) -> str:
     return f"motley: {fault.line()}"
-
-
-def _encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _decode(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """Complete messages, and what is left."""
-    *lines, rest = data.split(b"\n")
-    messages = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            message = json.loads(line)
-            if isinstance(message, dict):
-                messages.append(message)
-    return messages, rest

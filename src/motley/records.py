@@ -7,24 +7,22 @@
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
     checkpoints/          see motley.checkpoint
 
-An unknown value is empty (null in JSON), never 0. A reader stops at a line that was cut
-short by a crash and says so; everything before it stands.
+An unknown value is empty (null in JSON), never 0. A line that a crash cut short costs itself
+alone: see motley.lines.
 """
 
 import fcntl
 import json
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from motley.errors import MotleyError
 from motley.gpu_records import GpuLog
-
-JsonDict = dict[str, Any]
+from motley.lines import JsonDict, JsonLines, finite, read_json_lines, to_json
 
 
 @dataclass(frozen=True)
@@ -89,25 +87,10 @@ class EpochRecord:
     time: float
 
 
-def to_json(value: Any) -> str:
-    """One line of strict JSON; NaN and infinities become null (strict JSON has none)."""
-    return json.dumps(_finite(value), allow_nan=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a file in one piece."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n")
+    temporary.write_text(json.dumps(finite(content), indent=1, default=str) + "\n")
     temporary.replace(path)
 
 
@@ -281,47 +264,13 @@ def _is_gpu_log(path: Path) -> bool:
     return path.name == "metrics.csv" or path.name.startswith("gpu.")
 
 
-class JsonLines:
-    """Appends JSON objects to a file, a line each; every line reaches the file when written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1, encoding="utf-8")
-
-    def write(self, record: Any) -> None:
-        """Append a mapping or a dataclass instance (of flat fields)."""
-        if not isinstance(record, Mapping):
-            record = {field.name: getattr(record, field.name) for field in fields(record)}
-        self._file.write(to_json(record) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> "JsonLines":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def read_json_lines(path: Path) -> Iterator[JsonDict]:
-    """Read objects up to the end or to the first line that a crash cut short."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                print(f"motley: {path}, line {number} is cut short; read up to there")
-                return
-            if isinstance(record, dict):
-                yield record
-
-
 def _keep_lines(path: Path, steps: int) -> None:
-    """Keep the records of the first ``steps`` steps."""
-    kept = [to_json(record) for record in read_json_lines(path) if record["step"] < steps]
+    """Keep the records of the first ``steps`` steps; one that tells no step is of none."""
+    kept = [
+        to_json(record)
+        for record in read_json_lines(path)
+        if isinstance(record.get("step"), int) and record["step"] < steps
+    ]
     if path.exists():
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))

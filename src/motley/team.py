@@ -99,7 +99,7 @@ def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team
     Args:
         precision, hosts: as ``--precision`` and ``--hosts`` say it.
     """
-    check_versions(world)
+    check_nccl(world)
     gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
     machine = world.machines[world.rank]
     seats = world.allgather(Seat(world.rank, world.host, machine, world.local_rank, gpus))
@@ -156,22 +156,24 @@ def narrow_team(
     return Team(rank, members, tuple(left_out), team.device, backend)
 
 
-def check_versions(world: World) -> None:
-    """Raise MotleyError unless all ranks have the same torch and NCCL: others cannot talk."""
+def check_nccl(world: World) -> None:
+    """Raise MotleyError unless all ranks with a GPU have the same NCCL: others cannot talk.
+
+    It is torch's own, and may differ between builds of one release.
+    """
     nccl = ""
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    found = world.allgather((str(torch.__version__), nccl))
-    for kind, column in (("torch", [each[0] for each in found]), ("NCCL", [e[1] for e in found])):
-        ranks = {version: rank for rank, version in reversed(list(enumerate(column))) if version}
-        if len(ranks) > 1:
-            listed = ", ".join(
-                f"{version} on {world.nodes[rank].host}" for version, rank in sorted(ranks.items())
-            )
-            raise MotleyError(
-                f"the hosts have different versions of {kind} ({listed}); make them the same with: "
-                "bash setup/install_cn.sh"
-            )
+    found = world.allgather(nccl)
+    ranks = {version: rank for rank, version in reversed(list(enumerate(found))) if version}
+    if len(ranks) > 1:
+        listed = ", ".join(
+            f"{version} on {world.nodes[rank].host}" for version, rank in sorted(ranks.items())
+        )
+        raise MotleyError(
+            f"the hosts have different versions of NCCL ({listed}); make them the same with: "
+            "bash setup/install_cn.sh"
+        )
 
 
 def _uuid(index: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from motley.faults import Fault, alone, silent, stuck
+from motley.messages import Messages
 
 TICK = 0.5  # seconds between beats, and between looks at deadlines
 
@@ -83,7 +84,7 @@ class Peer:
     heard: float = 0.0
     pulse: Pulse = field(default_factory=Pulse)
     done: bool = False
-    buffer: bytes = field(default=b"", repr=False)
+    messages: Messages = field(default_factory=Messages, repr=False)
 
 
 class Vigil:

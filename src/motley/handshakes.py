@@ -1,0 +1,155 @@
+"""Who may talk to rank 0: who has said the token, and nobody before.
+
+Rank 0's port is open to a whole network while a training runs, so port scanners, browsers and
+other people's programs connect to it too. Of a stranger rank 0 reads no more bytes than the
+greeting of a rank begins with, parses none of them, says nothing, waits a few seconds, and keeps a
+few dozen at once: whoever comes then takes the place of the one that has waited longest.
+"""
+
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from motley.messages import Messages, encode
+
+TIMEOUT_S = 5.0  # for the greeting; a rank sends it in the moment that it connects
+MOST_STRANGERS = 64
+_SEND_S = 1.0  # that rank 0 waits at most to send to a rank
+_NO_FILES_S = 0.05  # to wait where this process can open no more
+
+
+def greeting(token: str, rank: int, host: str) -> bytes:
+    """What a rank says first; it begins with :func:`_opening`."""
+    return encode({"word": token, "rank": rank, "host": host})
+
+
+def _opening(token: str) -> bytes:
+    return encode({"word": token}).removesuffix(b"}\n")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank that has said the token.
+
+    Attributes:
+        pending: what else it has said already. messages: for what it will say.
+    """
+
+    line: socket.socket
+    rank: int
+    host: str
+    pending: list[dict[str, Any]]
+    messages: Messages
+
+
+@dataclass
+class _Stranger:
+    since: float
+    said: bytes = b""
+    messages: Messages = field(default_factory=Messages)
+
+
+class Handshakes:
+    """What comes in at rank 0's port.
+
+    Args:
+        listener: the port, open.
+        ranks: who is to come, each of them once.
+
+    Attributes:
+        token: that a rank says first.
+    """
+
+    def __init__(self, listener: socket.socket, ranks: Collection[int]) -> None:
+        self.token = secrets.token_hex(16)
+        self._opening = _opening(self.token)
+        self._awaited = set(ranks)
+        self._listener = listener
+        listener.setblocking(False)
+        self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector`` tell when :meth:`arrivals` has something to do."""
+        self._selector = selector
+        selector.register(self._listener, selectors.EVENT_READ)
+
+    def arrivals(self, ready: Collection[object], now: float) -> Iterator[Arrival]:
+        """Take who connects, hear who is new, and hang up on who is no rank.
+
+        Args:
+            ready: sockets that can be read, as the selector says; others are ignored.
+            now: seconds, by a clock that stands still while this process is frozen.
+        """
+        new = set(self._accept(now)) if self._listener in ready else set()
+        for line in [line for line in self._strangers if line in ready or line in new]:
+            arrival = self._hear(line)
+            if arrival is not None:
+                yield arrival
+        for line, stranger in list(self._strangers.items()):
+            if now - stranger.since > TIMEOUT_S:
+                self._hang_up(line)
+
+    def _accept(self, now: float) -> Iterator[socket.socket]:
+        for _ in range(MOST_STRANGERS):  # then it is the turn of those who are known
+            try:
+                line, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):  # no more; or gone again
+                return
+            except OSError:  # this process has no more files
+                if not self._strangers:
+                    time.sleep(_NO_FILES_S)
+                    return
+                self._hang_up(next(iter(self._strangers)))
+                continue
+            if len(self._strangers) == MOST_STRANGERS:
+                self._hang_up(next(iter(self._strangers)))
+            line.setblocking(False)
+            self._strangers[line] = _Stranger(now)
+            self._selector.register(line, selectors.EVENT_READ)
+            yield line
+
+    def _hear(self, line: socket.socket) -> Arrival | None:
+        stranger = self._strangers[line]
+        missing = len(self._opening) - len(stranger.said)
+        try:
+            data = line.recv(missing or 65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up(line)
+            return None
+        if missing:
+            stranger.said += data
+            if len(stranger.said) < len(self._opening):
+                return None
+            if not hmac.compare_digest(stranger.said, self._opening):
+                self._hang_up(line)
+                return None
+            stranger.messages.feed(stranger.said)
+            return self._hear(line)
+        messages = stranger.messages.feed(data)
+        if not messages:  # the greeting is not complete
+            return None
+        first, *pending = messages
+        rank, host = first.get("rank"), str(first.get("host"))
+        if type(rank) is not int or rank not in self._awaited:
+            self._hang_up(line)
+            return None
+        self._awaited.remove(rank)
+        del self._strangers[line]
+        line.settimeout(_SEND_S)
+        return Arrival(line, rank, host, pending, stranger.messages)
+
+    def _hang_up(self, line: socket.socket) -> None:
+        del self._strangers[line]
+        self._selector.unregister(line)
+        with contextlib.suppress(OSError):
+            line.close()

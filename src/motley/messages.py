@@ -1,0 +1,40 @@
+"""What ranks say to each other over the lifeline: a JSON object a line."""
+
+import json
+from typing import Any
+
+# Of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
+MOST_BYTES = 1 << 20
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One line."""
+    return json.dumps(message).encode() + b"\n"
+
+
+class Messages:
+    """The messages of one connection, out of pieces of bytes.
+
+    A line that is too long or no JSON object is dropped: it takes no memory, and ends nothing.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._dropping = False  # the rest of a line that was too long
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """What is complete now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if lines and self._dropping:
+            lines, self._dropping = lines[1:], False
+        if len(self._rest) > MOST_BYTES:
+            self._rest, self._dropping = b"", True
+        found = (_decode(line) for line in lines if len(line) <= MOST_BYTES)
+        return [message for message in found if isinstance(message, dict)]
+
+
+def _decode(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

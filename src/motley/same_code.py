@@ -1,0 +1,175 @@
+"""Whether all ranks run the same code: hosts with homes of their own may hold an edited file, an
+older commit or another package, and would train something else without a word.
+
+Compared is what changes a rank's results, or its part in what all do together: Motley's own files,
+the script, the modules and settings beside it, the files that its options name, and the packages
+below. Python too: from 3.12 on it sums floats in another way, so ranks would not make the same
+plan. Builds of a release for another CUDA (``2.14.0+cu126``) are that release: old GPUs need them.
+
+A file or package that only some have is not compared. What is needed and missing fails at once
+and by name, and what a host has kept of an older commit is of no use to anybody.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from motley.errors import MotleyError
+
+# A rank's host; hashes of its files by name, as src/motley/plan.py; releases of its packages by
+# name. No class: an older or newer Motley has to read it too.
+Code = tuple[str, dict[str, str], dict[str, str]]
+
+_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scikit-learn")
+_IF_LOADED = ("deepspeed",)
+_SUFFIXES = {".py", ".json", ".toml"}
+_PLACES = {"site-packages", "dist-packages"}
+_SHOWN = 4  # names in a message
+
+
+def read_code(host: str, command: Sequence[str] | None = None) -> Code:
+    """This process's; it takes 20 ms.
+
+    Args:
+        host: name of this machine.
+        command: the script and its words; None: as this process was started.
+    """
+    script, *words = sys.argv if command is None else command
+    files = {name: _digest(path) for name, path in _files(Path(script).resolve(), words)}
+    names = [*_PACKAGES, *(name for name in _IF_LOADED if name in sys.modules)]
+    versions = {name: _release(found) for name in names if (found := version(name)) is not None}
+    return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
+
+
+def version(package: str) -> str | None:
+    """Of an installed package, without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_same(found: Sequence[Any]) -> None:
+    """Raise MotleyError unless all ranks run the same code.
+
+    Args:
+        found: each rank's :data:`Code`, by rank; what is none is of a Motley that knew none.
+    """
+    strange = [rank for rank, code in enumerate(found) if not _is_code(code)]
+    if strange:
+        ranks = f"rank{'s' if len(strange) > 1 else ''} {', '.join(map(str, strange))}"
+        raise MotleyError(
+            f"the hosts do not run the same code: {ranks} came with another version of Motley; "
+            "bring this machine's files to all with: bash setup/sync_cn.sh"
+        )
+    hosts = [code[0] for code in found]
+    if odd := _odd([code[1] for code in found]):
+        ranks_odd = sorted({rank for ranks in odd.values() for rank in ranks})
+        first = "this machine's files" if 0 not in ranks_odd else "the right files here, then"
+        raise MotleyError(
+            f"the hosts do not run the same code: {_listed(list(odd))} differ on "
+            f"{_whose(ranks_odd, hosts)} from those on the others; bring {first} to all with: "
+            "bash setup/sync_cn.sh"
+        )
+    if odd := _odd([code[2] for code in found]):
+        package, *others = odd
+        column = [code[2].get(package) for code in found]
+        said = ", ".join(
+            f"{each} on {_whose([r for r, v in enumerate(column) if v == each], hosts)}"
+            for each in sorted(filter(None, set(column)))
+        )
+        also = f", and of {_listed(others)}" if others else ""
+        raise MotleyError(
+            f"the hosts have different versions of {package} ({said}){also}; make them the same "
+            "with: bash setup/install_cn.sh"
+        )
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], dict)
+
+
+def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """Names whose value is not the same everywhere, and the ranks that differ from most.
+
+    Where two values are as frequent, rank 0's is the one to differ from.
+    """
+    odd = {}
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name) for column in columns]
+        counts = Counter(value for value in values if value is not None)
+        if len(counts) > 1:
+            usual = max(counts, key=lambda each: (counts[each], each == values[0]))
+            odd[name] = [rank for rank, value in enumerate(values) if value not in (None, usual)]
+    return odd
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """As ``b (rank 1), c (ranks 2, 3)``."""
+    numbers: dict[str, list[str]] = {}
+    for rank in ranks:
+        numbers.setdefault(hosts[rank], []).append(str(rank))
+    return ", ".join(
+        f"{host} (rank{'s' if len(own) > 1 else ''} {', '.join(own)})"
+        for host, own in numbers.items()
+    )
+
+
+def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """What is compared, by the name that it has on all hosts."""
+    package = Path(__file__).resolve().parent
+    for path in package.rglob("*.py"):
+        yield f"src/motley/{path.relative_to(package)}", path
+    near = [script, *_loaded(script, package)]
+    if script.parent.is_relative_to(package.parents[1]):  # else it is a home, full of other things
+        near += [path for path in script.parent.glob("*") if path.suffix in _SUFFIXES]
+    for path in near:
+        if path.is_file():
+            yield f"{path.parent.name}/{path.name}", path
+    for path in _named(words):
+        if os.path.isfile(path):  # noqa: PTH113 - Path's raises where a word is too long for a name
+            yield str(path), path
+
+
+def _loaded(script: Path, package: Path) -> Iterator[Path]:
+    """The user's own modules: of no package that is installed, and not Motley's."""
+    places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    own = [script.parent, package.parents[1], *(Path(place).resolve() for place in places)]
+    installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), package]
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py"):
+            path = Path(file).resolve()
+            if any(map(path.is_relative_to, own)) and not (
+                any(map(path.is_relative_to, installed)) or _PLACES & set(path.parts)
+            ):
+                yield path
+
+
+def _named(words: Sequence[str]) -> Iterator[Path]:
+    """Files on the command line that are read: a module, or an option's that ends in "config"."""
+    for before, word in pairwise(["", *words]):
+        option, _, value = word.rpartition("=")
+        path = Path(value)
+        if path.suffix == ".py" or (option or before).endswith("config"):
+            yield path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _release(found: str) -> str:
+    """Without the build."""
+    return found.partition("+")[0]
