@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from motley.clock import Laps
-from motley.collectives import exchange
+from motley.collectives import everyone, exchange
 from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.gpu_log import Progress
@@ -139,6 +139,15 @@ class Recorder:
         self._reporter.epoch(record)
         if self._board is not None:
             self._board.add_scalar("top1", record.top1, record.step)
+
+    def evaluation_at(self, step: int) -> EpochRecord | None:
+        """What is recorded of the model after so many steps, by this run or by the one that it
+        continues; all ranks call it."""
+        here = self._run.read_evaluations() if self._rank == 0 else []
+        found = next((record for record in reversed(here) if record["step"] == step), None)
+        known = everyone(found)[0]
+        names = [field.name for field in dataclasses.fields(EpochRecord)]
+        return known and EpochRecord(**{name: known[name] for name in names})
 
     def note(self, kind: str, text: str, **content: Any) -> None:
         """Record what all ranks know, and say it."""

@@ -10,13 +10,14 @@ from motley.collectives import everyone
 from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.job import Job
+from motley.length import Position
 from motley.options import Config
 from motley.overflow import find_overflow
 from motley.plan import Plan
 from motley.rebalance import Proposal
 from motley.recorder import Recorder
 from motley.runs import Run
-from motley.state import Position, drifted, same_again
+from motley.state import drifted, same_again
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:

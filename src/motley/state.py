@@ -1,7 +1,7 @@
 """Moves training state between ranks and checkpoints: gather, save, load, spread, compare."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,8 @@ from motley.checkpoint import Checkpoints, newest_whole
 from motley.collectives import everyone
 from motley.engine import Engine
 from motley.errors import MotleyError
-
-# What a checkpoint and the run that continues it must agree on, and what they should.
-_MUST = ("model", "img_size", "dataset", "opt")
-_SHOULD = (
-    "data_fraction",
-    "batch_size",
-    "lr",
-    "epochs",
-    "seed",
-    "smoothing",
-    "weight_decay",
-    "clip_grad",
-    "augment",
-)
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far training has come.
-
-    Attributes:
-        step: optimizer steps taken.
-        epoch: the current one. consumed: its samples that are used up, over all ranks.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    consumed: int = 0
+from motley.length import Position
+from motley.options import AT_RESUME, MUST, SAID, Config
 
 
 def save(
@@ -97,16 +71,21 @@ def resume(
 
 
 def _differences(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    def differing(names: tuple[str, ...]) -> list[str]:
+    """What is said where the run goes on with other options; MotleyError if it cannot."""
+
+    def differing(at_resume: str) -> list[str]:
         return [
-            f"--{name.replace('_', '-')} {config[name]} (the checkpoint: {saved[name]})"
-            for name in names
-            if saved.get(name) != config[name]
+            f"--{option.name.replace('_', '-')} {config[option.name]} "
+            f"(the checkpoint: {saved[option.name]})"
+            for option in fields(Config)
+            if option.metadata[AT_RESUME] == at_resume
+            and option.name in saved  # an older version's may not be
+            and saved[option.name] != config[option.name]
         ]
 
-    if wrong := differing(_MUST):
+    if wrong := differing(MUST):
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
-    return [f"note: {text}" for text in differing(_SHOULD)]
+    return [f"note: {text}" for text in differing(SAID)]
 
 
 def _deal(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
