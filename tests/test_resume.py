@@ -60,6 +60,22 @@ def test_a_resumed_run_continues_the_same_losses(
     assert bool(forgets) == (start == "PowerSGD" and tolerance > 0)
 
 
+POWER = ("--wire", "powersgd:2", "--shares", "3,1", "--precision", "fp32", "--max-steps", 6)
+
+
+@pytest.fixture(scope="module")
+def power(module_jobs: Jobs) -> Trained:
+    """Its first two steps are exact."""
+    return module_jobs.train(2, DDP, "power", *POWER, "--save-every", 1, "--keep", 9)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_powersgd_goes_on_to_the_bit_from_any_step(power: Trained, jobs: Jobs, step: int) -> None:
+    resumed = jobs.train(2, DDP, "resumed", *POWER, "--resume",
+                         power.folder / "checkpoints" / f"step_{step:08d}")  # fmt: skip
+    assert resumed.losses == power.losses[step:]
+
+
 SHORT = ("--data-fraction", 0.25, "--batch-size", 96, "--epochs", 3, "--precision", "fp32",
          "--shares", "equal")  # fmt: skip
 
