@@ -41,9 +41,8 @@ class Recorder:
         assert team.rank is not None
         rank, launched = team.rank, team.members[team.rank].rank
         self._run, self._rank, self._device = run, rank, team.device
-        run.folder.forget_after(done, launched, [member.rank for member in team.members])
-        self._steps = run.folder.steps(launched)
-        self._epochs = run.folder.epochs() if rank == 0 else None
+        self._launched, self._ranks = launched, [member.rank for member in team.members]
+        self._open(done)
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
         if team.device.type == "cuda":  # what was measured for the plan does not count
@@ -149,6 +148,23 @@ class Recorder:
         names = [field.name for field in dataclasses.fields(EpochRecord)]
         return known and EpochRecord(**{name: known[name] for name in names})
 
+    def _open(self, done: int) -> None:
+        """Without what is recorded of later steps, which will be taken again."""
+        folder = self._run.folder
+        folder.forget_after(done, self._launched, self._ranks)
+        self._steps = folder.steps(self._launched)
+        self._epochs = folder.epochs() if self._rank == 0 else None
+
+    def _close(self) -> None:
+        self._steps.close()
+        if self._epochs is not None:
+            self._epochs.close()
+
+    def go_back(self, done: int) -> None:
+        """Go on where so many steps are taken, as a resumed run does."""
+        self._close()
+        self._open(done)
+
     def note(self, kind: str, text: str, **content: Any) -> None:
         """Record what all ranks know, and say it."""
         if self._rank == 0:
@@ -171,9 +187,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         """Close all files and take the progress bar away."""
         self._reporter.close()
-        self._steps.close()
-        if self._epochs is not None:
-            self._epochs.close()
+        self._close()
         if self._board is not None:
             self._board.close()
 

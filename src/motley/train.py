@@ -12,6 +12,7 @@ import time
 import torch
 from torch import Tensor
 
+from motley.agreement import Agreement
 from motley.briefing import announce, records_of
 from motley.collectives import exchange
 from motley.data import prepare
@@ -28,7 +29,7 @@ from motley.plan import Plan
 from motley.planning import plan_batch
 from motley.recorder import Recorder
 from motley.records import EpochRecord
-from motley.remedies import check_finite, give_room, hopeless, keep_same, readable, rebalance
+from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.runs import Run
 from motley.state import resume, save
 from motley.team import gpu_logger, join_team, leave_team
@@ -95,7 +96,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     engine, loader, say = job.engine, job.loader, world.lifeline.enter
     engine.clock.on_lap = lambda doing: say(doing, recorder.patience)
     plan, watch, length = job.plan, job.watch, job.length
-    evaluated = make_up(world, job, recorder, position)
+    evaluated, agreement = make_up(world, job, recorder, position), Agreement(job, recorder)
     while not length.ended(position):
         epoch, before = position.epoch, 0
         engine.clock.restart()
@@ -132,9 +133,13 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 say("saving a checkpoint", PATIENCE)
                 recorder.settle()
                 engine.unite()
-                keep_same(job, recorder, position)
+                agreed = agreement.check(position)
+                if agreed != position:
+                    position = agreed
+                    break  # from the checkpoint again
                 if saves:
                     save(engine, job.checkpoints, position, job.saved_config)
+                    agreement.saved(position)
                 engine.clock.restart()
             # Times arrive a step late, none after a pause, and a ragged batch says nothing.
             full = before == plan.global_batch and result.ready_s and all(result.ready_s)
