@@ -41,7 +41,8 @@ def is_elementwise(config: Config) -> bool:
             smooth = (net.weight.detach().square() * 5 + step).sin()
             other = signs.repeat(values.numel() // 2).view_as(values)
             net.weight.grad = other if step % 2 else smooth
-            optimizer.step()
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
         return net.weight.detach().flatten()
 
     def same(one: Tensor, other: Tensor) -> bool:  # of numbers up to 2, to rounding
