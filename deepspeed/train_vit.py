@@ -8,7 +8,7 @@ The options are those of torch_dist/train_vit.py, but for --strategy. Every numb
 configuration that is "auto" comes from the plan.
 """
 
-from zero_config import STAGES
+from zero_config import add_options
 from zero_engine import ZeroEngines
 
 from motley import launch
@@ -17,17 +17,6 @@ from motley.train import train
 
 if __name__ == "__main__":
     parser = training_parser(str(__doc__))
-    group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage, default 0")
-    group.add_argument(
-        "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
-    )
-    group.add_argument(
-        "--offload",
-        choices=("none", "optimizer", "parameters"),
-        default="none",
-        help="keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too "
-        "(stage 3); default: none",
-    )
+    add_options(parser)
     config = read_config(parser)
     launch.run(lambda world: train(world, config, ZeroEngines(config)))

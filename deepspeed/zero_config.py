@@ -4,6 +4,7 @@ DeepSpeed ignores a key that it does not know, so a misspelt one (``micro_batch_
 silently means the default. Here it is an error with the nearest right key.
 """
 
+import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from motley.engine import Seating
 from motley.engine_base import check_offload
 from motley.errors import MotleyError
 from motley.spelling import nearest
+from motley.wire import SIXTEEN
 
 STAGES = (0, 1, 2, 3)
 
@@ -49,6 +51,22 @@ _OWNED = {
     "amp": "--precision",
     "torch_autocast": "--precision",
 }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What deepspeed/train_vit.py has besides the options of all training scripts."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage, default 0")
+    group.add_argument(
+        "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
+    )
+    group.add_argument(
+        "--offload",
+        choices=("none", "optimizer", "parameters"),
+        default="none",
+        help="keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too "
+        "(stage 3); default: none",
+    )
 
 
 def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]:
@@ -108,6 +126,9 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     content[_WIRE] = _WIRES[wire]
     if zero.get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see zero_engine.py
+        # In 16 bits, divided before the sum: it might overflow, and the loss scale is found for what
+        # each rank sends.
+        content.setdefault("prescale_gradients", wire in SIXTEEN)
     content.setdefault("steps_per_print", 10**9)
     return content
 

@@ -12,10 +12,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import deepspeed
-import torch
 from torch import Tensor
 from zero_config import read_config, read_stage
 from zero_state import cut_state, is_elementwise, whole_state
@@ -80,9 +78,9 @@ class ZeroEngine(EngineBase):
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
     ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
 
-    Stage 0 steps our optimizer as it is, so a hook before its step does what Motley's
-    order asks: norm, agreement on overflow, unscale and clip. Stages 1 to 3 do that
-    themselves on their partitions; they are told the scale before each backward pass.
+    Stage 0 steps our optimizer as it is, once all ranks know of the norm, have agreed on overflow,
+    unscaled and clipped. Stages 1 to 3 do that themselves on their partitions; they are told the
+    scale before each backward pass.
     """
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
@@ -118,10 +116,6 @@ class ZeroEngine(EngineBase):
         )
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
-        if self._stage == 0:
-            self.optimizer.register_step_pre_hook(self._agree)
-        self._told: list[Tensor | float] = []  # what each rank tells the others in a step
-        self._heard = Tensor()
 
     def _check_state(self) -> None:
         """MotleyError if not all that ``--opt`` keeps can be saved, or counts right."""
@@ -190,16 +184,17 @@ class ZeroEngine(EngineBase):
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         """See motley.engine.Engine."""
         scale = self.scale.value
-        self._told = [loss_sum, ready_s, float(bool(self._short))]
-        self._engine.step()
+        told = [loss_sum, ready_s, float(bool(self._short))]
         if self._stage == 0:
-            rows = self._heard.tolist()
-            overflow = not all(math.isfinite(row[3]) for row in rows)
+            rows, overflow = self._step_whole(told)
             norm = rows[0][3] / scale
         else:
+            # Over all ranks. Of fp32 parameters DeepSpeed before 0.19.8 does not look by itself.
+            self._engine.optimizer.check_overflow()
+            self._engine.step()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
-            rows = exchange(self._told)
+            rows = exchange(told)
         short = self._tell_short([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)
@@ -213,16 +208,21 @@ class ZeroEngine(EngineBase):
             short=short,
         )
 
-    def _agree(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before the optimizer steps at stage 0: overflow, unscale, clip, alike on all ranks."""
-        self._heard = gather([*self._told, gradient_norm(self._parameters)]).cpu()
-        norms = self._heard[:, 3]
-        if norms.isfinite().all():
-            clip = self._seating.config.clip_grad
-            unscale_and_clip(self._parameters, norms[0], self.scale.value, clip)
+    def _step_whole(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool]:
+        """Stage 0: overflow, unscale, clip and step, alike on all ranks.
+
+        Returns:
+            What each rank told, and the norm that it found; and whether any is not finite.
+        """
+        heard = gather([*told, gradient_norm(self._parameters)]).cpu()
+        overflow = not bool(heard[:, 3].isfinite().all())
+        if overflow:  # not even with no gradients: some optimizers count their steps
+            self._engine.zero_grad()
         else:
-            for parameter in self._parameters:
-                parameter.grad = None  # an optimizer leaves such parameters alone
+            clip = self._seating.config.clip_grad
+            unscale_and_clip(self._parameters, heard[0, 3], self.scale.value, clip)
+            self._engine.step()
+        return heard.tolist(), overflow
 
     def state(self) -> State:
         """See motley.engine.Engine. Stages 1 to 3 put their partitions together."""

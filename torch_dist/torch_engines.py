@@ -1,5 +1,7 @@
 """The engines of torch.distributed, by what each rank keeps and what travels between them."""
 
+import argparse
+
 from ddp_engine import DdpEngine
 from fsdp_engine import FsdpEngine
 from local_engine import LocalEngine
@@ -9,6 +11,25 @@ from motley.errors import MotleyError
 from motley.model import Classifier
 from motley.options import Config
 from motley.wire import Sending
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What torch_dist/train_vit.py has besides the options of all training scripts."""
+    group = parser.add_argument_group("torch.distributed")
+    group.add_argument(
+        "--strategy",
+        choices=("ddp", "fsdp"),
+        default="ddp",
+        help="ddp (default): each rank keeps the whole model; fsdp: a part of it, so that larger "
+        "ones fit, and sends more",
+    )
+    group.add_argument(
+        "--offload",
+        choices=("none", "parameters"),
+        default="none",
+        help="with fsdp, what is kept in the host's memory: parameters, and with them gradients "
+        "and the optimizer; default: none",
+    )
 
 
 class TorchEngines:

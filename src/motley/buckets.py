@@ -1,5 +1,6 @@
 """What travels at once: buckets, and the plain way of adding them up, which others build on."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from motley.errors import MotleyError
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,25 @@ def add_up(whole: Tensor, dtype: torch.dtype, group: Any = None) -> Future[Tenso
 def in_thread(
     thread: ThreadPoolExecutor, work: Callable[[], Tensor], device: torch.device | None = None
 ) -> Future[Tensor]:
-    """What the work gives, once the thread has done it; on a GPU, what waits for it waits there."""
+    """What the work gives, once the thread has done it; on a GPU, what waits for it waits there.
+
+    Work that fails ends the job: the others wait for what this rank would have sent, and so does
+    this rank's own thread, in a backward pass that does not end.
+    """
     future: Future[Tensor] = Future(devices=[device] if device else None)
 
     def run() -> None:
         try:
             future.set_result(work())
         except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
+            said = MotleyError(
+                f"gradients could not be added up ({type(error).__name__}: {error}); continue with "
+                "--resume auto, with --wire exact if it happens again"
+            )
+            said.__cause__ = error
+            threading.excepthook(
+                threading.ExceptHookArgs((MotleyError, said, None, threading.current_thread()))
+            )
 
     thread.submit(run)
     return future

@@ -13,9 +13,11 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from motley.errors import MotleyError
 from motley.facts import NodeFacts, read_node
@@ -70,11 +72,53 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def run(main: Callable[["World"], None]) -> None:
+class Launched(Protocol):
+    """The processes of one launch, seen from one of them: :class:`MpiRanks`.
+
+    Attributes:
+        rank, size: 0-based number of this process, of how many.
+    """
+
+    rank: int
+    size: int
+
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. All ranks must call it."""
+
+    def on_this_machine(self) -> list[int]:
+        """The ranks of this machine, in order. All ranks must call it."""
+
+
+class MpiRanks:
+    """Implements :class:`Launched` for mpirun and srun."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI  # importing it starts MPI
+
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+
+    def allgather(self, value: T) -> list[T]:
+        """See :class:`Launched`."""
+        gathered: list[T] = self._comm.allgather(value)
+        return gathered
+
+    def on_this_machine(self) -> list[int]:
+        """See :class:`Launched`; by shared memory, since host names may be all alike."""
+        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        ranks: list[int] = node.allgather(self.rank)
+        return ranks
+
+
+def run(main: Callable[["World"], None], launched: Launched | None = None) -> None:
     """Start this rank, run ``main(world)``, and end together with all other ranks.
 
     If any rank raises, is killed or leaves early, all end with a non-zero status within
     seconds and one line names the first cause.
+
+    Args:
+        launched: by something else than MPI, as tests do.
     """
     gc.freeze()  # see motley.begin
     gc.enable()
@@ -83,15 +127,27 @@ def run(main: Callable[["World"], None]) -> None:
     die_with_parent()
     keep_caches_local(os.environ)
     try:
-        world = World()
+        world = World(launched or MpiRanks())
         world.connect()
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
+    threading.excepthook = partial(_end_with_thread, world.lifeline, threading.excepthook)
     try:
         main(world)
     except BaseException as error:  # SystemExit too: leaving early is a failure
         world.lifeline.fail(error)
     world.lifeline.finish()
+
+
+def _end_with_thread(
+    lifeline: Lifeline,
+    usual: Callable[[threading.ExceptHookArgs], object],
+    ended: threading.ExceptHookArgs,
+) -> None:
+    """End the job with a thread of this rank that had words for the user; others end alone."""
+    if isinstance(ended.exc_value, MotleyError):
+        lifeline.fail(ended.exc_value)
+    usual(ended)
 
 
 class World:
@@ -107,18 +163,14 @@ class World:
         lifeline: tells rank 0 how this rank fares.
     """
 
-    def __init__(self) -> None:
-        from mpi4py import MPI  # importing it starts MPI
-
-        self._comm = MPI.COMM_WORLD
-        self.rank: int = self._comm.rank
-        self.size: int = self._comm.size
+    def __init__(self, launched: Launched) -> None:
+        self._launched = launched
+        self.rank, self.size = launched.rank, launched.size
         check_slurm(self.size, os.environ)
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank = launched_local_rank(node.rank, os.environ)
-        self.local_size: int = node.size
-        # A machine is known by its lowest rank: host names may be all alike.
-        self.machines: list[int] = self.allgather(node.bcast(self.rank))
+        here = launched.on_this_machine()
+        self.local_rank = launched_local_rank(here.index(self.rank), os.environ)
+        self.local_size = len(here)
+        self.machines: list[int] = self.allgather(here[0])
         self.host = socket.gethostname()
         self.nodes: list[NodeFacts] = []
         self.network: Network
@@ -138,8 +190,7 @@ class World:
 
     def allgather(self, value: T) -> list[T]:
         """Every rank's value, by rank. All ranks must call it."""
-        gathered: list[T] = self._comm.allgather(value)
-        return gathered
+        return self._launched.allgather(value)
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0; all ranks return its value or raise what it raised."""

@@ -72,17 +72,13 @@ class LeafSender(Sender):
             sums = torch.empty_like(part)
             comes = torch.split(sums, size)
             waits: list[Any] = [dist.irecv(piece, self._next, self._down) for piece in comes]
-            sending = self._sending.submit(self._go_up, pieces)
+            sending = in_thread(self._sending, lambda: self._go_up(pieces))
 
             def finish() -> Tensor:
-                try:
-                    for wait in waits:
-                        wait.wait()
-                        self._flying.release()
-                except Exception:
-                    self._flying.release(len(waits))  # or the other thread would wait for ever
-                    raise
-                sending.result()
+                for wait in waits:
+                    wait.wait()
+                    self._flying.release()
+                sending.wait()
                 return into.copy_(sums)
 
         elif self._rank == self._next:
@@ -108,14 +104,15 @@ class LeafSender(Sender):
 
         return finish
 
-    def _go_up(self, pieces: Sequence[Tensor]) -> None:
-        """Send the leaf's pieces, each when it may."""
+    def _go_up(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Send the leaf's pieces, each when it may; returns the last."""
         works = list[Any]()
         for piece in pieces:
             self._flying.acquire()
             works.append(dist.isend(piece, self._next, self._up))
         for work in works:
             work.wait()
+        return pieces[-1]
 
     def close(self) -> None:
         """See Sender."""

@@ -1,0 +1,227 @@
+"""What a case is: a way to train, and the history of a run that trains so."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuzz.model import NAME, PIXELS
+
+from motley.errors import MotleyError
+from motley.spelling import nearest
+
+ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
+FAULTS = ("kill", "oom", "sender", "overflow", "flip", "replan", "stranger")
+AFTER = ("tear_events", "flip_checkpoint", "empty_manifest", "list_manifest", "list_progress",
+         "pickle_tensors")  # fmt: skip
+BAD_IMAGES = ("empty", "text", "cut", "bomb")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank, in a step.
+
+    Attributes:
+        kind: kill: this rank, or with rank -1 all at once, when the ``call``-th function that the
+            loop has called in this step returns. oom: an allocation fails, in the forward pass or,
+            with ``call`` 1, the backward pass. sender: one fails in a thread that sends. overflow:
+            a gradient is infinite. flip: a bit of the first parameter changes after the step, or
+            with ``call`` 1 one of its first moment. replan: the loop is told to split by
+            ``counts``. stranger: somebody who has no token sends what ``call`` says to rank 0.
+    """
+
+    kind: str
+    step: int
+    rank: int = 0
+    call: int = 0
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One job; the next one resumes it.
+
+    Attributes:
+        stop: ``--max-steps`` of this job; None: it goes to the end.
+        changed: options that are other than the recipe's from here on.
+        after: what happens to the files once it has ended.
+    """
+
+    engine: str = "ddp"
+    ranks: int = 1
+    shares: tuple[int, ...] = (1,)
+    micro: tuple[int, ...] | None = None
+    precision: tuple[str, ...] = ("fp32",)
+    wire: str = "auto"
+    loss_scale: str = "auto"
+    recompute: str | None = None
+    stop: int | None = None
+    changed: dict[str, Any] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, whoever computes it. Names are those of the options.
+
+    Attributes:
+        samples: of an epoch. bad_images: files among them that are no images; "digits" has none.
+    """
+
+    opt: str = "adamw"
+    batch_size: int = 8
+    samples: int = 24
+    epochs: int = 2
+    lr: float = 1e-3
+    clip_grad: float | None = None
+    weight_decay: float = 0.05
+    smoothing: float = 0.1
+    warmup_epochs: float = 0.5
+    min_lr: float = 1e-5
+    drop: float = 0.0
+    drop_path: float = 0.0
+    save_every: int | None = None
+    eval_images: int = 7
+    seed: int = 0
+    bad_images: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case; ``str`` is the JSON that makes it again."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    segments: tuple[Segment, ...] = (Segment(),)
+
+    def __str__(self) -> str:
+        return json.dumps(_short(self), separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> "Case":
+        """Read it; MotleyError if it is no JSON or names what does not exist."""
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise MotleyError(
+                f"--case is no JSON: {error}; quote it as the fuzzer has printed it, as in "
+                '--case \'{"recipe":{"opt":"lamb"}}\''
+            ) from None
+        case = _build(Case, content, "the case")
+        _check(case)
+        return case
+
+    def options(self, segment: Segment) -> dict[str, Any]:
+        """The recipe's options as this segment has them."""
+        return {**dataclasses.asdict(self.recipe), **segment.changed}
+
+    def arguments(self, number: int, logs: str, folder: str) -> list[str]:
+        """The command line of a segment.
+
+        Args:
+            folder: of images, for a recipe with bad ones.
+        """
+        segment = self.segments[number]
+        given = self.options(segment)
+        samples, bad = given.pop("samples"), given.pop("bad_images")
+        words = ["--model", NAME, "--img-size", str(PIXELS), "--logs", logs, "--run", "run",
+                 "--keep", "99", "--gpu-log-interval", "100", "--workers", "0"]  # fmt: skip
+        if bad:
+            words += ["--dataset", "folder", "--data-dir", folder, "--bad-images", "skip",
+                      "--no-augment"]  # fmt: skip
+        else:
+            words += ["--data-fraction", repr(samples / DIGITS)]
+        words += _flags(given)
+        words += ["--shares", ",".join(map(str, segment.shares))]
+        words += ["--precision", ",".join(segment.precision)]
+        words += _flags({
+            "micro_batch": segment.micro and ",".join(map(str, segment.micro)),
+            "wire": segment.wire, "loss_scale": segment.loss_scale, "max_steps": segment.stop,
+            "grad_checkpointing": segment.recompute,
+        })  # fmt: skip
+        if segment.engine == "fsdp":
+            words += ["--strategy", "fsdp"]
+        if segment.engine.startswith("zero"):
+            words += ["--stage", segment.engine.removeprefix("zero")]
+        return words + (["--resume", "auto"] if number else [])
+
+
+DIGITS = 1437  # training images
+
+
+def _flags(given: dict[str, Any]) -> list[str]:
+    return [word for name, value in given.items() if value is not None
+            for word in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
+
+
+def _short(value: Any) -> Any:
+    """As JSON has it, without what is as usual."""
+    if isinstance(value, tuple | list):
+        return [_short(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {}
+    for entry in dataclasses.fields(value):
+        own = getattr(value, entry.name)
+        usual = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            usual = entry.default_factory()
+        if own != usual:
+            found[entry.name] = _short(own)
+    return found
+
+
+_PARTS = {"recipe": Recipe, "segments": Segment, "faults": Fault}
+
+
+def _build(kind: type, content: Any, where: str) -> Any:
+    if not isinstance(content, dict):
+        raise MotleyError(f"--case: {where} is {content!r}, and should be a JSON object")
+    known = {entry.name for entry in dataclasses.fields(kind)}
+    given = {}
+    for name, value in content.items():
+        if name not in known:
+            raise MotleyError(f"--case: {where} knows no {name!r}{nearest(name, known)}")
+        part = _PARTS.get(name)
+        if part is Recipe:
+            value = _build(part, value, name)
+        elif part is not None:
+            value = tuple(_build(part, item, name) for item in _listed(value, name))
+        elif isinstance(value, list):
+            value = tuple(value)
+        given[name] = value
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise MotleyError(f"--case: {where}: {error}") from None
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise MotleyError(f"--case: {name} is {value!r}, and should be a list")
+    return value
+
+
+def _check(case: Case) -> None:
+    """MotleyError for a word that no part of the fuzzer knows."""
+
+    def one_of(what: str, word: Any, known: tuple[str, ...]) -> None:
+        if word not in known:
+            near = nearest(str(word), known)
+            raise MotleyError(f"--case: there is no {what} {word!r}{near}; {', '.join(known)}")
+
+    if not case.segments:
+        raise MotleyError('--case: segments is empty; give one, as in [{"ranks":2}]')
+    for kind in case.recipe.bad_images:
+        one_of("bad image", kind, BAD_IMAGES)
+    names = tuple(entry.name for entry in dataclasses.fields(Recipe))
+    for segment in case.segments:
+        one_of("engine", segment.engine, ENGINES)
+        if not isinstance(segment.ranks, int) or segment.ranks < 1:
+            raise MotleyError(f"--case: ranks is {segment.ranks!r}; give 1 or more")
+        for fault in segment.faults:
+            one_of("fault", fault.kind, FAULTS)
+        for word in segment.after:
+            one_of("damage", word, AFTER)
+        for name in segment.changed:
+            one_of("option", name, names)

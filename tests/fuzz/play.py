@@ -1,0 +1,232 @@
+"""Plays a case: its jobs one after another, and between them what happens to its files."""
+
+import json
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch_engines
+import zero_config
+from fuzz.cases import BAD_IMAGES, Case, Segment
+from fuzz.reference import Reference
+from PIL import Image
+from warm.ranks import Ended, WarmRanks
+
+from motley.options import Config, training_parser
+
+BODY = "fuzz.rank:main"
+# What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
+MODULES = (
+    "fuzz.rank",
+    "sklearn.datasets",
+    "sklearn.datasets.data",
+    "sklearn.datasets.descr",
+    "sklearn.model_selection",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "jinja2.ext",
+)
+LIMIT = 40.0  # seconds of a job; one takes two or so
+
+
+@dataclass
+class Job:
+    """What became of a segment.
+
+    Attributes:
+        start: steps that had been taken when it began.
+        trace: by rank, what each saw; see fuzz.rank.
+    """
+
+    segment: Segment
+    ended: Ended
+    start: int
+    trace: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def refused(self) -> bool:
+        """It ended with words for the user."""
+        return any(self.ended.codes) and "motley: " in self.ended.output
+
+    @property
+    def killed(self) -> bool:
+        """A fault of the case killed it."""
+        return any(self.ended.codes) and any(f.kind == "kill" for f in self.segment.faults)
+
+
+@dataclass
+class Played:
+    """A case that was played, to its end or to a job that failed."""
+
+    case: Case
+    folder: Path
+    jobs: list[Job]
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.folder / "logs" / "run"
+
+    def config(self, number: int) -> Config:
+        """The options of a segment."""
+        return config_of(self.case, number, self.folder)
+
+
+def config_of(case: Case, number: int, folder: Path) -> Config:
+    """The options of a segment, parsed."""
+    parser = training_parser("")
+    zero = case.segments[number].engine.startswith("zero")
+    (zero_config if zero else torch_engines).add_options(parser)
+    words = case.arguments(number, str(folder / "logs"), str(folder / "images"))
+    return Config(**vars(parser.parse_args(words)))
+
+
+def play(case: Case, ranks: WarmRanks, folder: Path) -> Played:
+    """Run the jobs of a case in a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if case.recipe.bad_images:
+        draw_images(folder / "images", case)
+    played = Played(case, folder, [])
+    for number, segment in enumerate(case.segments):
+        trace = folder / f"trace{number}"
+        trace.mkdir()
+        steps = [int(path.name.removeprefix("step_")) for path in whole_checkpoints(played)]
+        argument = {
+            "arguments": case.arguments(number, str(folder / "logs"), str(folder / "images")),
+            "faults": [vars(fault) for fault in segment.faults], "trace": str(trace),
+        }  # fmt: skip
+        ended = ranks.run(segment.ranks, BODY, argument, folder / f"job{number}", LIMIT)
+        job = Job(segment, ended, max(steps, default=0))
+        for rank in range(segment.ranks):
+            path = trace / f"{rank}.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            job.trace.append([json.loads(line) for line in lines if line.endswith("}")])
+        played.jobs.append(job)
+        if any(ended.codes) and not job.killed:
+            break
+        for kind in segment.after:
+            damage(played, kind, random.Random(case.recipe.seed))
+    return played
+
+
+_DAMAGED = "damaged-by-the-case"
+
+
+def whole_checkpoints(played: Played) -> list[Path]:
+    """Those that no damage of the case has touched, oldest first."""
+    found = sorted((played.run / "checkpoints").glob("step_*"))
+    marks = {path.name for path in played.folder.glob(f"{_DAMAGED}.*")}
+    return [path for path in found if f"{_DAMAGED}.{path.name}" not in marks]
+
+
+def damage(played: Played, kind: str, dice: random.Random) -> None:
+    """Do to the run's files what a crash, a disk or a stranger might."""
+    if kind == "tear_events":
+        path = played.run / "events.jsonl"
+        if path.exists():
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) - dice.randint(2, 20)])
+        return
+    found = whole_checkpoints(played)
+    if len(found) < 2:  # the last one may not be lost
+        return
+    newest = found[-1]
+    (played.folder / f"{_DAMAGED}.{newest.name}").touch()
+    model = newest / "model.safetensors"
+    if kind in ("flip_checkpoint", "empty_manifest"):
+        content = bytearray(model.read_bytes())
+        content[-5] ^= 64
+        model.write_bytes(content)
+    if kind == "empty_manifest":
+        (newest / "manifest.json").write_text("{}\n")
+    elif kind == "list_manifest":
+        (newest / "manifest.json").write_text("[]\n")
+    elif kind == "list_progress":
+        (newest / "progress.json").write_text("[1]\n")
+        _vouch(newest)
+    elif kind == "pickle_tensors":
+        torch.save({"weight": torch.zeros(3)}, newest / "optimizer.safetensors")
+        _vouch(newest)
+
+
+def _vouch(checkpoint: Path) -> None:
+    """Write a manifest that says of each file what it is."""
+    from motley.checkpoint import _describe
+
+    names = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
+    manifest = {path.name: _describe(path) for path in names}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def draw_images(folder: Path, case: Case) -> None:
+    """A folder of small images of two classes, as many as the recipe says, some of them bad."""
+    dice = random.Random(case.recipe.seed)
+    bad = dict(enumerate(case.recipe.bad_images))
+    for part, count in (("train", case.recipe.samples), ("val", case.recipe.eval_images)):
+        for number in range(count):
+            path = folder / part / str(number % 2) / f"{number:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = bytes(dice.randrange(256) for _ in range(3 * 64))
+            Image.frombytes("RGB", (8, 8), pixels).save(path)
+            if part == "train" and number in bad:
+                spoil(path, bad[number])
+
+
+def spoil(path: Path, kind: str) -> None:
+    """Make an image one that cannot be read."""
+    assert kind in BAD_IMAGES
+    content = path.read_bytes()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("this is no image\n")
+    elif kind == "cut":
+        path.write_bytes(content[: len(content) * 2 // 3])
+    else:  # a header that promises 50,000 x 50,000 pixels
+        Image.new("1", (50_000, 50_000)).save(path)
+
+
+def judged(case: Case, ranks: WarmRanks, folder: Path | None = None) -> list[str]:
+    """What is wrong with a case, in words; empty if nothing is."""
+    from fuzz.rules import broken_rules
+
+    if folder is not None:
+        return broken_rules(play(case, ranks, folder), ranks)
+    with tempfile.TemporaryDirectory(prefix="motley-fuzz-", dir=_memory_disk()) as name:
+        return broken_rules(play(case, ranks, Path(name) / "case"), ranks)
+
+
+def _memory_disk() -> str | None:
+    """Where a file costs no wait for a disk, if there is such a place."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def unbroken(case: Case) -> Case | None:
+    """The same without history, for a case whose jobs are all alike; None where they are not."""
+    first = case.segments[0]
+    whole = replace(first, stop=None, faults=(), after=())
+    for segment in case.segments:
+        if replace(segment, stop=None, faults=(), after=()) != whole:
+            return None
+        if any(fault.kind not in ("kill", "stranger") for fault in segment.faults):
+            return None
+    return Case(case.recipe, (replace(whole, stop=case.segments[-1].stop),))
+
+
+def reference(played: Played, dtype: torch.dtype) -> Reference:
+    """What the case should have come to."""
+    made: Reference | None = None
+    for number, job in enumerate(played.jobs):
+        config = played.config(number)
+        if made is None:
+            made = Reference(config, dtype)
+        else:
+            made.rewind(min(job.start, len(made.trained.steps)))
+            made.configure(config)
+        made.train({f.step for f in job.segment.faults if f.kind == "overflow"})
+    assert made is not None
+    return made

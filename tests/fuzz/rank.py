@@ -1,0 +1,235 @@
+"""One rank of a case: trains as any rank does, writes down what it sees, and suffers its faults."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fuzz.model  # noqa: F401
+import torch
+import torch.distributed as dist
+import torch_engines
+import zero_config
+import zero_engine
+from torch import Tensor
+
+import motley.job
+import motley.power_sgd
+from motley import launch
+from motley.batch import Batch
+from motley.options import read_config, training_parser
+from motley.rebalance import Proposal, Watch
+from motley.train import train
+
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (fuzz)"
+# What somebody says to rank 0 who has no token.
+STRANGERS = (b"[" * 200_000 + b"\n", b"{}\n" * 1000, b"\xff\x00" * 9000, b"[1]\nnull\n\n", b"")
+
+
+class Probe:
+    """Sees what an engine is asked to do; makes its rank's faults happen.
+
+    Args:
+        trace: where the rank's steps and evaluations go, a line of JSON each.
+        faults: of the segment, those of other ranks too.
+    """
+
+    def __init__(self, rank: int, faults: list[dict[str, Any]], trace: Path) -> None:
+        self.rank, self._faults = rank, faults
+        self._trace = trace.open("a", buffering=1)
+        self._indices: list[int] = []
+        self._sizes: list[int] = []
+        self._done: set[int] = set()  # faults, by their place
+        self.world: launch.World
+
+    def write(self, **content: Any) -> None:
+        """Add a line to the trace."""
+        self._trace.write(json.dumps(content) + "\n")
+
+    def due(self, kind: str, step: int | None = None) -> dict[str, Any] | None:
+        """This rank's fault of a kind in a step, by default the one that is computed; once."""
+        step = self.world.lifeline.step if step is None else step
+        for place, fault in enumerate(self._faults):
+            mine = fault["rank"] in (self.rank, -1)
+            if fault["kind"] == kind and fault["step"] == step and mine and place not in self._done:
+                self._done.add(place)
+                return fault
+        return None
+
+    def attach(self, engine: Any, model: torch.nn.Module) -> None:
+        """Watch this engine."""
+        self._engine, self._model = engine, model
+        engine.accumulate = partial(self._accumulate, engine.accumulate)
+        engine.step = partial(self._step, engine.step)
+        engine.evaluate = partial(self._evaluate, engine.evaluate)
+        first = next(part for name, part in model.net.named_modules() if name == "blocks.1")
+        first.register_forward_hook(self._passes)
+
+    def _accumulate(self, then: Callable[..., Tensor], batch: Batch, *rest: Any) -> Tensor:
+        self._indices += batch.indices
+        self._sizes.append(len(batch.labels))
+        return then(batch, *rest)
+
+    def _step(self, then: Callable[..., Any], *given: Any) -> Any:
+        if stranger := self.due("stranger"):
+            self._visit(STRANGERS[stranger["call"] % len(STRANGERS)])
+        result = then(*given)
+        self.write(
+            step=self.world.lifeline.step, indices=self._indices, sizes=self._sizes,
+            overflow=result.overflow, again=bool(result.short and result.again),
+        )  # fmt: skip
+        self._indices, self._sizes = [], []
+        if fault := self.due("flip"):
+            self._flip(fault["call"])
+        return result
+
+    def _evaluate(self, then: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+        self.write(evaluates=len(batch.labels), step=self.world.lifeline.step)
+        return then(batch)
+
+    def _passes(self, _block: object, _given: object, made: Tensor) -> None:
+        """A block has computed: memory may end, here or on the way back, where a gradient may
+        become infinite too."""
+        if not made.requires_grad or self.world.lifeline.step is None:
+            return
+        if fault := self.due("oom"):
+            if fault["call"] == 0:
+                raise RuntimeError(NO_MEMORY)
+            made.register_hook(_fail)
+        if self.due("sender"):
+            self._break_sender()
+        if self.due("overflow"):
+            made.register_hook(lambda gradient: gradient * torch.inf)
+
+    @torch.no_grad()
+    def _flip(self, what: int) -> None:
+        parameter = next(p for p in self._model.parameters() if p.requires_grad)
+        target = parameter
+        if what == 1:
+            slots = self._engine.optimizer.state.get(parameter, {})
+            target = next((v for v in slots.values() if getattr(v, "shape", ()) == parameter.shape),
+                          parameter)  # fmt: skip
+        target.data.view(torch.int32).view(-1)[0] ^= 1 << 22  # changes it by a half at most
+
+    def _break_sender(self) -> None:
+        """Have the thread that sends the next bucket run out of memory."""
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError(NO_MEMORY)
+
+        motley.power_sgd.add_up = fail
+        dist.all_reduce = dist.isend = fail
+
+    def _visit(self, words: bytes) -> None:
+        """Knock at rank 0's door, without a token."""
+        address = self.world.lifeline._door.getsockname()
+
+        def knock() -> None:
+            with socket.create_connection(address) as line:
+                line.sendall(words)
+                line.settimeout(5)
+                while line.recv(4096):
+                    pass
+
+        threading.Thread(target=lambda: _ignore(knock), daemon=True).start()
+
+    def digest(self) -> None:
+        """Write down what this rank holds at the end, where each holds the whole."""
+        if not self._engine.whole:
+            return
+        sha = hashlib.sha256()
+        for tensor in self._model.net.state_dict().values():
+            sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        self.write(digest=sha.hexdigest())
+
+    def kill_at(self, fault: dict[str, Any]) -> None:
+        """Have this process killed where the loop has got back from so many of its calls."""
+        left = fault["call"]
+
+        def look(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal left
+            back = frame.f_back
+            if (
+                event != "return"
+                or back is None
+                or not back.f_code.co_filename.endswith("motley/train.py")
+                or self.world.lifeline.step != fault["step"]
+            ):
+                return
+            if left == 0:
+                if fault["rank"] < 0:
+                    os.killpg(0, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+        sys.setprofile(look)
+
+
+def _fail(_: Tensor) -> Tensor:
+    raise RuntimeError(NO_MEMORY)
+
+
+def _ignore(call: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):
+        call()
+
+
+class Told(Watch):
+    """Proposes the splits that the case tells it to, and no others."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__((), ())
+        self._probe, self._number = probe, 0
+
+    def step(self, ready_s: Any, counts: Any) -> Proposal | None:
+        """See Watch."""
+        if fault := self._probe.due("replan"):
+            return Proposal(tuple(fault["counts"]), (1.0,) * len(fault["counts"]), 0.5)
+        return None
+
+
+class Makers:
+    """An engine maker whose engines are watched."""
+
+    def __init__(self, makers: Any, probe: Probe) -> None:
+        self._makers, self._probe, self.sending = makers, probe, makers.sending
+
+    def __call__(self, model: Any, seating: Any) -> Any:
+        """See motley.engine.EngineMaker."""
+        engine = self._makers(model, seating)
+        self._probe.attach(engine, model)
+        return engine
+
+
+def main(launched: launch.Launched, argument: dict[str, Any]) -> None:
+    """Train as the argument's command line says."""
+    torch.set_num_threads(1)
+    words = argument["arguments"]
+    sys.argv = ["train_vit.py", *words]
+    zero = "--stage" in words
+    parser = training_parser("a case of the fuzzer")
+    (zero_config if zero else torch_engines).add_options(parser)
+    config = read_config(parser)
+    faults = argument["faults"]
+    probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
+    motley.job.Watch = lambda *_: Told(probe)
+    for fault in faults:
+        if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
+            probe.kill_at(fault)
+
+    def work(world: launch.World) -> None:
+        probe.world = world
+        makers = (zero_engine.ZeroEngines if zero else torch_engines.TorchEngines)(config)
+        train(world, config, Makers(makers, probe))
+        probe.digest()
+
+    launch.run(work, launched)

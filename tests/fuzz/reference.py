@@ -1,0 +1,168 @@
+"""What a case should come to: one process, whole batches, no wrapper, no history but the user's.
+
+Only the data (which samples, how they look), the model and the optimizer are Motley's; the step,
+the schedule and the count of samples are written again here, in as few lines as they take.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from motley.data import load_images
+from motley.model import Classifier, build_model, image_size
+from motley.optimizer import make_optimizer
+from motley.options import Config
+from motley.order import Order
+from motley.plan import make_plan
+from motley.sampler import Loader
+
+
+@dataclass
+class Step:
+    """One step of the reference.
+
+    Attributes:
+        end: it is the last of its epoch.
+    """
+
+    epoch: int
+    loss: float
+    norm: float
+    lr: float
+    samples: tuple[int, ...]
+    end: bool
+
+
+@dataclass
+class Trained:
+    """A reference so far: what the steps were, and the evaluations, by the steps taken before."""
+
+    steps: list[Step] = field(default_factory=list)
+    evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+class Reference:
+    """Trains a case's recipe; :meth:`rewind` and other options make its history.
+
+    Args:
+        dtype: fp32, or fp64 to see how far rounding alone takes a run.
+    """
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        self._dtype, self._cpu = dtype, torch.device("cpu")
+        self.configure(config)
+        self.trained, self._states = Trained(), list[Any]()
+        self._epoch = self._consumed = 0
+
+    def configure(self, config: Config) -> None:
+        """Begin with these options, or go on with them."""
+        self._config, size = config, image_size(config)
+        images = load_images(config, size)
+        old = getattr(self, "_model", None)
+        net = build_model(config, images).to(self._dtype)
+        if old is not None:
+            net.load_state_dict(old.net.state_dict())
+        self._model = Classifier(net, images, size, "fp32", self._cpu)
+        optimizer = make_optimizer(net, config)
+        if old is not None:
+            kept = copy.deepcopy(self._optimizer.state_dict())
+            for group, now in zip(kept["param_groups"], optimizer.state_dict()["param_groups"],
+                                  strict=True):  # fmt: skip
+                group |= {name: now[name] for name in ("lr", "weight_decay") if name in now}
+            optimizer.load_state_dict(kept)
+        self._optimizer = optimizer
+        self._loader = Loader(images, config, size, 0, self._cpu)
+        self.samples = Order(len(images.train), config.seed, config.data_fraction).epoch_samples
+
+    # -- history
+
+    def rewind(self, step: int) -> None:
+        """Back to where ``step`` steps had been taken."""
+        if step == len(self.trained.steps):
+            return
+        model, optimizer, self._epoch, self._consumed = self._states[step]
+        self._model.net.load_state_dict(model)
+        self._optimizer.load_state_dict(copy.deepcopy(optimizer))
+        del self._states[step:], self.trained.steps[step:]
+        self.trained.evaluations = {
+            taken: found for taken, found in self.trained.evaluations.items() if taken <= step
+        }
+
+    def train(self, skipped: set[int]) -> Trained:
+        """Go on to the end of the run.
+
+        Args:
+            skipped: steps whose gradient overflows.
+        """
+        config = self._config
+        while self._epoch < config.epochs:
+            step = len(self.trained.steps)
+            if config.max_steps is not None and step >= config.max_steps:
+                break
+            self._states.append((
+                copy.deepcopy(self._model.net.state_dict()),
+                copy.deepcopy(self._optimizer.state_dict()), self._epoch, self._consumed,
+            ))  # fmt: skip
+            self._step(step in skipped)
+            if self.trained.steps[-1].end:
+                self._evaluate()
+        if len(self.trained.steps) not in self.trained.evaluations:
+            self._evaluate()
+        return self.trained
+
+    def _step(self, skip: bool) -> None:
+        config, plan = self._config, make_plan(self._config.batch_size, (1.0,), (10**6,))
+        lr = self._learning_rate()
+        part, micro = next(iter(self._loader.steps(self._epoch, self._consumed, plan)))
+        ((batch, _),) = micro
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        logits = self._model(batch.images)
+        loss = functional.cross_entropy(logits, batch.labels, label_smoothing=config.smoothing)
+        self._optimizer.zero_grad()
+        loss.backward()
+        most = math.inf if config.clip_grad is None else config.clip_grad
+        norm = torch.nn.utils.clip_grad_norm_(self._model.net.parameters(), most)
+        if not skip:
+            self._optimizer.step()
+        self._consumed += part.global_batch
+        end = self._consumed >= self.samples
+        self.trained.steps.append(
+            Step(self._epoch, float(loss.detach()), float(norm), lr, batch.indices, end)
+        )
+        if end:
+            self._epoch, self._consumed = self._epoch + 1, 0
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up, then a cosine to ``--min-lr``, over the batches of all epochs."""
+        config = self._config
+        each = math.ceil(self.samples / config.batch_size)
+        total = each * config.epochs
+        warmup = min(round(config.warmup_epochs * each), total - 1)
+        now = self._epoch * each + self._consumed / config.batch_size
+        if now < warmup:
+            first = config.lr / (warmup + 1)
+            return first + now * (config.lr - first) / warmup
+        turn = (now - warmup) / (total - warmup)
+        return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * turn)) / 2
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Top-1 and loss of the held-out images."""
+        self._model.eval()
+        loss = right = count = 0.0
+        for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,))):
+            logits = self._model(batch.images)
+            loss += float(functional.cross_entropy(logits, batch.labels, reduction="sum"))
+            right += float((logits.argmax(dim=1) == batch.labels).sum())
+            count += len(batch.labels)
+        self._model.train()
+        self.trained.evaluations[len(self.trained.steps)] = right / count, loss / count
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name."""
+        return self._model.net.state_dict()

@@ -1,0 +1,335 @@
+"""The rules that hold for every case."""
+
+import json
+import math
+import re
+from collections import Counter
+
+import torch
+from fuzz.cases import Case
+from fuzz.play import Job, Played, play, reference, unbroken, whole_checkpoints
+from fuzz.reference import Reference
+from safetensors.torch import load_file
+from warm.ranks import WarmRanks
+
+from motley.records import RunFolder
+
+EXACT = 2e-6  # of losses and norms in fp32, relative; more where rounding alone goes further
+ROUNDED = 0.2  # where somebody computes or sends in 16 bits
+SIXTEEN = ("bf16", "fp16")
+
+
+def broken_rules(played: Played, ranks: WarmRanks) -> list[str]:
+    """What is wrong with a case that was played; each begins with the name of its rule."""
+    found = [problem for job in played.jobs for problem in _ending(job)]
+    if found:
+        return found
+    if any(played.jobs[-1].ended.codes) and not played.jobs[-1].killed:
+        return []  # refused, and well
+    found = _records(played)
+    if not found and not _is_inexact(played.case):
+        found = _arithmetic(played)
+    if not found and (whole := unbroken(played.case)) and len(played.jobs) > 1:
+        found = _twin(played, whole, ranks)
+    return found
+
+
+def _ending(job: Job) -> list[str]:
+    """How a job has ended."""
+    output = job.ended.output
+    tail = "\n".join(output.splitlines()[-30:])
+    if job.ended.timed_out:
+        return [f"hang: still running\n{tail}"]
+    if "Traceback (most recent call last)" in output:
+        return [f"traceback:\n{tail}"]
+    if not any(job.ended.codes) or job.killed:
+        return []
+    said = [line for line in output.splitlines() if line.startswith("motley: ")]
+    if not said:
+        return [f"crash: exit codes {job.ended.codes}\n{tail}"]
+    if "--" not in said[0]:
+        return [f"refusal: it names no option: {said[0]}"]
+    allowed = {"oom", "flip", "sender"} & {fault.kind for fault in job.segment.faults}
+    if re.search(r", step \d+: ", said[0]) and not allowed:
+        return [f"late: what was taken at the start ends the run: {said[0]}"]
+    return []
+
+
+# -- what the records say
+
+
+def _records(played: Played) -> list[str]:
+    folder, found = RunFolder(played.run), list[str]()
+    run = json.loads((played.run / "run.json").read_text())
+    if run["status"] != "finished" and not played.jobs[-1].killed:
+        found.append(f"status: {run['status']}")
+    found += _events(played)
+    found += _evaluations(played, folder)
+    found += _samples(played)
+    found += _alike(played)
+    found += _told(played)
+    return found
+
+
+def _events(played: Played) -> list[str]:
+    """Every event but a torn one is read; drift is noted once, if it was made."""
+    path, found, drifts = played.run / "events.jsonl", list[str](), 0
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    torn = sum(segment.after.count("tear_events") for segment in played.case.segments)
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            torn -= 1
+    if torn < 0:
+        found.append("events: more lines are torn than crashes have torn")
+    read = RunFolder(played.run).read_events()
+    if len(read) < len(events):
+        found.append(f"events: {len(read)} of {len(events)} whole lines are read")
+    if any("tear_events" in job.segment.after for job in played.jobs[:-1]):
+        starts = sum(event["event"] == "resume" for event in read)
+        if starts == 0:
+            found.append("events: what a resumed run writes after a torn line is lost")
+    drifts = sum(event["event"] == "drift" for event in events)
+    flips = sum(f.kind == "flip" for job in played.jobs for f in job.segment.faults)
+    if drifts > flips:
+        found.append(f"drift: {drifts} notes of drift, and {flips} flipped bits")
+    return found
+
+
+def _evaluations(played: Played, folder: RunFolder) -> list[str]:
+    steps = Counter(record["step"] for record in folder.read_epochs())
+    twice = [step for step, count in steps.items() if count > 1]
+    return [f"evaluations: after step {step} there are {steps[step]}" for step in twice]
+
+
+def _samples(played: Played) -> list[str]:
+    """Ranks together use each sample once an epoch; each in micro-batches that it has room for."""
+    for number, job in enumerate(played.jobs):
+        size: dict[int, int] = {}
+        if job.segment.micro is not None:
+            micro = job.segment.micro
+            size = dict(enumerate(micro * job.segment.ranks if len(micro) == 1 else micro))
+        for rank, lines in enumerate(job.trace):
+            evaluated = max((line["evaluates"] for line in lines if "evaluates" in line), default=0)
+            trained = max((max(line["sizes"], default=0) for line in lines if "sizes" in line),
+                          default=0)  # fmt: skip
+            for what, most in (("trains", trained), ("evaluates", evaluated)):
+                if size and most > size[rank]:
+                    return [f"micro-batch: in job {number} rank {rank} {what} {most} at once, "
+                            f"--micro-batch {size[rank]}"]  # fmt: skip
+        found = _evaluation_shares(number, job) + _smaller(number, job)
+        if found:
+            return found
+    return []
+
+
+def _evaluation_shares(number: int, job: Job) -> list[str]:
+    """After a new split the ranks share an evaluation as they share a step."""
+    told = [fault for fault in job.segment.faults if fault.kind == "replan"]
+    if not told or any(job.ended.codes):
+        return []
+    counts, steps = told[-1].counts, {told[-1].step}
+    totals = []
+    for lines in job.trace:
+        last = max((line["step"] for line in lines if "evaluates" in line), default=-1)
+        done = sum(line["evaluates"] for line in lines
+                   if "evaluates" in line and line["step"] == last > max(steps))  # fmt: skip
+        totals.append(done)
+    if not sum(totals):
+        return []
+    kept = [max(count, 0) for count in counts]
+    wanted = [sum(totals) * count / sum(kept) for count in kept]
+    if any(abs(a - b) >= 1 for a, b in zip(totals, wanted, strict=True)):
+        return [f"plan of now: after the split {counts}, job {number} evaluates {totals}"]
+    return []
+
+
+def _smaller(number: int, job: Job) -> list[str]:
+    """Where memory has ended, nobody takes as much at once again, evaluation included."""
+    for fault in job.segment.faults:
+        if fault.kind != "oom" or fault.rank >= job.segment.ranks:
+            continue
+        lines = job.trace[fault.rank]
+        again = next((place for place, line in enumerate(lines) if line.get("again")), None)
+        if again is None:
+            continue
+        before = max(lines[again]["sizes"], default=0)
+        for line in lines[again + 1 :]:
+            most = max([*line.get("sizes", ()), line.get("evaluates", 0)])
+            if before > 1 and most >= before and most > math.ceil(before / 2):
+                return [f"plan of now: in job {number} rank {fault.rank} had no memory for "
+                        f"{before} samples, and then takes {most}"]  # fmt: skip
+    return []
+
+
+def _alike(played: Played) -> list[str]:
+    for number, job in enumerate(played.jobs):
+        digests = {line["digest"] for lines in job.trace for line in lines if "digest" in line}
+        if len(digests) > 1:
+            return [f"drift: at the end of job {number} the ranks' parameters differ"]
+        skips = [[(line["step"], line["overflow"]) for line in lines if "overflow" in line]
+                 for lines in job.trace]  # fmt: skip
+        local = job.segment.wire.startswith("local")
+        if not local and not job.killed and any(skip != skips[0] for skip in skips):
+            return [f"skips: in job {number} the ranks do not skip the same steps"]
+    return []
+
+
+def _told(played: Played) -> list[str]:
+    """A resume with other options says so."""
+    events = RunFolder(played.run).read_events()
+    notes = " ".join(str(event) for event in events if event["event"] == "resume")
+    if any("tear_events" in job.segment.after for job in played.jobs):
+        return []
+    for number in range(1, len(played.jobs)):
+        before, now = (played.case.options(played.case.segments[n]) for n in (number - 1, number))
+        for name in now:
+            flag = f"--{name.replace('_', '-')}"
+            if name in ("eval_images", "save_every") or played.jobs[number].killed:
+                continue
+            if before[name] != now[name] and flag not in notes:
+                return [f"resume: {flag} {before[name]} became {now[name]} without a word"]
+    return []
+
+
+# -- what the reference says
+
+
+def _is_inexact(case: Case) -> bool:
+    """No reference knows what it should come to."""
+    return case.recipe.drop + case.recipe.drop_path > 0 or any(
+        segment.wire.startswith(("powersgd", "local:"))
+        and segment.wire not in ("local:1", "powersgd:64")
+        for segment in case.segments
+    )
+
+
+def _arithmetic(played: Played) -> list[str]:
+    rounded = any(
+        set(segment.precision) & {*SIXTEEN} or segment.wire in SIXTEEN
+        for segment in played.case.segments
+    )
+    wanted = reference(played, torch.float32)
+    finer = wanted if rounded else reference(played, torch.float64)
+    found = _steps(played, wanted, finer, ROUNDED if rounded else EXACT)
+    found = found or _wanted_evaluations(played, wanted, rounded)
+    return found or ([] if rounded else _checkpoint(played, wanted, finer))
+
+
+def _steps(played: Played, wanted: Reference, finer: Reference, bound: float) -> list[str]:
+    records = RunFolder(played.run).read_steps().get(0, [])
+    steps, finer_steps = wanted.trained.steps, finer.trained.steps
+    killed = played.jobs[-1].killed
+    numbers = [record["step"] for record in records]
+    if numbers != list(range(len(numbers))):
+        return [f"steps: the records of rank 0 are of steps {numbers}"]
+    if len(records) != len(steps) and not killed:
+        return [f"steps: {len(records)} were taken, {len(steps)} were due"]
+    taken = _indices(played)
+    for record, step, fine in zip(records, steps, finer_steps, strict=False):
+        number = record["step"]
+        if record["epoch"] != step.epoch or record["n_global"] != len(step.samples):
+            return [f"steps: step {number} is {record['n_global']} samples of epoch "
+                    f"{record['epoch']}, due are {len(step.samples)} of {step.epoch}"]  # fmt: skip
+        if number in taken and taken[number] != Counter(step.samples):
+            return [f"samples: those of step {number} are not the reference's"]
+        if abs(record["lr"] - step.lr) > 1e-9 * step.lr + 1e-15:
+            return [f"schedule: step {number} has the learning rate {record['lr']:.9g}, due is "
+                    f"{step.lr:.9g}"]  # fmt: skip
+        for name, own, due, fine_due in (
+            ("loss", record["loss"], step.loss, fine.loss),
+            ("grad_norm", record["grad_norm"], step.norm, fine.norm),
+        ):
+            if record["overflow"] and name == "grad_norm":
+                continue
+            scale = 1.0 if name == "loss" else 5.0
+            allowed = scale * bound * abs(due) + 20 * abs(due - fine_due)
+            if own is None or not abs(own - due) <= allowed:
+                return [f"{name}: {own} in step {number}, due is {due} (+- {allowed:.2g})"]
+    return []
+
+
+def _indices(played: Played) -> dict[int, Counter[int]]:
+    """The samples of each step, over all ranks of the job that took it last."""
+    found: dict[int, Counter[int]] = {}
+    for job in played.jobs:
+        if job.killed:
+            for step in [step for step in found if step >= job.start]:
+                del found[step]
+            continue
+        here: dict[int, Counter[int]] = {}
+        for lines in job.trace:
+            own = {line["step"]: line["indices"] for line in lines
+                   if "indices" in line and not line["again"]}  # fmt: skip
+            for step, indices in own.items():
+                here.setdefault(step, Counter()).update(indices)
+        found |= here
+    return found
+
+
+def _wanted_evaluations(played: Played, wanted: Reference, rounded: bool) -> list[str]:
+    found = {record["step"]: record for record in RunFolder(played.run).read_epochs()}
+    steps = wanted.trained.steps
+    ends = [number + 1 for number, step in enumerate(steps) if step.end]
+    if played.jobs[-1].killed:
+        return []
+    for taken in [*ends, len(steps)]:
+        if taken not in found:
+            return [f"evaluations: the one after step {taken} is missing"]
+        top1, loss = wanted.trained.evaluations[taken]
+        bound = ROUNDED if rounded else 1e-4
+        if not math.isclose(found[taken]["loss"], loss, rel_tol=bound):
+            return [f"evaluations: loss {found[taken]['loss']} after step {taken}, due is {loss}"]
+        count = played.case.recipe.eval_images
+        if not rounded and abs(found[taken]["top1"] - top1) > 1.5 / count:
+            return [f"evaluations: top-1 {found[taken]['top1']} after step {taken}, due is {top1}"]
+    return []
+
+
+def _checkpoint(played: Played, wanted: Reference, finer: Reference) -> list[str]:
+    """The parameters of the last checkpoint are the reference's."""
+    checkpoints = whole_checkpoints(played)
+    if played.jobs[-1].killed or not checkpoints:
+        return []
+    newest = checkpoints[-1]
+    if int(newest.name.removeprefix("step_")) != len(wanted.trained.steps):
+        return [
+            f"checkpoint: the last is {newest.name}, {len(wanted.trained.steps)} steps were due"
+        ]
+    saved, fine = load_file(newest / "model.safetensors"), finer.parameters()
+    for name, due in wanted.parameters().items():
+        if not due.is_floating_point():
+            continue
+        rounding = float((due - fine[name].float()).abs().max())
+        apart = float((saved[name] - due).abs().max())
+        if not apart <= EXACT * float(due.abs().max()) + 20 * rounding:
+            return [f"checkpoint: {name} is {apart:.2g} off, rounding explains {rounding:.2g}"]
+    return []
+
+
+# -- the same without a break
+
+
+def _twin(played: Played, whole: Case, ranks: WarmRanks) -> list[str]:
+    """A run that was stopped and resumed on the same ranks is, to the bit, one that was not."""
+    other = play(whole, ranks, played.folder.with_name("unbroken"))
+    if any(other.jobs[-1].ended.codes) or played.jobs[-1].killed:
+        return []
+    own, due = (RunFolder(each.run).read_steps()[0] for each in (played, other))
+    if len(own) != len(due):
+        return [f"resume: {len(own)} steps, {len(due)} without a break"]
+    for mine, theirs in zip(own, due, strict=True):
+        for name in ("loss", "lr", "overflow", "loss_scale", "grad_norm"):
+            if mine[name] != theirs[name] and None not in (mine[name], theirs[name]):
+                return [f"resume: {name} of step {mine['step']} is {mine[name]!r}, without a break "
+                        f"{theirs[name]!r}"]  # fmt: skip
+    last, end = (whole_checkpoints(each)[-1:] for each in (played, other))
+    if last and end and last[0].name == end[0].name:
+        for part in ("model", "optimizer"):
+            a, b = (load_file(each[0] / f"{part}.safetensors") for each in (last, end))
+            for name in b:
+                if name not in a or not torch.equal(a[name], b[name]):
+                    return [f"resume: {part} {name} at the end is not what it is without a break"]
+    return []

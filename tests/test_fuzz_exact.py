@@ -1,0 +1,118 @@
+"""Cases that were once wrong, each with the history that showed it; and the fuzzer itself."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, venv
+from fuzz.cases import Case
+from fuzz.play import MODULES, judged, play
+from fuzz.rules import broken_rules
+from warm.ranks import WarmRanks
+
+from motley.errors import MotleyError
+
+pytestmark = pytest.mark.mpi  # they take minutes, though no mpirun
+
+FUZZER = ROOT / "tests" / "fuzz_exact.py"
+
+
+def zero(stage: int, fault: str) -> str:
+    """Three ranks at a ZeRO stage, and what happens to one in step 2."""
+    segment = {
+        "engine": f"zero{stage}", "ranks": 3, "shares": [1, 2, 2], "loss_scale": "2^8",
+        "faults": [{"kind": fault, "step": 2, "rank": 1}],
+    }  # fmt: skip
+    return json.dumps({"segments": [segment]})
+
+
+# What DeepSpeed's oldest version that is allowed must do as well as the newest.
+DEEPSPEED = {
+    **{f"an overflow at ZeRO {stage}": zero(stage, "overflow") for stage in range(4)},
+    **{f"memory that ends at ZeRO {stage}": zero(stage, "oom") for stage in range(3)},
+    "from ZeRO 1 to ZeRO 3": """{"recipe":{"clip_grad":0.1},"segments":[
+        {"engine":"zero1","ranks":2,"shares":[3,1],"stop":3},
+        {"engine":"zero3","ranks":3,"shares":[1,0,4]}]}""",
+}
+CASES: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[WarmRanks]:
+    with WarmRanks(MODULES) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def oldest() -> Iterator[WarmRanks]:
+    """Ranks with the oldest DeepSpeed that requirements.txt allows; tests/run.sh installs it."""
+    folder = venv() / "oldest"
+    if not (folder / "deepspeed").is_dir():
+        message = f"{folder} has no DeepSpeed; tests/run.sh installs it there"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    with WarmRanks([name for name in MODULES if "muon" not in name], folder) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", [*CASES, *DEEPSPEED])
+def test_what_was_wrong_once_is_exact(ranks: WarmRanks, name: str) -> None:
+    assert judged(Case.parse({**CASES, **DEEPSPEED}[name]), ranks) == []
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_the_oldest_deepspeed_is_as_exact(oldest: WarmRanks, name: str) -> None:
+    assert judged(Case.parse(DEEPSPEED[name]), oldest) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule"),
+    [
+        ({"lr": 1.001e-3}, "schedule"), ({"smoothing": 0.101}, "loss"), ({"seed": 1}, "samples"),
+        ({"batch_size": 9}, "steps"), ({"epochs": 3}, "steps"), ({"eval_images": 9}, "evaluations"),
+        ({"weight_decay": 0.06}, "checkpoint"),
+    ],
+)  # fmt: skip
+def test_the_fuzzer_sees_a_run_that_is_another(
+    ranks: WarmRanks, tmp_path: Path, recipe: dict[str, float], rule: str
+) -> None:
+    played = play(Case.parse('{"segments":[{"ranks":2,"shares":[2,1]}]}'), ranks, tmp_path / "case")
+    assert broken_rules(played, ranks) == []
+    other = replace(played.case, recipe=replace(played.case.recipe, **recipe))
+    (problem,) = broken_rules(replace(played, case=other), ranks)
+    assert problem.split(":")[0] == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no JSON"), ('{"segment":[]}', "nearest: segments"), ("[]", "a JSON object"),
+        ('{"recipe":{"optimizer":"lamb"}}', "recipe knows no 'optimizer'"),
+        ('{"segments":[]}', "give one"), ('{"segments":[{"engine":"zero4"}]}', "no engine 'zero4'"),
+        ('{"segments":[{"faults":[{"kind":"kil","step":1}]}]}', "nearest: kill"),
+        ('{"segments":[{"faults":[{"kind":"kill"}]}]}', "step"),
+        ('{"segments":[{"ranks":0}]}', "give 1 or more"), ('{"segments":{}}', "a list"),
+    ],
+)  # fmt: skip
+def test_a_case_that_is_none_is_refused(text: str, says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        Case.parse(text)
+
+
+def test_a_case_is_written_as_it_is_read() -> None:
+    text = '{"recipe":{"opt":"lamb"},"segments":[{"ranks":2,"shares":[1,2],"stop":3}]}'
+    assert json.loads(str(Case.parse(text))) == json.loads(text)
+    assert Case.parse(str(Case.parse(text))) == Case.parse(text)
+
+
+def test_the_fuzzer_refuses_no_time() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FUZZER), "--seconds", "0"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "above 0" in done.stderr
