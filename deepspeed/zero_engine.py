@@ -121,7 +121,7 @@ class ZeroEngine(EngineBase):
         """MotleyError if not all that ``--opt`` keeps can be saved, or counts right."""
         traits, stage = self.traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
-        if traits.wraps:
+        if stage and traits.wraps:
             why = "wraps another one, which DeepSpeed steps past"
         elif stage and traits.nests:
             why = f"keeps lists, and ZeRO stage {stage} cuts tensors"
