@@ -27,7 +27,8 @@ from motley.gradients import gradient_norm, unscale_and_clip
 from motley.losses import sample_losses
 from motley.memory import out_of_memory
 from motley.model import Classifier
-from motley.named_state import load_model_state, load_optimizer_state, model_state, optimizer_state
+from motley.named_state import load_model_state, model_state
+from motley.optimizer_state import State
 from motley.options import Config
 from motley.wire import SIXTEEN, Sending
 
@@ -101,6 +102,7 @@ class ZeroEngine(EngineBase):
                 "torch_dist/train_vit.py, or an optimizer such as adamw"
             )
         super().__init__(model, seating)
+        self._check_state()
         self.loss_weight = seating.size
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
@@ -114,6 +116,24 @@ class ZeroEngine(EngineBase):
         )
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
+
+    def _check_state(self) -> None:
+        """MotleyError if not all that ``--opt`` keeps can be saved, or counts right."""
+        traits, stage = self.traits, self._stage
+        others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
+        if stage and traits.wraps:
+            why = "wraps another one, which DeepSpeed steps past"
+        elif stage and traits.nests:
+            why = f"keeps lists, and ZeRO stage {stage} cuts tensors"
+            others.insert(0, "--stage 0")
+        elif stage == 3 and traits.counts:
+            why = "counts steps, and ZeRO stage 3 takes one for each part of the model"
+            others.insert(0, "--stage 1")
+        else:
+            return
+        raise MotleyError(
+            f"--opt {self._seating.config.opt} {why}; take {', '.join(others[:-1])} or {others[-1]}"
+        )
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         def forward(images: Tensor) -> Tensor:
@@ -204,27 +224,39 @@ class ZeroEngine(EngineBase):
             self._engine.step()
         return heard.tolist(), overflow
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """See motley.engine.Engine. Stages 1 to 3 put their partitions together."""
-        net = self._model.net
         if self._stage == 0:
-            return model_state(net) | optimizer_state(net, self.optimizer)
-        state = whole_state(self._engine.optimizer, self.optimizer, net)
-        return state if self._seating.rank == 0 else {}
+            return super().state()
+        state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
+        state.plain["groups"] = self.memory.groups(state.tensors)
+        return state if self._seating.rank == 0 else State()
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """See motley.engine.Engine."""
-        net = self._model.net
+    def alike(self) -> State:
+        """See motley.engine.Engine. From stage 1 on no rank has another's part of the optimizer."""
         if self._stage == 0:
-            load_model_state(net, state)
-            load_optimizer_state(net, self.optimizer, state)
+            return super().alike()
+        return State(model_state(self._model.net, Tensor.detach))
+
+    def load_alike(self, state: State) -> None:
+        """See motley.engine.Engine."""
+        if self._stage == 0:
+            super().load_alike(state)
+        else:
+            load_model_state(self._model.net, state.tensors)
+
+    def load_state(self, state: State) -> None:
+        """See motley.engine.Engine."""
+        if self._stage == 0:
+            super().load_state(state)
             return
         # A step with a gradient of zeros: partitions get their slots only by stepping. It decays
         # the weights, so they are loaded after it.
         self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
         self._send()
         self._engine.step()
-        cut_state(state, self._engine.optimizer, self.optimizer, net)
+        cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
+        self.memory.load_groups(state)
 
 
 def config_path(config: Config) -> Path:

@@ -1,5 +1,6 @@
 """What DeepSpeed's partitions hold, as whole tensors and back: checkpoints know no ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -17,8 +18,9 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.named_state import load_model_state, model_state, slots_of
+from motley.named_state import load_model_state, model_state
 from motley.optimizer import make_optimizer
+from motley.optimizer_state import State, slots_of
 from motley.options import Config
 
 Optimizer = torch.optim.Optimizer
@@ -26,31 +28,42 @@ Optimizer = torch.optim.Optimizer
 
 def is_elementwise(config: Config) -> bool:
     """Whether ``--opt`` does to a number what it does whatever the tensor around it, tried on a
-    small one: AdamW does, LAMB does not. Draws no random numbers."""
+    small one: AdamW does, LAMB does not, nor MARS, which knows matrices. Draws no random numbers.
+    """
 
-    def stepped(values: Tensor) -> Tensor:
+    signs = torch.tensor([1.0, -1.0])  # in turn: at a right angle to smooth values, nearly
+
+    def stepped(values: Tensor, config: Config) -> Tensor:
         net = nn.Module()
         net.weight = nn.Parameter(values.clone())
         optimizer = make_optimizer(net, config)
-        for step in range(1, 3):
-            net.weight.grad = (net.weight.detach() * 3 + step).sin()
-            optimizer.step()
-        return net.weight.detach()
+        for step in range(6):
+            smooth = (net.weight.detach().square() * 5 + step).sin()
+            other = signs.repeat(values.numel() // 2).view_as(values)
+            net.weight.grad = other if step % 2 else smooth
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+        return net.weight.detach().flatten()
+
+    def same(one: Tensor, other: Tensor) -> bool:  # of numbers up to 2, to rounding
+        return torch.allclose(one, other, rtol=0.0, atol=2e-6)
 
     values = torch.linspace(0.1, 2, 64 * 64).reshape(64, 64)  # halves unlike each other
-    halves = torch.cat([stepped(half) for half in values.split(32)])
-    return torch.allclose(stepped(values), halves, atol=1e-7)
+    halves = torch.cat([stepped(half, config) for half in values.split(32)])
+    plain = replace(config, weight_decay=0.0)  # which vectors have none of
+    flat = stepped(values.flatten(), plain)
+    return same(stepped(values, config), halves) and same(stepped(values, plain), flat)
 
 
-def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
-    """``model.<name>`` and ``optimizer.<name>.<slot>`` of stages 1 to 3, on the CPU; all ranks
-    call it.
+def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> State:
+    """The model of stages 1 to 3, and what the optimizer keeps of each parameter; all ranks call
+    it.
 
     Args:
         zero: DeepSpeed's optimizer, around ours.
     """
     state = model_state(net)
-    steps, slots = _slots(zero, optimizer)
+    steps, numbers, slots = _slots(zero, optimizer)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
             state[f"model.{name}"] = safe_get_full_fp32_param(parameter).cpu()
@@ -58,31 +71,40 @@ def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> dict[str, Te
             whole = safe_get_full_optimizer_state(parameter, slot)
             state[f"optimizer.{name}.{slot}"] = whole.cpu()
         state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
-    return state
+    return State(state, {"slots": {name: numbers for name, _ in net.named_parameters()}})
 
 
-def cut_state(state: dict[str, Tensor], zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
+def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
     """Continue from :func:`whole_state`, which all ranks have; the slots must be there."""
     _slots(zero, optimizer)
     with deepspeed.zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
-        load_model_state(net, state)
+        load_model_state(net, state.tensors)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
-            safe_set_local_fp32_param(parameter, _own_part(state[f"model.{name}"], parameter))
+            safe_set_local_fp32_param(
+                parameter, _own_part(state.tensors[f"model.{name}"], parameter)
+            )
         else:
             safe_set_full_fp32_param(parameter, parameter.detach())
-        for slot, value in slots_of(name, state).items():
+        for slot, value in slots_of(name, state.tensors).items():
             if not value.ndim:
                 for slots in optimizer.state.values():
-                    slots[slot].copy_(value)
+                    if isinstance(slots[slot], Tensor):
+                        slots[slot].copy_(value)
+                    else:  # an older checkpoint's
+                        slots[slot] = value.item()
             elif _is_cut(parameter):
                 safe_set_local_optimizer_state(parameter, _own_part(value, parameter), slot)
             else:
                 safe_set_full_optimizer_state(parameter, value, slot)
+    numbers: dict[str, Any] = next(iter(state.plain.get("slots", {}).values()), {})
+    for slots in optimizer.state.values():
+        slots.update(numbers)
 
 
-def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], list[str]]:
-    """Of this rank's partition: scalar slots (AdamW's step), and names of tensor slots."""
+def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Of this rank's partition: scalar slots (AdamW's step), plain numbers (RAdam's), and names of
+    tensor slots."""
     if optimizer.state and hasattr(zero, "bit16_groups"):
         # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's first
         # step, at stages 1 and 2, and so leaves the other groups' parameters without any.
@@ -90,8 +112,10 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], list[str
         for group, flat in groups:
             lazy_init_hp_params_optimizer_state(group, flat, optimizer.state)
     slots = next(iter(optimizer.state.values()), {})
-    scalars = {name: value for name, value in slots.items() if value.ndim == 0}
-    return scalars, [name for name in slots if name not in scalars]
+    numbers = {name: value for name, value in slots.items() if not isinstance(value, Tensor)}
+    tensors = {name: value for name, value in slots.items() if name not in numbers}
+    scalars = {name: value for name, value in tensors.items() if value.ndim == 0}
+    return scalars, numbers, [name for name in tensors if name not in scalars]
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

@@ -53,8 +53,13 @@ def test_a_resumed_run_needs_no_room_for_what_is_there(saves: int, keep: int, th
 
 @pytest.mark.parametrize(
     ("words", "copies"),
-    [((), 3), (("--opt", "sgd"), 2), (("--wire", "powersgd:4"), 6)],
-    ids=["AdamW", "SGD", "PowerSGD"],
+    [
+        ((), 3),
+        (("--opt", "sgd"), 2),
+        (("--wire", "powersgd:4"), 6),
+        (("--opt", "lookahead_sgd"), 3),
+    ],
+    ids=["AdamW", "SGD", "PowerSGD", "Lookahead"],
 )
 def test_a_checkpoint_holds_what_the_optimizer_keeps(words: tuple[str, ...], copies: int) -> None:
     net = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20))

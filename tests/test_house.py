@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src" / "motley"
 PURE = {
     "errors", "spelling", "hosts", "gpus", "facts", "balance", "forecast", "links", "network",
-    "rebalance", "lines", "same_code",
+    "rebalance", "length", "lines", "same_code",
     "advice", "plan", "precision", "wire", "records", "gpu_records", "gpu_log", "processes",
     "leftovers", "at_once", "login", "shell", "remote", "leases", "shards", "matrix", "outcome",
     "baselines", "baseline_rows", "baseline_table", "faults",

@@ -1,5 +1,7 @@
 """A rank becomes slower in mid-run: the others take over, and the model stays the same."""
 
+import re
+
 import pytest
 from conftest import DDP, Jobs
 
@@ -19,3 +21,7 @@ def test_shares_follow_the_speed_and_the_losses_stay(jobs: Jobs) -> None:
     assert 27 <= faster[-1]["counts"][0] <= 37
     assert all(step["n_global"] == sum(run.steps(r)[k]["n_local"] for r in range(2))
                for k, step in enumerate(run.steps()))  # fmt: skip
+    # The slow rank evaluates as few of the 360 held-out images as it takes of a batch.
+    evaluated = re.findall(r"evaluated (\d+) after step (\d+)", run.done.output)
+    images = sum(int(count) for count, step in evaluated if step == "46")
+    assert images == pytest.approx(360 * slower[-1]["counts"][0] / 64, abs=1)

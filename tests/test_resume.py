@@ -1,5 +1,7 @@
 """A run goes on elsewhere: on other ranks, at another ZeRO stage, through the other engine."""
 
+import json
+
 import pytest
 from conftest import DDP, ZERO, Jobs, Trained
 
@@ -56,3 +58,52 @@ def test_a_resumed_run_continues_the_same_losses(
     assert found == pytest.approx(expected, rel=tolerance, abs=0.0)
     forgets = [event for event in resumed.events if "empty error memory" in str(event)]
     assert bool(forgets) == (start == "PowerSGD" and tolerance > 0)
+
+
+POWER = ("--wire", "powersgd:2", "--shares", "3,1", "--precision", "fp32", "--max-steps", 6)
+
+
+@pytest.fixture(scope="module")
+def power(module_jobs: Jobs) -> Trained:
+    """Its first two steps are exact."""
+    return module_jobs.train(2, DDP, "power", *POWER, "--save-every", 1, "--keep", 9)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_powersgd_goes_on_to_the_bit_from_any_step(power: Trained, jobs: Jobs, step: int) -> None:
+    resumed = jobs.train(2, DDP, "resumed", *POWER, "--resume",
+                         power.folder / "checkpoints" / f"step_{step:08d}")  # fmt: skip
+    assert resumed.losses == power.losses[step:]
+
+
+SHORT = ("--data-fraction", 0.25, "--batch-size", 96, "--epochs", 3, "--precision", "fp32",
+         "--shares", "equal")  # fmt: skip
+
+
+def evaluations(run: Trained) -> list[tuple[int, int, float]]:
+    """Step, epoch and loss of each."""
+    lines = map(json.loads, (run.folder / "epochs.jsonl").open())
+    return [(line["step"], line["epoch"], line["loss"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def short(module_jobs: Jobs) -> Trained:
+    """Three epochs of 359 samples: of four steps each, the last one smaller."""
+    return module_jobs.train(1, DDP, "short", *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("before", "every"), [(2, ()), (3, ()), (3, ("--save-every", 5))],
+    ids=["after a checkpoint", "at the end", "far from one"],
+)  # fmt: skip
+def test_an_evaluation_that_was_killed_is_made_up_for(
+    short: Trained, jobs: Jobs, before: int, every: tuple[object, ...]
+) -> None:
+    words = (*SHORT, *every, "--logs", jobs.logs, "--run", "k")
+    assert jobs.run(1, "tests/drivers/killed.py", "--before", before, *words).code != 0
+    run = jobs.train(1, DDP, "k", *SHORT, *every, "--resume", "auto")
+    assert evaluations(run) == evaluations(short)
+    assert run.run["result"]["top1"] == short.run["result"]["top1"]
+    assert run.losses == short.losses
+    again = jobs.train(1, DDP, "k", *SHORT, *every, "--resume", "auto")
+    assert evaluations(again) == evaluations(short)

@@ -139,8 +139,7 @@ class DdpEngine(GroupEngine):
         }  # fmt: skip
         if kept:
             factor = self.scale.value / float(kept.pop("scale"))
-            self._sender.load_state(kept)
-            self._sender.settle(True, factor)
+            self._sender.load_state(kept, factor)
         elif self._sender.state():
             notes.append(
                 f"--wire {self._seating.plan.wire} begins with an empty error memory: the "

@@ -8,7 +8,7 @@ after it; so every micro-batch communicates, and all ranks take equally many.
 from typing import Any
 
 from group_engine import GroupEngine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -18,7 +18,9 @@ from motley.engine import Seating
 from motley.engine_base import check_offload
 from motley.memory import out_of_memory
 from motley.model import AUTOCAST, Classifier, blocks_of
-from motley.named_state import model_state, optimizer_state
+from motley.named_state import on_cpu
+from motley.optimizer_state import State
+from motley.optimizer_trial import Sharding
 from motley.wire import SIXTEEN, Sending
 
 
@@ -52,6 +54,9 @@ class FsdpEngine(GroupEngine):
         }
         if seating.config.offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
+        self._sharding = Sharding(
+            "--strategy fsdp", lambda net: fully_shard(net, **options), self._share
+        )
         for block in blocks_of(model.net).values():
             fully_shard(block, **options)
         fully_shard(model.net, **options)
@@ -71,15 +76,18 @@ class FsdpEngine(GroupEngine):
     def _norm(self, norms: Tensor) -> Tensor:
         return norms.square().sum().sqrt()  # each rank's is of its part
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """See motley.engine.Engine."""
-        net = self._model.net
-        state = model_state(net) | optimizer_state(net, self.optimizer)
-        return state if self._seating.rank == 0 else {}
+        state = self._whole_state(on_cpu)
+        return state if self._seating.rank == 0 else State()
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """See motley.engine.Engine."""
-        parameters = dict(self._model.net.named_parameters())
+        super().load_state(self._share(self._model.net, state))
+
+    def _share(self, net: nn.Module, state: State) -> State:
+        """Whole tensors cut as the parameters of ``net`` are."""
+        parameters = dict(net.named_parameters())
 
         def share(key: str, value: Tensor) -> Tensor:
             kind, _, name = key.partition(".")
@@ -89,4 +97,4 @@ class FsdpEngine(GroupEngine):
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
             return part.to(own.device)
 
-        super().load_state({key: share(key, value) for key, value in state.items()})
+        return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)

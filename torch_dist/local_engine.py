@@ -25,6 +25,7 @@ from motley.errors import MotleyError
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.losses import sample_losses
 from motley.model import Classifier
+from motley.optimizer_state import State
 from motley.plan import Plan
 from motley.wire import Sending
 
@@ -40,6 +41,11 @@ class LocalEngine(EngineBase):
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         super().__init__(model, seating)
+        if self.traits.nests:
+            raise MotleyError(
+                f"--opt {seating.config.opt} keeps what cannot be averaged over ranks, as --wire "
+                f"{seating.plan.wire} does; choose another --wire, or an optimizer such as adamw"
+            )
         self._plan, self._every = seating.plan, seating.plan.wire.every
         self._samples = 0  # of this rank, in this step
         self._n_global = 1
@@ -163,14 +169,16 @@ class LocalEngine(EngineBase):
         self._land()
         self._begin()
         self._average_memory()
-        self.scale.value = min(value for (value,) in exchange([self.scale.value]))
+        scale = self.scale
+        values, steps = zip(*exchange([scale.value, scale.good_steps]), strict=True)
+        scale.value, scale.good_steps = min(values), int(min(steps))
 
     def _average_memory(self) -> None:
-        if not self.optimizer.state:  # this rank had no samples yet
+        if not self.memory.slots():  # this rank had no samples yet
             self._step_of_size_0()
-        state = self.optimizer.state
-        slots = [state[p][name] for p in self._parameters for name in sorted(state.get(p, {}))]
-        tensors = [slot for slot in slots if isinstance(slot, Tensor)]
+        memory = self.memory.slots()
+        slots = [(memory[n], slot) for n in sorted(memory) for slot in sorted(memory[n])]
+        tensors = [each[slot] for each, slot in slots if isinstance(each[slot], Tensor)]
         for many in (True, False):  # moments, and counts of steps
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
@@ -180,6 +188,16 @@ class LocalEngine(EngineBase):
                 flat *= self._plan.counts[self._seating.rank] / self._plan.global_batch
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
             _copy_into(some, flat)
+        groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
+        numbers = [
+            (each, key)
+            for each, key in [*slots, *((group, k) for group, kept in groups for k in sorted(kept))]
+            if type(each[key]) in (int, float)
+        ]  # such as steps
+        if numbers:
+            table = exchange([float(each[key]) for each, key in numbers])
+            for (each, key), column in zip(numbers, zip(*table, strict=True), strict=True):
+                each[key] = type(each[key])(max(column))
 
     def _step_of_size_0(self) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -198,9 +216,10 @@ class LocalEngine(EngineBase):
 
     # -- checkpoints
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """See motley.engine.Engine."""
         super().load_state(state)
+        self._news = None
         self._agreed = self._vector()
         self._begin()
 

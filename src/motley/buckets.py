@@ -71,8 +71,12 @@ class Sender:
         """What this rank alone keeps between steps, on the CPU."""
         return {}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from :meth:`state`."""
+    def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """Continue from :meth:`state`.
+
+        Args:
+            factor: of the coming step's loss scale to the one that it was kept with.
+        """
 
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:

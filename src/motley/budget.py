@@ -4,15 +4,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from motley.errors import MotleyError
 from motley.optimizer import make_optimizer
+from motley.optimizer_state import OptimizerMemory
 from motley.options import Config
 from motley.plan import Plan
 from motley.progress import clock
 
 _USUAL_SLOTS = 2.0  # Adam's
+_STEPS = 6  # when Lookahead keeps a copy
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,14 @@ def _slots(config: Config) -> float:
     layer.weight.grad = torch.zeros(64, 64)
     try:
         optimizer = make_optimizer(layer, config)
-        optimizer.step()
+        memory = OptimizerMemory(layer, optimizer)
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(_STEPS):
+                optimizer.step()
     except Exception:  # made for GPUs alone; what is estimated here must not end a run
         return _USUAL_SLOTS
-    kept = [v.numel() for v in optimizer.state[layer.weight].values() if isinstance(v, Tensor)]
-    return sum(kept) / layer.weight.numel()
+    kept = memory.state().tensors.values()
+    return sum(value.numel() for value in kept) / layer.weight.numel()
 
 
 def _size(number: float) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from motley.batch import Batch
 from motley.clock import Clock
 from motley.model import Classifier
+from motley.optimizer_state import State
 from motley.options import Config
 from motley.plan import Plan
 from motley.precision import LossScale
@@ -58,6 +59,7 @@ class Engine(Protocol):
             is one of all ranks.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
+        device: where the parameters are.
     """
 
     loss_weight: int
@@ -65,6 +67,7 @@ class Engine(Protocol):
     whole: bool
     clock: Clock
     optimizer: torch.optim.Optimizer
+    device: torch.device
     scale: LossScale
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
@@ -91,16 +94,23 @@ class Engine(Protocol):
     def evaluate(self, batch: Batch) -> Tensor:
         """Loss sum, correct answers and number of samples of held-out images, float64 [3]."""
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """Everything that does not depend on the number of ranks; all ranks must call it.
 
         Returns:
-            On rank 0, on the CPU: ``model.<name>`` and ``optimizer.<name>.<slot>``, whole
-            tensors. Elsewhere it may be empty.
+            On rank 0, on the CPU: whole tensors, and what the optimizer keeps besides. Elsewhere
+            it may be empty.
         """
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """Continue from :meth:`state`, the same on all ranks."""
+
+    def alike(self) -> State:
+        """What all ranks should hold alike besides the scale, as this rank holds it, where it
+        lies; of an engine that is ``whole``."""
+
+    def load_alike(self, state: State) -> None:
+        """Continue from another rank's :meth:`alike`."""
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank alone holds (random numbers, error feedback), on the CPU."""

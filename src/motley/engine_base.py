@@ -17,13 +17,14 @@ from motley.memory import in_halves, out_of_memory, release, shortage
 from motley.model import Classifier
 from motley.named_state import (
     load_model_state,
-    load_optimizer_state,
     load_random_state,
     model_state,
-    optimizer_state,
+    on_cpu,
     random_state,
 )
 from motley.optimizer import make_optimizer
+from motley.optimizer_state import OptimizerMemory, State
+from motley.optimizer_trial import Sharding, try_optimizer
 from motley.plan import Plan
 from motley.wire import Sending
 
@@ -39,16 +40,19 @@ class EngineBase:
 
     sending: Sending
     whole = True
+    _sharding: Sharding | None = None
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         self._model, self._seating = model, seating
-        self.scale = seating.scale
+        self.scale, self.device = seating.scale, seating.device
         self.clock = Clock(seating.device)
         # Gloo copies to a GPU in a stream of its own, for which no future waits.
         self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
         self._short = ""  # of memory, in this step: what was found
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(model.net, seating.config)
+        self.traits = try_optimizer(seating.config, seating.device, self._sharding)
+        self.optimizer = make_optimizer(model.net, seating.config, self.traits.fused)
+        self.memory = OptimizerMemory(model.net, self.optimizer)
         if seating.config.compile:
             model.net.compile()
 
@@ -124,17 +128,26 @@ class EngineBase:
         found, self._short = everyone(self._short), ""
         return {rank: words for rank, words in enumerate(found) if words}
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> State:
         """See :class:`Engine`. All ranks hold the same, so rank 0 alone copies it."""
-        if dist.get_rank() != 0:
-            return {}
-        net = self._model.net
-        return model_state(net) | optimizer_state(net, self.optimizer)
+        return self._whole_state(on_cpu) if dist.get_rank() == 0 else State()
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: State) -> None:
         """See :class:`Engine`."""
-        load_model_state(self._model.net, state)
-        load_optimizer_state(self._model.net, self.optimizer, state)
+        load_model_state(self._model.net, state.tensors)
+        self.memory.load(state)
+
+    def alike(self) -> State:
+        """See :class:`Engine`."""
+        return self._whole_state(Tensor.detach)
+
+    def load_alike(self, state: State) -> None:
+        """See :class:`Engine`."""
+        self.load_state(state)
+
+    def _whole_state(self, keep: Callable[[Tensor], Tensor]) -> State:
+        kept = self.memory.state(keep)
+        return State(model_state(self._model.net, keep) | kept.tensors, kept.plain)
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""

@@ -1,7 +1,6 @@
 """What training needs: data, model, engine, schedule and checkpoints, put together once."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint import Checkpoints, free_bytes
 from motley.engine import Engine, EngineMaker, Seating
+from motley.length import Length, Position
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.order import seed_of
@@ -22,7 +22,6 @@ from motley.rebalance import Watch
 from motley.runs import Run
 from motley.sampler import Loader
 from motley.scale_search import search_scale
-from motley.state import Position
 from motley.team import Member, Team
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
@@ -34,7 +33,7 @@ class Job:
 
     Attributes:
         numbers: in the model, its buffers included.
-        last_step: where this run ends. save_every: steps between checkpoints, 0 for none.
+        length: where this run ends, and when it saves.
         saved_config: what a checkpoint keeps of the options.
         notes: what was found while it was made, for the records.
         watch: proposes another split when this one fits no more.
@@ -49,8 +48,7 @@ class Job:
     schedule: CosineLRScheduler
     checkpoints: Checkpoints
     numbers: int
-    last_step: int
-    save_every: int
+    length: Length
     saved_config: dict[str, Any]
     notes: list[Note]
     members: tuple[Member, ...]
@@ -78,14 +76,15 @@ def assemble(
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
 
-    steps_an_epoch = math.ceil(loader.order.epoch_samples / plan.global_batch)
-    total_steps = steps_an_epoch * config.epochs
+    length = Length(
+        config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
+        save_every=config.save_every or (0 if config.dataset == "synthetic" else None),
+    )  # fmt: skip
     return Job(
         config, run, plan, loader, model, engine,
-        schedule=make_schedule(engine.optimizer, config, steps_an_epoch),
+        schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
-        last_step=min(total_steps, config.max_steps or total_steps),
-        save_every=config.save_every or (0 if config.dataset == "synthetic" else steps_an_epoch),
+        length=length,
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
         members=team.members,
         watch=Watch(
@@ -115,12 +114,11 @@ def make_schedule(
 def budget_of(job: Job, position: Position, planned: Planned) -> Budget:
     """What the rest of the run is going to take; on the rank that writes."""
     job.checkpoints.sweep()
-    last, every = max(job.last_step, position.step), job.save_every
-    saves = last // every - position.step // every + (last % every > 0) if every else 0
+    steps = job.length.last_step(position) - position.step
     return Budget(
-        last - position.step, planned.forecast.step_s if planned.forecast else None,
+        steps, planned.forecast.step_s if planned.forecast else None,
         checkpoint=checkpoint_bytes(job.numbers, job.config, job.plan),
-        saves=saves if last > position.step else 0, keep=job.config.keep,
+        saves=job.length.saves_left(position), keep=job.config.keep,
         there=len(job.checkpoints.found(position.step)),
         free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,
     )  # fmt: skip

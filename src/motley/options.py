@@ -2,14 +2,33 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from motley.launch import launched_rank, stop_usage
 from motley.spelling import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder", "synthetic")
 ATTENTION = ("auto", "fused", "efficient", "plain")
+
+
+AT_RESUME = "at a resume"  # of a field: what a value other than the checkpoint's does there
+MUST, SAID, FREE = "refused", "said", "free"
+
+
+def _must(**default: Any) -> Any:
+    """An option without which the checkpoint's numbers mean nothing."""
+    return field(metadata={AT_RESUME: MUST}, **default)
+
+
+def _said(**default: Any) -> Any:
+    """An option on which the numbers depend: the user hears that the run changes there."""
+    return field(metadata={AT_RESUME: SAID}, **default)
+
+
+def _free(**default: Any) -> Any:
+    """An option on which they do not: who computes what, how it is kept, how it is shown."""
+    return field(metadata={AT_RESUME: FREE}, **default)
 
 
 @dataclass(frozen=True)
@@ -19,51 +38,51 @@ class Config:
     Where a field is None the option's help says what stands in for it.
     """
 
-    model: str | None
-    img_size: int | None
-    drop: float
-    drop_path: float
-    dataset: str
-    data_dir: str
-    data_fraction: float
-    augment: bool
-    bad_images: str
-    workers: int | None
-    epochs: int
-    batch_size: int
-    micro_batch: str | None
-    shares: str | None
-    replan: str
-    hosts: str
-    wire: str
-    max_steps: int | None
-    opt: str
-    lr: float
-    weight_decay: float
-    warmup_epochs: float
-    min_lr: float
-    smoothing: float
-    clip_grad: float | None
-    precision: str
-    loss_scale: str
-    compile: bool
-    seed: int
-    run: str | None
-    logs: str
-    resume: str | None
-    save_every: int | None
-    keep: int
-    log_interval: float
-    gpu_log_interval: float
-    tensorboard: bool
+    model: str | None = _must()
+    img_size: int | None = _must()
+    drop: float = _said()
+    drop_path: float = _said()
+    dataset: str = _must()
+    data_dir: str = _said()
+    data_fraction: float = _said()
+    augment: bool = _said()
+    bad_images: str = _said()
+    workers: int | None = _free()
+    epochs: int = _said()
+    batch_size: int = _said()
+    micro_batch: str | None = _free()
+    shares: str | None = _free()
+    replan: str = _free()
+    hosts: str = _free()
+    wire: str = _said()
+    max_steps: int | None = _free()
+    opt: str = _must()
+    lr: float = _said()
+    weight_decay: float = _said()
+    warmup_epochs: float = _said()
+    min_lr: float = _said()
+    smoothing: float = _said()
+    clip_grad: float | None = _said()
+    precision: str = _said()
+    loss_scale: str = _said()
+    compile: bool = _free()
+    seed: int = _said()
+    run: str | None = _free()
+    logs: str = _free()
+    resume: str | None = _free()
+    save_every: int | None = _free()
+    keep: int = _free()
+    log_interval: float = _free()
+    gpu_log_interval: float = _free()
+    tensorboard: bool = _free()
     # What a checkpoint of an older version does not say.
-    grad_checkpointing: str | None = None
-    attention: str = "auto"
-    offload: str = "none"
-    strategy: str = "ddp"
-    stage: int | None = None
-    deepspeed_config: str | None = None
-    eval_images: int | None = None
+    grad_checkpointing: str | None = _free(default=None)
+    attention: str = _free(default="auto")
+    offload: str = _free(default="none")
+    strategy: str = _free(default="ddp")
+    stage: int | None = _free(default=None)
+    deepspeed_config: str | None = _free(default=None)
+    eval_images: int | None = _said(default=None)
 
 
 class OneVoice(argparse.ArgumentParser):

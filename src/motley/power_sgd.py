@@ -97,6 +97,12 @@ class _Lane:
         for place in set(power.p_memory_dict) - set(power.q_memory_dict):
             del power.p_memory_dict[place]
 
+    def rescale(self, factor: float) -> None:
+        """Follow the loss scale, in whose unit the errors are."""
+        if factor != 1.0:
+            for error in self.power.error_dict.values():
+                error.mul_(factor)
+
     def begin(self, bucket: Bucket) -> None:
         """Make a bucket's first Q, if it has none, alike on all ranks. The hook would draw it from
         torch's own generator, which other threads may be using."""
@@ -201,9 +207,7 @@ class PowerSgdSender(Sender):
                 lane.power.iter += 1  # the hook would know of its last bucket, were it one lane
             else:
                 lane.put_back()
-            if factor != 1.0:
-                for error in lane.power.error_dict.values():
-                    error.mul_(factor)
+            lane.rescale(factor)
             lane.keep()
 
     def close(self) -> None:
@@ -221,8 +225,8 @@ class PowerSgdSender(Sender):
                 state[f"q.{place}"] = power.q_memory_dict[place].cpu()
         return state
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See Sender."""
+    def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """See Sender. No step is taken: the first ones, which are exact, are counted."""
         for lane in self._lanes:
             lane.power.iter = int(state["iter"])
         for key, value in state.items():
@@ -234,6 +238,7 @@ class PowerSgdSender(Sender):
                 }  # fmt: skip
                 kept[kind][int(place)] = value.to(self._device)
         for lane in self._lanes:
+            lane.rescale(factor)
             lane.keep()
 
 

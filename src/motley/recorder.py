@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from motley.clock import Laps
-from motley.collectives import exchange
+from motley.collectives import everyone, exchange
 from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.gpu_log import Progress
@@ -41,9 +41,8 @@ class Recorder:
         assert team.rank is not None
         rank, launched = team.rank, team.members[team.rank].rank
         self._run, self._rank, self._device = run, rank, team.device
-        run.folder.forget_after(done, launched, [member.rank for member in team.members])
-        self._steps = run.folder.steps(launched)
-        self._epochs = run.folder.epochs() if rank == 0 else None
+        self._launched, self._ranks = launched, [member.rank for member in team.members]
+        self._open(done)
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
         if team.device.type == "cuda":  # what was measured for the plan does not count
@@ -140,6 +139,32 @@ class Recorder:
         if self._board is not None:
             self._board.add_scalar("top1", record.top1, record.step)
 
+    def evaluation_at(self, step: int) -> EpochRecord | None:
+        """What is recorded of the model after so many steps, by this run or by the one that it
+        continues; all ranks call it."""
+        here = self._run.read_evaluations() if self._rank == 0 else []
+        found = next((record for record in reversed(here) if record["step"] == step), None)
+        known = everyone(found)[0]
+        names = [field.name for field in dataclasses.fields(EpochRecord)]
+        return known and EpochRecord(**{name: known[name] for name in names})
+
+    def _open(self, done: int) -> None:
+        """Without what is recorded of later steps, which will be taken again."""
+        folder = self._run.folder
+        folder.forget_after(done, self._launched, self._ranks)
+        self._steps = folder.steps(self._launched)
+        self._epochs = folder.epochs() if self._rank == 0 else None
+
+    def _close(self) -> None:
+        self._steps.close()
+        if self._epochs is not None:
+            self._epochs.close()
+
+    def go_back(self, done: int) -> None:
+        """Go on where so many steps are taken, as a resumed run does."""
+        self._close()
+        self._open(done)
+
     def note(self, kind: str, text: str, **content: Any) -> None:
         """Record what all ranks know, and say it."""
         if self._rank == 0:
@@ -162,9 +187,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         """Close all files and take the progress bar away."""
         self._reporter.close()
-        self._steps.close()
-        if self._epochs is not None:
-            self._epochs.close()
+        self._close()
         if self._board is not None:
             self._board.close()
 

@@ -10,13 +10,13 @@ from motley.collectives import everyone
 from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.job import Job
+from motley.length import Position
 from motley.options import Config
 from motley.overflow import find_overflow
 from motley.plan import Plan
 from motley.rebalance import Proposal
 from motley.recorder import Recorder
 from motley.runs import Run
-from motley.state import Position, drifted, same_again
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
@@ -110,21 +110,3 @@ def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step
         step=step, before=before, after=after, found={names[rank]: short[rank] for rank in short},
     )  # fmt: skip
     return smaller
-
-
-def keep_same(job: Job, recorder: Recorder, position: Position) -> None:
-    """Check that all ranks hold the same parameters; if not, say so and give them the first's.
-
-    Where each holds a part alone, there is nothing to compare."""
-    if not job.engine.whole:
-        return
-    if drift := drifted(job.model.net):
-        first, ranks = job.members[0].rank, [job.members[rank].rank for rank in drift]
-        recorder.note(
-            "drift",
-            f"the parameters of rank {', '.join(map(str, ranks))} differ from rank {first}'s; all "
-            f"take rank {first}'s now",
-            step=position.step,
-            ranks=ranks,
-        )
-        same_again(job.model.net)

@@ -33,6 +33,7 @@ class Run:
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
         self.folder, self.resume_from = folder, resume_from
         self._world, self._first = world, world.rank == 0
+        self._continued = RunFolder(resume_from[0].parent.parent) if resume_from else None
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
@@ -51,9 +52,13 @@ class Run:
 
     def read_continued(self) -> dict[str, Any]:
         """run.json of the run that is continued; empty for a fresh start, or if it is gone."""
-        if not self.resume_from:
-            return {}
-        return RunFolder(self.resume_from[0].parent.parent).read_run()
+        return self._continued.read_run() if self._continued else {}
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """Those of the run that is continued, then this run's own."""
+        folders = {self._continued.path: self._continued} if self._continued else {}
+        folders[self.folder.path] = self.folder
+        return [record for folder in folders.values() for record in folder.read_epochs()]
 
     def start(self, content: Mapping[str, Any]) -> None:
         """Make the folder on all machines and write run.json; from here on rank 0 records

@@ -1,64 +1,39 @@
-"""Moves training state between ranks and checkpoints: gather, save, load, spread, compare."""
+"""Moves training state between ranks and checkpoints: gather, save, load, spread."""
 
-import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from motley.checkpoint import Checkpoints, newest_whole
-from motley.collectives import everyone
 from motley.engine import Engine
 from motley.errors import MotleyError
-
-# What a checkpoint and the run that continues it must agree on, and what they should.
-_MUST = ("model", "img_size", "dataset", "opt")
-_SHOULD = (
-    "data_fraction",
-    "batch_size",
-    "lr",
-    "epochs",
-    "seed",
-    "smoothing",
-    "weight_decay",
-    "clip_grad",
-    "augment",
-)
+from motley.length import Position
+from motley.optimizer_state import State
+from motley.options import AT_RESUME, MUST, SAID, Config
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far training has come.
-
-    Attributes:
-        step: optimizer steps taken.
-        epoch: the current one. consumed: its samples that are used up, over all ranks.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    consumed: int = 0
 
 
 def save(
     engine: Engine, checkpoints: Checkpoints, position: Position, config: dict[str, Any]
 ) -> None:
     """Write a checkpoint; all ranks call it, rank 0 writes."""
-    tensors = engine.state()
+    state = engine.state()
     own: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
     first = dist.get_rank() == 0
     dist.gather_object(engine.own_state(), own if first else None)
     if not first:
         return
+    tensors = dict(state.tensors)
     for rank, part in enumerate(own):
         tensors |= {f"ranks.{rank}.{name}": value for name, value in part.items()}
     progress = {
         **asdict(position), "ranks": len(own), "scale": engine.scale.state_dict(), "config": config,
+        "optimizer": state.plain,
     }  # fmt: skip
     checkpoints.save(tensors, progress)
 
@@ -90,7 +65,7 @@ def resume(
         raise MotleyError(notes)
     own = _deal(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
-    engine.load_state(_spread(shared, device))
+    engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
     if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
     notes += engine.load_own_state(own)
@@ -99,16 +74,21 @@ def resume(
 
 
 def _differences(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    def differing(names: tuple[str, ...]) -> list[str]:
+    """What is said where the run goes on with other options; MotleyError if it cannot."""
+
+    def differing(at_resume: str) -> list[str]:
         return [
-            f"--{name.replace('_', '-')} {config[name]} (the checkpoint: {saved[name]})"
-            for name in names
-            if saved.get(name) != config[name]
+            f"--{option.name.replace('_', '-')} {config[option.name]} "
+            f"(the checkpoint: {saved[option.name]})"
+            for option in fields(Config)
+            if option.metadata[AT_RESUME] == at_resume
+            and option.name in saved  # an older version's may not be
+            and saved[option.name] != config[option.name]
         ]
 
-    if wrong := differing(_MUST):
+    if wrong := differing(MUST):
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
-    return [f"note: {text}" for text in differing(_SHOULD)]
+    return [f"note: {text}" for text in differing(SAID)]
 
 
 def _deal(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
@@ -127,32 +107,17 @@ def _deal(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
     return own[0]
 
 
-def _spread(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Rank 0's tensors on all ranks, on the CPU: no device need hold a whole model's at once."""
+def spread(tensors: dict[str, Tensor], device: torch.device, source: int = 0) -> dict[str, Tensor]:
+    """One rank's tensors on all ranks, on the CPU: no device need hold a whole model's at once."""
     header: list[Any] = [[(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]]
-    dist.broadcast_object_list(header, src=0, device=device)
-    spread = {}
+    dist.broadcast_object_list(header, src=source, device=device)
+    found, first = {}, dist.get_rank() == source
     for name, shape, dtype in header[0]:
         tensor = (
-            tensors[name].to(device)
-            if name in tensors
+            tensors[name].to(device, copy=True).contiguous()
+            if first
             else torch.empty(shape, dtype=dtype, device=device)
         )
-        dist.broadcast(tensor, src=0)
-        spread[name] = tensor.cpu()
-    return spread
-
-
-def drifted(net: nn.Module) -> list[int]:
-    """Ranks whose parameters differ from rank 0's in any bit; all ranks call it."""
-    digest = hashlib.sha256()
-    for parameter in net.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    digests = everyone(digest.hexdigest())
-    return [rank for rank, other in enumerate(digests) if other != digests[0]]
-
-
-def same_again(net: nn.Module) -> None:
-    """Give rank 0's parameters to all."""
-    for parameter in net.parameters():
-        dist.broadcast(parameter.data, src=0)
+        dist.broadcast(tensor, src=source)
+        found[name] = tensor.cpu()
+    return found

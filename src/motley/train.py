@@ -12,6 +12,7 @@ import time
 import torch
 from torch import Tensor
 
+from motley.agreement import Agreement
 from motley.briefing import announce, records_of
 from motley.collectives import exchange
 from motley.data import prepare
@@ -19,16 +20,18 @@ from motley.engine import EngineMaker
 from motley.errors import MotleyError
 from motley.job import Job, assemble, budget_of
 from motley.launch import World
+from motley.length import Position
 from motley.memory import release
 from motley.model import model_name
 from motley.options import Config
 from motley.parts import open_parts
+from motley.plan import Plan
 from motley.planning import plan_batch
 from motley.recorder import Recorder
 from motley.records import EpochRecord
-from motley.remedies import check_finite, give_room, hopeless, keep_same, readable, rebalance
+from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.runs import Run
-from motley.state import Position, resume, save
+from motley.state import resume, save
 from motley.team import gpu_logger, join_team, leave_team
 from motley.vigil import DATA, PATIENCE, WAITING
 
@@ -53,6 +56,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         job = assemble(run, team, planned, config, make_engine, parts)
         plan = job.plan
         position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
+        position = job.length.at(position)  # the data set may have become smaller
         if team.rank == 0:
             budget = budget_of(job, position, planned)
             budget.check()
@@ -69,7 +73,8 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         print(f"  {budget.sentence()}", flush=True)
         job.checkpoints.set_aside_after(position.step)
     tells_sync = not job.engine.equal_micro_steps
-    recorder = Recorder(run, team, config, tells_sync, position.step, job.last_step)
+    last = job.length.last_step(position)
+    recorder = Recorder(run, team, config, tells_sync, position.step, last)
     for note in notes:
         recorder.note("resume", note)
     for kind, text, content in job.notes:
@@ -90,16 +95,15 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     """Train from ``position`` to the last step; returns the last evaluation."""
     engine, loader, say = job.engine, job.loader, world.lifeline.enter
     engine.clock.on_lap = lambda doing: say(doing, recorder.patience)
-    evaluated, plan, watch = None, job.plan, job.watch
-    if position.consumed >= loader.order.epoch_samples:  # the data set has become smaller
-        position = Position(position.step, position.epoch + 1, 0)
-    while position.step < job.last_step:
+    plan, watch, length = job.plan, job.watch, job.length
+    evaluated, agreement = make_up(world, job, recorder, position), Agreement(job, recorder)
+    while not length.ended(position):
         epoch, before = position.epoch, 0
         engine.clock.restart()
         say("loading images", PATIENCE)
         for part, micro_batches in loader.steps(epoch, position.consumed, plan):
             world.lifeline.step = position.step
-            job.schedule.step_update(position.step)
+            job.schedule.step_update(length.updates(position))  # type: ignore[arg-type]
             lr = float(engine.optimizer.param_groups[0]["lr"])
 
             # One global batch: this rank's micro-batches, then one step of all ranks.
@@ -123,15 +127,19 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 raise MotleyError(hopeless(job, plan, position, result))
 
             recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
-            position = advance(position, part.global_batch, loader.order.epoch_samples)
-            ended = position.step == job.last_step
-            if ended or (job.save_every and position.step % job.save_every == 0):
+            position = length.after(position, part.global_batch)
+            ended, saves = length.ended(position), length.saves(position)
+            if ended or saves:
                 say("saving a checkpoint", PATIENCE)
                 recorder.settle()
                 engine.unite()
-                keep_same(job, recorder, position)
-                if job.save_every:
+                agreed = agreement.check(position)
+                if agreed != position:
+                    position = agreed
+                    break  # from the checkpoint again
+                if saves:
                     save(engine, job.checkpoints, position, job.saved_config)
+                    agreement.saved(position)
                 engine.clock.restart()
             # Times arrive a step late, none after a pause, and a ragged batch says nothing.
             full = before == plan.global_batch and result.ready_s and all(result.ready_s)
@@ -145,30 +153,35 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             if ended or (changed and position.epoch == epoch):
                 break
         recorder.settle()
-        if position.epoch == epoch and position.step < job.last_step:
+        if position.epoch <= epoch and not length.ended(position):
             continue  # the rest of the epoch, as the new plan shares it
-        evaluated = evaluate(world, job, position.step, epoch)
+        evaluated = evaluate(world, job, plan, position)
         recorder.epoch(evaluated)
-    # A run that was finished before it was resumed has nothing left but its result.
-    return evaluated or evaluate(world, job, position.step, position.epoch)
+    assert evaluated is not None  # no run is shorter than a step
+    return evaluated
 
 
-def advance(position: Position, samples: int, epoch_samples: int) -> Position:
-    """The position after a global batch of ``samples``."""
-    consumed = position.consumed + samples
-    if consumed < epoch_samples:
-        return dataclasses.replace(position, step=position.step + 1, consumed=consumed)
-    return Position(position.step + 1, position.epoch + 1, 0)
+def make_up(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord | None:
+    """The evaluation that belongs to where a run goes on; made now if the run was stopped between
+    the checkpoint and it. None where none is due."""
+    if not job.length.evaluates(position):
+        return None
+    evaluated = recorder.evaluation_at(position.step)
+    if evaluated is None:
+        evaluated = evaluate(world, job, job.plan, position)
+        recorder.epoch(evaluated)
+    return evaluated
 
 
-def evaluate(world: World, job: Job, step: int, epoch: int) -> EpochRecord:
-    """Accuracy on the held-out images: sums and counts over all ranks, never a mean of means."""
+def evaluate(world: World, job: Job, plan: Plan, position: Position) -> EpochRecord:
+    """Accuracy on the held-out images, shared as ``plan`` shares a batch: sums and counts over all
+    ranks, never a mean of means."""
     start = time.monotonic()
     parts = []
     say = world.lifeline.enter
     say("evaluating", PATIENCE)
     job.engine.unite()
-    for batch in job.loader.test_batches(job.plan):
+    for batch in job.loader.test_batches(plan):
         parts.append(job.engine.evaluate(batch))
         readable(batch, job.config, job.run)
         say("evaluating", PATIENCE)
@@ -176,6 +189,7 @@ def evaluate(world: World, job: Job, step: int, epoch: int) -> EpochRecord:
     table = exchange(list(torch.stack(parts).sum(dim=0)))
     loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
     return EpochRecord(
-        step=step, epoch=epoch, top1=correct / samples, loss=loss / samples, samples=int(samples),
+        step=position.step, epoch=position.epoch - (position.consumed == 0),
+        top1=correct / samples, loss=loss / samples, samples=int(samples),
         seconds=time.monotonic() - start, time=time.time(),
     )  # fmt: skip

@@ -45,6 +45,12 @@ class Counting(DdpEngine):
         self.steps += last
         return super().accumulate(batch, n_global, last)
 
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See motley.engine.Engine."""
+        if self._seating.rank == 0:
+            print(f"evaluated {len(batch.labels)} after step {self.steps}", flush=True)
+        return super().evaluate(batch)
+
 
 if __name__ == "__main__":
     parts.Classifier = Slow

@@ -1,0 +1,138 @@
+"""What all ranks hold alike, compared; whoever differs is put right: by the others if they are more
+than half, else by the last checkpoint."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motley.collectives import everyone
+from motley.engine import Engine
+from motley.errors import MotleyError
+from motley.job import Job
+from motley.length import Position
+from motley.optimizer_state import State
+from motley.recorder import Recorder
+from motley.state import resume, spread
+from motley.team import Member
+
+
+class Agreement:
+    """Watches over a run's ranks."""
+
+    def __init__(self, job: Job, recorder: Recorder) -> None:
+        self._job, self._recorder = job, recorder
+        self._back_at: int | None = None  # of the checkpoint that was gone back to
+
+    def check(self, position: Position) -> Position:
+        """Compare all that should be alike, and put right what is not; all ranks call it.
+
+        Where each rank holds a part alone, there is nothing to compare.
+
+        Returns:
+            Where to go on: ``position``, or that of a checkpoint.
+
+        Raises:
+            MotleyError: nobody can say what is right.
+        """
+        job = self._job
+        if not job.engine.whole or len(job.members) == 1:
+            return position
+        right, wrong = vote(digests(job.engine))
+        if not wrong:
+            return position
+        if right is not None:
+            self._take(right, wrong, position, "which more than half of the ranks have")
+            return position
+        folders = everyone(job.checkpoints.found() or job.run.resume_from)[0]
+        if folders and self._back_at is None:
+            return self._go_back(wrong, position, folders)
+        if _unlike(job.members):  # round differently, and that is nobody's fault
+            self._take(0, wrong, position, "since unlike devices may round differently")
+            return position
+        raise MotleyError(
+            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
+            f"{self._names([0])}'s after step {position.step}, "
+            + ("again, as before all went back to a checkpoint" if folders
+               else "and there is no checkpoint to go back to")
+            + ": a device or its memory is faulty; leave its host out with --hosts NAME,..., and "
+            + ("continue with --resume auto" if folders else "start anew")
+        )  # fmt: skip
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        members = [self._job.members[rank] for rank in ranks]
+        return ", ".join(f"rank {member.rank} on {member.host}" for member in members)
+
+    def _take(self, right: int, wrong: list[int], position: Position, why: str) -> None:
+        """Give one rank's to all."""
+        engine = self._job.engine
+        state = engine.alike()
+        found = everyone((state.plain, engine.scale.state_dict()))[right]
+        plain, scale = found
+        engine.load_alike(State(spread(state.tensors, engine.device, right), plain))
+        engine.scale.load_state_dict(scale)
+        self._tell(
+            wrong, position,
+            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
+            f"{self._names([right])}'s, {why}; all take these now",
+        )  # fmt: skip
+
+    def _go_back(self, wrong: list[int], position: Position, folders: list[Path]) -> Position:
+        job = self._job
+        self._tell(
+            wrong, position,
+            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
+            f"{self._names([0])}'s, and no value is that of more than half of the ranks; all go "
+            "back to the last checkpoint",
+        )  # fmt: skip
+        back, notes = resume(job.engine, folders, job.saved_config, job.engine.device)
+        for note in notes:
+            self._recorder.note("resume", note)
+        self._back_at = back.step
+        self._recorder.go_back(back.step)
+        return back
+
+    def saved(self, position: Position) -> None:
+        """Hear of a checkpoint that all agreed on."""
+        if self._back_at is not None and position.step > self._back_at:
+            self._back_at = None
+
+    def _tell(self, wrong: list[int], position: Position, text: str) -> None:
+        ranks = [self._job.members[rank].rank for rank in wrong]
+        self._recorder.note("drift", text, step=position.step, ranks=ranks)
+
+
+def digests(engine: Engine) -> list[str]:
+    """SHA-256 of what each rank holds that all should hold alike; all ranks call it."""
+    state, digest = engine.alike(), hashlib.sha256()
+    for name, tensor in sorted(state.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    plain = (state.plain, engine.scale.state_dict())
+    digest.update(json.dumps(plain, sort_keys=True).encode())
+    return everyone(digest.hexdigest())
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
+    """The first rank that holds what more than half hold, None if there is no such; and the ranks
+    that hold something else, or without a majority something else than the first."""
+    most, count = Counter(digests).most_common(1)[0]
+    right = digests.index(most) if 2 * count > len(digests) else None
+    reference = digests[right or 0]
+    return right, [rank for rank, digest in enumerate(digests) if digest != reference]
+
+
+def _unlike(members: Sequence[Member]) -> bool:
+    """Whether there are devices of several kinds; the processors of two hosts may well be."""
+    kinds = {member.device.partition(" ")[2] or f"{member.device} {member.host}"
+             for member in members}  # fmt: skip
+    return len(kinds) > 1

@@ -1,0 +1,98 @@
+"""How long a run is, and how far it has come: in samples, so that the batch may change. Pure."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training has come.
+
+    Attributes:
+        step: optimizer steps taken.
+        epoch: the current one. consumed: its samples that are used up, over all ranks.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    consumed: int = 0
+
+
+@dataclass(frozen=True)
+class Length:
+    """Epochs of samples, taken in batches. A run that goes on with another batch still uses each
+    sample once an epoch; its steps only count how often the optimizer stepped.
+
+    Attributes:
+        epochs: of the whole run. epoch_samples: in each.
+        batch: samples in a step; the last one of an epoch may have fewer.
+        max_steps: where the run ends if that comes before; None: nowhere.
+        save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
+    """
+
+    epochs: int
+    epoch_samples: int
+    batch: int
+    max_steps: int | None = None
+    save_every: int | None = None
+
+    @property
+    def steps_an_epoch(self) -> int:
+        """Of this batch."""
+        return math.ceil(self.epoch_samples / self.batch)
+
+    def at(self, position: Position) -> Position:
+        """The same, in the next epoch where this one's samples are used up."""
+        if position.consumed < self.epoch_samples:
+            return position
+        return Position(position.step, position.epoch + 1, 0)
+
+    def after(self, position: Position, samples: int) -> Position:
+        """The position after a step of so many samples."""
+        consumed = position.consumed + samples
+        return self.at(dataclasses.replace(position, step=position.step + 1, consumed=consumed))
+
+    def ended(self, position: Position) -> bool:
+        """Nothing is left to be done."""
+        cut = self.max_steps is not None and position.step >= self.max_steps
+        return cut or position.epoch >= self.epochs
+
+    def evaluates(self, position: Position) -> bool:
+        """An evaluation is due there: at the end of an epoch, and of the run."""
+        return position.step > 0 and (position.consumed == 0 or self.ended(position))
+
+    def saves(self, position: Position) -> bool:
+        """A checkpoint is due there; at the end always, if there are any."""
+        if self.save_every is None:
+            return self.evaluates(position)
+        return self.save_every > 0 and (
+            self.ended(position) or position.step % self.save_every == 0
+        )
+
+    def updates(self, position: Position) -> float:
+        """Where the schedule stands, in steps of this batch since the start; whole numbers, the
+        steps themselves, unless the batch changed in the middle of the current epoch."""
+        return position.epoch * self.steps_an_epoch + position.consumed / self.batch
+
+    def last_step(self, position: Position) -> int:
+        """The step at which the run ends, from where it stands."""
+        if self.ended(position):
+            return position.step
+        later = self.epochs - position.epoch - 1
+        last = position.step + self._epoch_left(position) + later * self.steps_an_epoch
+        return min(last, self.max_steps or last)
+
+    def saves_left(self, position: Position) -> int:
+        """Checkpoints that are still going to be made."""
+        last, every = self.last_step(position), self.save_every
+        if every == 0 or last == position.step:
+            return 0
+        if every:
+            return last // every - position.step // every + (last % every > 0)
+        after_epoch = last - position.step - self._epoch_left(position)
+        return 1 if after_epoch < 0 else 1 + math.ceil(after_epoch / self.steps_an_epoch)
+
+    def _epoch_left(self, position: Position) -> int:
+        """Steps until the current epoch ends."""
+        return math.ceil((self.epoch_samples - position.consumed) / self.batch)

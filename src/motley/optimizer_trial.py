@@ -1,0 +1,170 @@
+"""Whether an optimizer does here what a run needs of it, tried on a small layer before step 1."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from motley.errors import MotleyError
+from motley.memory import out_of_memory
+from motley.named_state import (
+    load_model_state,
+    load_random_state,
+    model_state,
+    random_state,
+)
+from motley.optimizer import make_optimizer
+from motley.optimizer_state import OptimizerMemory, State
+from motley.options import Config
+
+_STEPS = 7  # Lookahead looks back at the sixth
+_MORE = 2
+_CHOOSE = "choose another one, such as adamw, sgd, lamb, lion or muon"
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """What an engine may have to know of an optimizer.
+
+    Attributes:
+        fused: it can be one kernel.
+        wraps: it steps another one, which keeps the state.
+        nests: it keeps lists of tensors.
+        counts: it keeps something of a parameter group, such as a step.
+    """
+
+    fused: bool
+    wraps: bool
+    nests: bool
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How an engine gives each rank a part of every parameter.
+
+    Attributes:
+        words: who does, for the user. cut: does it to a module.
+        share: makes of a whole state, which is like that of the module, what it loads.
+    """
+
+    words: str
+    cut: Callable[[nn.Module], object]
+    share: Callable[[nn.Module, State], State]
+
+
+class _Trial:
+    """A layer of two parameters, and its optimizer."""
+
+    def __init__(
+        self, config: Config, device: torch.device, fused: bool, sharding: Sharding | None
+    ) -> None:
+        self.net = nn.Module()
+        values = torch.linspace(-1, 1, 64 * 64, device=device)
+        self.net.weight = nn.Parameter(values.reshape(64, 64).clone())
+        self.net.bias = nn.Parameter(values[:64].clone())
+        if sharding is not None:
+            sharding.cut(self.net)
+        self._sharding = sharding
+        self.optimizer = make_optimizer(self.net, config, fused)
+        self.memory = OptimizerMemory(self.net, self.optimizer)
+
+    def steps(self, first: int, count: int) -> None:
+        """With gradients that depend on the step and the parameters alone."""
+        for step in range(first, first + count):
+            for parameter in self.net.parameters():
+                parameter.grad = (parameter.detach() * 3 + step).sin()
+            self.optimizer.step()
+
+    def save(self) -> State:
+        """As into a checkpoint."""
+        kept = self.memory.state()
+        tensors = model_state(self.net) | kept.tensors
+        return State({name: value.clone() for name, value in tensors.items()}, kept.plain)
+
+    def load(self, state: State) -> None:
+        """As from a checkpoint."""
+        state = State(state.tensors, json.loads(json.dumps(state.plain)))
+        if self._sharding is not None:
+            state = self._sharding.share(self.net, state)
+        load_model_state(self.net, state.tensors)
+        self.memory.load(state)
+
+
+def try_optimizer(
+    config: Config, device: torch.device, sharding: Sharding | None = None
+) -> OptimizerTraits:
+    """Step, save, load and step again. Leaves this process's random numbers as they were.
+
+    Args:
+        sharding: try it like this too; all ranks call it.
+
+    Raises:
+        MotleyError: ``--opt`` cannot step, would draw other random numbers on each rank, would
+            not go on to the bit from what a checkpoint keeps of it, or would be another one where
+            a rank has a part of each tensor.
+    """
+    whole, traits = _try(config, device, True, None)
+    if sharding is None:
+        return traits
+    error = None
+    for fused in (True, False):
+        try:
+            parts, traits = _try(config, device, fused, sharding)
+            if all(torch.allclose(parts[key], value, atol=1e-6) for key, value in whole.items()):
+                return traits
+        except MotleyError as found:
+            error = found
+    raise MotleyError(
+        f"--opt {config.opt} looks at whole tensors, and {sharding.words} gives it parts of them; "
+        "take --strategy ddp, or an optimizer such as adamw"
+    ) from error
+
+
+def _try(
+    config: Config, device: torch.device, fused: bool, sharding: Sharding | None
+) -> tuple[dict[str, Tensor], OptimizerTraits]:
+    """The parameters at the end, whole, and what was seen."""
+    before = random_state(device)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # what is tried is worth no compiling
+            straight, resumed = (_Trial(config, device, fused, sharding) for _ in range(2))
+            straight.steps(0, _STEPS)
+            _check_random(config, before, random_state(device))
+            resumed.load(straight.save())
+            for trial in (straight, resumed):
+                trial.steps(_STEPS, _MORE)
+            ends = [trial.save().tensors for trial in (straight, resumed)]
+    except Exception as error:
+        if isinstance(error, MotleyError) or out_of_memory(error):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise MotleyError(
+            f"--opt {config.opt} fails here ({type(error).__name__}: {said}); {_CHOOSE}"
+        ) from error
+    finally:
+        load_random_state(before, device)
+    one, other = ends
+    if one.keys() != other.keys() or not all(torch.equal(one[key], other[key]) for key in one):
+        raise MotleyError(
+            f"--opt {config.opt} keeps something that no checkpoint holds: a run would go on from "
+            f"one otherwise than without a stop; {_CHOOSE}"
+        )
+    slots = straight.memory.slots().values()
+    traits = OptimizerTraits(
+        fused=fused,
+        wraps=bool(slots) and not straight.optimizer.state,
+        nests=any(isinstance(v, list | tuple | dict) for each in slots for v in each.values()),
+        counts=any(straight.memory.changed()),
+    )
+    return {key: value for key, value in one.items() if key.startswith("model.")}, traits
+
+
+def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    if any(not torch.equal(after[name], value) for name, value in before.items()):
+        raise MotleyError(
+            f"--opt {config.opt} draws random numbers, others on each rank, whose parameters would "
+            f"drift apart; {_CHOOSE}"
+        )

@@ -1,0 +1,78 @@
+"""Trains, and changes what one rank holds just before all ranks compare: after some step, once.
+
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/drivers/flipped.py --flip 1:moment:4
+
+RANK:WHAT:STEP, where WHAT is a ``parameter``, a ``moment`` of the optimizer, or its ``step``.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
+
+from torch_engines import DdpEngine, LocalEngine
+
+from motley import launch
+from motley.engine import Engine, Seating, StepResult
+from motley.model import Classifier
+from motley.options import read_config, training_parser
+from motley.train import train
+from motley.wire import Sending
+
+
+class Flipped:
+    """Goes before an engine's class."""
+
+    flip: tuple[int, str, int]
+    _taken = 0
+
+    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+        """See motley.engine.Engine."""
+        self._taken += 1
+        return super().step(loss_sum, ready_s)  # type: ignore[misc, no-any-return]
+
+    @torch.no_grad()
+    def unite(self) -> None:
+        """See motley.engine.Engine."""
+        super().unite()  # type: ignore[misc]
+        rank, what, step = self.flip
+        if self._taken != step or self._seating.rank != rank:  # type: ignore[attr-defined]
+            return
+        self.flip = (-1, "", 0)
+        parameter = list(self._model.parameters())[3]  # type: ignore[attr-defined]
+        slots = self.optimizer.state[parameter]  # type: ignore[attr-defined]
+        chosen = {"parameter": parameter, "moment": slots["exp_avg_sq"], "step": slots["step"]}
+        chosen[what].view(-1)[0] += 1
+
+
+class FlippedDdp(Flipped, DdpEngine):
+    """See both."""
+
+
+class FlippedLocal(Flipped, LocalEngine):
+    """See both."""
+
+
+class Engines:
+    """Implements motley.engine.EngineMaker."""
+
+    sending = Sending()
+
+    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+        """As motley's own do."""
+        kind = FlippedLocal if seating.plan.wire.kind == "local" else FlippedDdp
+        return kind(model, seating)
+
+
+if __name__ == "__main__":
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--flip", required=True)
+    given, rest = own.parse_known_args()
+    rank, what, step = given.flip.split(":")
+    Flipped.flip = (int(rank), what, int(step))
+    config = read_config(training_parser(str(__doc__)), rest)
+    launch.run(lambda world: train(world, config, Engines()))

@@ -1,0 +1,37 @@
+"""Trains, and is killed just before an evaluation: after the checkpoint, if one is due there.
+
+mpirun -np 1 --hostfile hosts.txt ./entry_cn.sh tests/drivers/killed.py --before 2 [OPTIONS]
+
+``--before 0``: never.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
+
+from ddp_engine import DdpEngine
+
+from motley import launch, train
+from motley.options import read_config, training_parser
+
+if __name__ == "__main__":
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--before", type=int, required=True)
+    given, rest = own.parse_known_args()
+    evaluate, made = train.evaluate, list[Any]()
+
+    def killed(*arguments: Any) -> Any:
+        """Evaluate, so many times less one."""
+        made.append(None)
+        if len(made) == given.before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(*arguments)
+
+    train.evaluate = killed
+    config = read_config(training_parser(str(__doc__)), rest)
+    launch.run(lambda world: train.train(world, config, DdpEngine))

@@ -1,0 +1,44 @@
+"""Which of timm's optimizers do the same where each rank has a part of each tensor.
+
+mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/sharded_optimizers.py
+"""
+
+import sys
+from pathlib import Path
+
+import timm.optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
+from fsdp_engine import FsdpEngine
+
+from motley import launch
+from motley.errors import MotleyError
+from motley.optimizer_trial import Sharding, try_optimizer
+from motley.options import read_config, training_parser
+from motley.team import join_team, leave_team
+
+if __name__ == "__main__":
+
+    def main(world: launch.World) -> None:
+        """Try each, but those that the whole tensor's test tries slowly, or cannot."""
+        team = join_team(world, "fp32")
+        engine = object.__new__(FsdpEngine)
+        engine._mesh = init_device_mesh("cpu", (team.size,))
+        sharding = Sharding(
+            "--strategy fsdp", lambda net: fully_shard(net, mesh=engine._mesh), engine._share
+        )
+        for name in [*timm.optim.list_optimizers(), "lookahead_radamlegacy"]:
+            if name.startswith(("bnb", "fused", "kron", "adahessian")):
+                continue
+            config = read_config(training_parser(""), ["--opt", name])
+            try:
+                said = f"fused={try_optimizer(config, team.device, sharding).fused}"
+            except MotleyError as error:
+                said = str(error)
+            if world.rank == 0:
+                print(f"{name}: {said}", flush=True)
+        leave_team()
+
+    launch.run(main)

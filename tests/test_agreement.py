@@ -1,0 +1,65 @@
+"""What all ranks hold alike is compared and put right once: by the majority, or the checkpoint."""
+
+import pytest
+from conftest import DDP, Jobs, Trained
+
+from motley.agreement import vote
+
+FLIPPED = "tests/drivers/flipped.py"
+WORDS = ("--precision", "fp32", "--shares", "equal", "--max-steps", 12, "--save-every", 4)
+
+
+@pytest.mark.parametrize(
+    ("digests", "right", "wrong"),
+    [
+        ("aaa", 0, []), ("aba", 0, [1]), ("baa", 1, [0]), ("a", 0, []), ("ab", None, [1]),
+        ("aabb", None, [2, 3]), ("aabbb", 2, [0, 1]), ("abc", None, [1, 2]),
+        ("abcc", None, [1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_more_than_half_say_what_is_right(
+    digests: str, right: int | None, wrong: list[int]
+) -> None:
+    assert vote(digests) == (right, wrong)
+
+
+@pytest.fixture(scope="module")
+def straight(module_jobs: Jobs) -> Trained:
+    """Nothing is changed."""
+    return module_jobs.train(3, DDP, "straight", *WORDS)
+
+
+def drifts(run: Trained) -> list[tuple[int, list[int]]]:
+    """Step and ranks of each."""
+    return [(event["step"], event["ranks"]) for event in run.events if event["event"] == "drift"]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("flip", ["1:moment:4", "2:step:8", "0:parameter:4", "0:moment:8"])
+def test_the_majority_is_taken_once(straight: Trained, jobs: Jobs, flip: str) -> None:
+    run = jobs.train(3, FLIPPED, "flipped", *WORDS, "--flip", flip)
+    assert drifts(run) == [(int(flip[-1]), [int(flip[0])])]
+    assert run.losses == straight.losses
+    assert run.run["result"]["loss"] == straight.run["result"]["loss"]
+
+
+@pytest.mark.mpi
+def test_without_a_majority_all_go_back_to_the_checkpoint(jobs: Jobs) -> None:
+    for wire in ("exact", "local:4"):
+        straight = jobs.train(2, DDP, f"straight {wire}", *WORDS, "--wire", wire)
+        run = jobs.train(2, FLIPPED, wire, *WORDS, "--wire", wire, "--flip", "0:parameter:8")
+        assert drifts(run) == [(8, [1])]
+        assert "all go back to the last checkpoint" in run.done.output
+        assert "step_00000004 at step 4" in run.done.output
+        assert [step["step"] for step in run.steps(1)] == list(range(12))
+        known = [(a, b) for a, b in zip(run.losses, straight.losses, strict=True) if a and b]
+        assert known and all(a == b for a, b in known)
+        assert run.run["result"]["loss"] == straight.run["result"]["loss"]
+
+
+@pytest.mark.mpi
+def test_without_either_the_run_ends(jobs: Jobs) -> None:
+    done = jobs.run(2, FLIPPED, *WORDS, "--flip", "1:moment:4", "--logs", jobs.logs, "--run", "r")
+    assert done.code != 0
+    assert "no checkpoint to go back to" in done.output and "--hosts NAME" in done.output
+    assert "Traceback" not in done.output

@@ -1,0 +1,187 @@
+"""Every optimizer of timm goes on from a checkpoint to the bit, or is refused by name."""
+
+import importlib
+import json
+import re
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import timm.optim
+import torch
+from conftest import DDP, ROOT, ZERO, Jobs
+from torch import Tensor, nn
+
+from motley.checkpoint import Checkpoints, load_checkpoint
+from motley.errors import MotleyError
+from motley.length import Position
+from motley.named_state import load_model_state, model_state
+from motley.optimizer import make_optimizer
+from motley.optimizer_state import OptimizerMemory, State
+from motley.optimizer_trial import try_optimizer
+from motley.options import Config, read_config, training_parser
+
+CPU = torch.device("cpu")
+NAMES = [*timm.optim.list_optimizers(), "lookahead_adamw", "lookahead_sgd", "lookahead_lamb"]
+
+
+def config_of(name: str) -> Config:
+    return read_config(training_parser(""), ["--opt", name])
+
+
+class Training:
+    """A small model of all kinds of shapes, and its optimizer."""
+
+    def __init__(self, config: Config) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 6)
+        )
+        self.net.scale = nn.Parameter(torch.ones(()))
+        self.optimizer = make_optimizer(self.net, config)
+        self.memory = OptimizerMemory(self.net, self.optimizer)
+
+    def steps(self, first: int, last: int) -> None:
+        """Also as the schedule does it."""
+        for step in range(first, last):
+            noise = torch.Generator().manual_seed(step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = 1e-3 / (1 + step)
+            for parameter in self.net.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=noise)
+            self.optimizer.step()
+
+    def save(self, folder: Path) -> Path:
+        """As motley.state does it."""
+        kept = self.memory.state()
+        progress = {**asdict(Position(1)), "optimizer": kept.plain}
+        return Checkpoints(folder, 1).save(model_state(self.net) | kept.tensors, progress)
+
+    def load(self, folder: Path) -> None:
+        """The other way."""
+        tensors, progress = load_checkpoint(folder)
+        load_model_state(self.net, tensors)
+        self.memory.load(State(tensors, progress["optimizer"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_goes_on_to_the_bit_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    config = config_of(name)
+    try:
+        try_optimizer(config, CPU)
+    except MotleyError as error:
+        assert f"--opt {name}" in str(error)
+        assert name.startswith(("fused", "bnb", "adahessian")), error
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        straight = Training(config)
+        straight.steps(0, 8)
+        resumed = Training(config)
+        resumed.load(straight.save(tmp_path))
+        for training in (straight, resumed):
+            training.steps(8, 14)
+    for one, other in zip(straight.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(one, other)
+    kept, again = (training.memory.state() for training in (straight, resumed))
+    assert json.dumps(kept.plain) == json.dumps(again.plain)  # types too
+    assert kept.tensors.keys() == again.tensors.keys()
+    for key, value in kept.tensors.items():
+        assert value.dtype == again.tensors[key].dtype and torch.equal(value, again.tensors[key])
+
+
+def test_what_the_options_decide_is_not_loaded(tmp_path: Path) -> None:
+    straight = Training(config_of("lamb"))
+    straight.steps(0, 3)
+    config = read_config(training_parser(""), ["--opt", "lamb", "--weight-decay", "0.3"])
+    resumed = Training(config)
+    resumed.load(straight.save(tmp_path))
+    groups = resumed.optimizer.param_groups
+    assert [group["step"] for group in groups] == [3, 3]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+
+
+def test_a_checkpoint_that_says_tensors_alone_is_read() -> None:
+    straight = Training(config_of("adamw"))
+    straight.steps(0, 3)
+    resumed = Training(config_of("adamw"))
+    resumed.memory.load(State(straight.memory.state().tensors))
+    for one, other in zip(straight.memory.slots().values(), resumed.memory.slots().values(),
+                          strict=True):  # fmt: skip
+        assert all(torch.equal(one[slot], other[slot]) for slot in one)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from torch's own generator."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Add some noise."""
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(torch.randn_like(parameter))
+
+
+class Secretive(torch.optim.SGD):
+    """Keeps a number where nobody looks."""
+
+    taken = 0
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Each one a little smaller."""
+        self.taken += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad / self.taken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(Noisy, "random numbers"), (Secretive, "no checkpoint")]
+)
+def test_what_cannot_go_on_is_refused(
+    kind: type[torch.optim.SGD], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "motley.optimizer_trial.make_optimizer", lambda net, *_: kind(net.parameters(), lr=0.1)
+    )
+    before: Tensor = torch.get_rng_state()
+    with pytest.raises(MotleyError, match=says):
+        try_optimizer(config_of("sgd"), CPU)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_zero_cuts_what_looks_at_single_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "deepspeed"))
+    zero_state = importlib.import_module("zero_state")
+    for name in ("adamw", "sgd", "lion", "adan", "madgrad", "nadamlegacy"):
+        assert zero_state.is_elementwise(config_of(name)), name
+    # Norms of tensors, their means, their shapes.
+    for name in ("lamb", "lars", "cadamw", "clion", "adamp", "sgdp", "mars", "muon", "adafactor"):
+        assert not zero_state.is_elementwise(config_of(name)), name
+
+
+@pytest.mark.mpi
+def test_fsdp_cuts_what_stays_the_same_and_refuses_the_rest(jobs: Jobs) -> None:
+    done = jobs.run(2, "tests/drivers/sharded_optimizers.py")
+    assert done.code == 0, done.output
+    said = dict(re.findall(r"^(\w+): (.*)$", done.output, re.MULTILINE))
+    assert len(said) >= 70 and said["adamw"] == "fused=True" and said["sgd"] == "fused=False"
+    for name in ("lamb", "lars", "adan", "radamlegacy", "lookahead_radamlegacy"):
+        assert said[name].startswith("fused="), said[name]
+    for name in ("muon", "adamp", "cadamw", "adafactor"):
+        assert said[name].startswith(f"--opt {name} ") and "--strategy ddp" in said[name]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (DDP, ("--opt", "lamb")), (DDP, ("--opt", "lookahead_radamlegacy", "--strategy", "fsdp")),
+        (ZERO, ("--stage", 1, "--opt", "adan")), (ZERO, ("--stage", 3, "--opt", "nadamlegacy")),
+    ],
+    ids=["ddp", "fsdp", "zero1", "zero3"],
+)  # fmt: skip
+def test_a_run_goes_on_to_the_bit(jobs: Jobs, script: str, options: tuple[object, ...]) -> None:
+    words = (*options, "--precision", "fp32", "--shares", "2,1", "--max-steps", 12)
+    straight = jobs.train(2, script, "straight", *words, "--save-every", 7, "--keep", 9)
+    resumed = jobs.train(2, script, "resumed", *words, "--resume",
+                         straight.folder / "checkpoints" / "step_00000007")  # fmt: skip
+    assert resumed.losses == straight.losses[7:]
