@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 import tempfile
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,14 +115,15 @@ def play(case: Case, ranks: WarmRanks, folder: Path) -> Played:
     return played
 
 
-_DAMAGED = "damaged-by-the-case"
-
-
 def whole_checkpoints(played: Played) -> list[Path]:
     """Those that no damage of the case has touched, oldest first."""
     found = sorted((played.run / "checkpoints").glob("step_*"))
-    marks = {path.name for path in played.folder.glob(f"{_DAMAGED}.*")}
-    return [path for path in found if f"{_DAMAGED}.{path.name}" not in marks]
+    return [path for path in found if not _mark(played, path).exists()]
+
+
+def _mark(played: Played, checkpoint: Path) -> Path:
+    """Says that this folder, not a later one of its name, was damaged."""
+    return played.folder / f"damaged.{checkpoint.stat().st_ino}"
 
 
 def damage(played: Played, kind: str, dice: random.Random) -> None:
@@ -136,7 +138,7 @@ def damage(played: Played, kind: str, dice: random.Random) -> None:
     if len(found) < 2:  # the last one may not be lost
         return
     newest = found[-1]
-    (played.folder / f"{_DAMAGED}.{newest.name}").touch()
+    _mark(played, newest).touch()
     model = newest / "model.safetensors"
     if kind in ("flip_checkpoint", "empty_manifest"):
         content = bytearray(model.read_bytes())
@@ -223,8 +225,16 @@ def unbroken(case: Case) -> Case | None:
     return Case(case.recipe, (replace(whole, stop=case.segments[-1].stop),))
 
 
+_ALONE = threading.Lock()  # torch has one generator of random numbers for all threads
+
+
 def reference(played: Played, dtype: torch.dtype) -> Reference:
     """What the case should have come to."""
+    with _ALONE:
+        return _reference(played, dtype)
+
+
+def _reference(played: Played, dtype: torch.dtype) -> Reference:
     made: Reference | None = None
     for number, job in enumerate(played.jobs):
         config = played.config(number)

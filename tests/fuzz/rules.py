@@ -213,8 +213,10 @@ def _arithmetic(played: Played) -> list[str]:
     )
     wanted = reference(played, torch.float32)
     finer = wanted if rounded else reference(played, torch.float64)
+    first, finest = (each.trained.steps[0].loss for each in (wanted, finer))
+    assert math.isclose(first, finest, rel_tol=1e-4), "the reference is not itself"
     found = _steps(played, wanted, finer, ROUNDED if rounded else EXACT)
-    found = found or _wanted_evaluations(played, wanted, rounded)
+    found = found or _wanted_evaluations(played, wanted, finer, rounded)
     return found or ([] if rounded else _checkpoint(played, wanted, finer))
 
 
@@ -269,7 +271,9 @@ def _indices(played: Played) -> dict[int, Counter[int]]:
     return found
 
 
-def _wanted_evaluations(played: Played, wanted: Reference, rounded: bool) -> list[str]:
+def _wanted_evaluations(
+    played: Played, wanted: Reference, finer: Reference, rounded: bool
+) -> list[str]:
     found = {record["step"]: record for record in RunFolder(played.run).read_epochs()}
     steps = wanted.trained.steps
     ends = [number + 1 for number, step in enumerate(steps) if step.end]
@@ -279,8 +283,9 @@ def _wanted_evaluations(played: Played, wanted: Reference, rounded: bool) -> lis
         if taken not in found:
             return [f"evaluations: the one after step {taken} is missing"]
         top1, loss = wanted.trained.evaluations[taken]
-        bound = ROUNDED if rounded else 1e-4
-        if not math.isclose(found[taken]["loss"], loss, rel_tol=bound):
+        rounding = abs(loss - finer.trained.evaluations[taken][1])
+        allowed = (ROUNDED if rounded else 10 * EXACT) * abs(loss) + 20 * rounding
+        if not abs(found[taken]["loss"] - loss) <= allowed:
             return [f"evaluations: loss {found[taken]['loss']} after step {taken}, due is {loss}"]
         count = played.case.recipe.eval_images
         if not rounded and abs(found[taken]["top1"] - top1) > 1.5 / count:
