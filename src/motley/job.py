@@ -88,7 +88,8 @@ def assemble(
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
         members=team.members,
         watch=Watch(
-            planned.speeds if config.replan == "auto" else (),
+            # Where every pass waits for all ranks, each seems to take as long as the slowest.
+            planned.speeds if config.replan == "auto" and not engine.equal_micro_steps else (),
             [member.uuid or member.host for member in team.members],
         ),
     )  # fmt: skip

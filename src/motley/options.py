@@ -208,8 +208,9 @@ def training_parser(description: str) -> OneVoice:
         "--replan",
         choices=("auto", "off"),
         default="auto",
-        help="auto (default): split anew when ranks become slower or faster while it runs; the "
-        "global batch never changes",
+        help="auto (default): split anew when ranks become slower or faster while it runs, but "
+        "not with fsdp or ZeRO 2 and 3, where every pass waits for all and nobody can tell who is "
+        "slow; the global batch never changes",
     )
     group.add_argument(
         "--hosts",

@@ -14,6 +14,7 @@ from motley.errors import MotleyError
 from motley.length import Position
 from motley.optimizer_state import State
 from motley.options import AT_RESUME, MUST, SAID, Config
+from motley.order import seed_of
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
 
@@ -68,8 +69,10 @@ def resume(
     engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
     if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
-    notes += engine.load_own_state(own)
     position = Position(progress["step"], progress["epoch"], progress["consumed"])
+    # What no other rank has saved begins anew, and not as the run did: with other drop-out.
+    torch.manual_seed(seed_of(config["seed"], dist.get_rank(), position.step))
+    notes += engine.load_own_state(own)
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
 

@@ -48,6 +48,7 @@ class Probe:
         self._trace = trace.open("a", buffering=1)
         self._indices: list[int] = []
         self._sizes: list[int] = []
+        self._begun = False
         self._done: set[int] = set()  # faults, by their place
         self.world: launch.World
 
@@ -75,6 +76,10 @@ class Probe:
         first.register_forward_hook(self._passes)
 
     def _accumulate(self, then: Callable[..., Tensor], batch: Batch, *rest: Any) -> Tensor:
+        if not self._begun:
+            self._begun = True
+            random = torch.get_rng_state().numpy().tobytes()
+            self.write(random=hashlib.sha256(random).hexdigest())
         self._indices += batch.indices
         self._sizes.append(len(batch.labels))
         return then(batch, *rest)

@@ -68,6 +68,7 @@ def _records(played: Played) -> list[str]:
     found += _samples(played)
     found += _alike(played)
     found += _told(played)
+    found += _random(played)
     return found
 
 
@@ -174,6 +175,21 @@ def _alike(played: Played) -> list[str]:
         local = job.segment.wire.startswith("local")
         if not local and not job.killed and any(skip != skips[0] for skip in skips):
             return [f"skips: in job {number} the ranks do not skip the same steps"]
+    return []
+
+
+def _random(played: Played) -> list[str]:
+    """A job that goes on does not draw again what an earlier one has drawn."""
+    if played.case.recipe.drop + played.case.recipe.drop_path == 0:
+        return []
+    seen: dict[str, tuple[int, int]] = {}  # the state of a rank: rank, and steps taken before
+    for number, job in enumerate(played.jobs):
+        for rank, lines in enumerate(job.trace):
+            for state in (line["random"] for line in lines if "random" in line):
+                before = seen.setdefault(state, (rank, job.start))
+                if before[1] != job.start:
+                    return [f"random: rank {rank} of job {number} begins at step {job.start} with "
+                            f"the random numbers of step {before[1]}"]  # fmt: skip
     return []
 
 
