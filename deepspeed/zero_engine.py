@@ -7,6 +7,7 @@ the model, and the loss scale is Motley's, the same number on every rank.
 import quiet  # noqa: F401
 
 # isort: split
+import importlib.metadata
 import math
 import os
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
+from packaging.version import Version
 from torch import Tensor
 from zero_config import read_config, read_stage
 from zero_state import cut_state, is_elementwise, whole_state
@@ -31,6 +33,8 @@ from motley.named_state import load_model_state, model_state
 from motley.optimizer_state import State
 from motley.options import Config
 from motley.wire import SIXTEEN, Sending
+
+_COUNTS_ALL = Version("0.18.4")
 
 _AFTER = Sending(
     overlaps=False, kinds=("exact", *SIXTEEN), leaf=False,
@@ -88,6 +92,13 @@ class ZeroEngine(EngineBase):
         config = read_config(config_path(seating.config), seating, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.sending = SENDING[self._stage]
+        installed = importlib.metadata.version("deepspeed")
+        if self._stage == 2 and Version(installed) < _COUNTS_ALL:
+            raise MotleyError(
+                f"ZeRO stage 2 of DeepSpeed {installed} silently loses all but one of a step's "
+                "micro-batches; install 0.18.4 or later, as bash setup/make_env.sh does, or take "
+                "--stage 1"
+            )
         self.equal_micro_steps, self.whole = self._stage >= 2, self._stage < 3
         if self._stage >= 2 and len(set(seating.precisions)) > 1:
             raise MotleyError(

@@ -21,10 +21,11 @@ bin=${MOTLEY_VENV:-$root/.venv}/bin
 
 # The oldest DeepSpeed that is allowed, for the tests that hold it to what the newest does.
 oldest=$(sed -n 's/^deepspeed>=\([0-9.]*\),.*/\1/p' requirements.txt)
-if ! [ -d "${bin%/bin}/oldest/deepspeed-$oldest.0.dist-info" ]; then
-  echo "tests: installing DeepSpeed $oldest.0 beside the newest"
+if ! [ -d "${bin%/bin}/oldest/deepspeed-$oldest.dist-info" ]; then
+  echo "tests: installing DeepSpeed $oldest beside the newest"
+  rm -rf "${bin%/bin}/oldest"
   "$bin/python" -m pip install --quiet --no-deps --no-build-isolation \
-    --target "${bin%/bin}/oldest" "deepspeed==$oldest.0"
+    --target "${bin%/bin}/oldest" "deepspeed==$oldest"
 fi
 
 packages=()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, venv
-from fuzz.cases import Case
+from fuzz.cases import AFTER, Case
 from fuzz.play import MODULES, judged, play
 from fuzz.rules import broken_rules
 from warm.ranks import WarmRanks
@@ -22,11 +22,12 @@ pytestmark = pytest.mark.mpi  # they take minutes, though no mpirun
 FUZZER = ROOT / "tests" / "fuzz_exact.py"
 
 
-def zero(stage: int, fault: str) -> str:
+def zero(stage: int, fault: str | None, **more: object) -> str:
     """Three ranks at a ZeRO stage, and what happens to one in step 2."""
+    faults = [{"kind": fault, "step": 2, "rank": 1}] if fault else []
     segment = {
         "engine": f"zero{stage}", "ranks": 3, "shares": [1, 2, 2], "loss_scale": "2^8",
-        "faults": [{"kind": fault, "step": 2, "rank": 1}],
+        "faults": faults, **more,
     }  # fmt: skip
     return json.dumps({"segments": [segment]})
 
@@ -35,11 +36,59 @@ def zero(stage: int, fault: str) -> str:
 DEEPSPEED = {
     **{f"an overflow at ZeRO {stage}": zero(stage, "overflow") for stage in range(4)},
     **{f"memory that ends at ZeRO {stage}": zero(stage, "oom") for stage in range(3)},
+    **{f"micro-steps at ZeRO {stage}": zero(stage, None, micro=[2]) for stage in range(4)},
     "from ZeRO 1 to ZeRO 3": """{"recipe":{"clip_grad":0.1},"segments":[
         {"engine":"zero1","ranks":2,"shares":[3,1],"stop":3},
         {"engine":"zero3","ranks":3,"shares":[1,0,4]}]}""",
 }
-CASES: dict[str, str] = {}
+# What the fuzzer has found, or must have.
+CASES = {
+    "another batch in mid-run": """{"recipe":{"batch_size":5,"samples":21,"save_every":3},
+        "segments":[{"ranks":2,"shares":[3,1],"stop":7},{"changed":{"batch_size":3}}]}""",
+    "a finished run, and another batch": """{"recipe":{"batch_size":5,"samples":21},"segments":[
+        {"stop":10},{"changed":{"batch_size":3}}]}""",
+    "other warm-up": """{"segments":[{"stop":1},{"changed":{"warmup_epochs":0.25}}]}""",
+    "LAMB, resumed": """{"recipe":{"opt":"lamb"},"segments":[{"ranks":2,"shares":[2,1],"stop":2},
+        {"ranks":2,"shares":[2,1]}]}""",
+    "Lookahead, resumed elsewhere": """{"recipe":{"opt":"lookahead_adamw","epochs":3},"segments":[
+        {"ranks":2,"shares":[2,1],"stop":7},{"ranks":3,"shares":[1,2,1],"engine":"zero0"}]}""",
+    "MARS at ZeRO 1": """{"recipe":{"opt":"mars"},"segments":[{"engine":"zero1"}]}""",
+    "SGD through FSDP": """{"recipe":{"opt":"nesterov"},"segments":[{"engine":"fsdp","ranks":2,
+        "shares":[1,2]}]}""",
+    "AdamP through FSDP": """{"recipe":{"opt":"adamp"},"segments":[{"engine":"fsdp"}]}""",
+    "a cautious AdamW at ZeRO 2": """{"recipe":{"opt":"cadamc","seed":3},"segments":[
+        {"engine":"zero2","ranks":2,"shares":[1,1]}]}""",
+    "LAMB at ZeRO 0, an overflow": """{"recipe":{"opt":"lamb"},"segments":[{"engine":"zero0",
+        "ranks":2,"shares":[1,2],"loss_scale":"2^8",
+        "faults":[{"kind":"overflow","step":2,"rank":1}]}]}""",
+    "a flipped parameter of the first rank": """{"recipe":{"save_every":1},"segments":[{"ranks":3,
+        "shares":[1,1,1],"faults":[{"kind":"flip","step":2,"rank":0}]}]}""",
+    "a flipped parameter of two ranks": """{"recipe":{"save_every":1},"segments":[{"ranks":2,
+        "shares":[1,1],"faults":[{"kind":"flip","step":2,"rank":0}]}]}""",
+    "a flipped moment": """{"recipe":{"save_every":1},"segments":[{"ranks":3,"shares":[1,1,1],
+        "faults":[{"kind":"flip","step":2,"rank":2,"call":1}]}]}""",
+    "PowerSGD, resumed after a step": """{"recipe":{"save_every":1},"segments":[
+        {"ranks":2,"shares":[2,1],"wire":"powersgd:2","stop":1},
+        {"ranks":2,"shares":[2,1],"wire":"powersgd:2"}]}""",
+    "another split": """{"segments":[{"ranks":2,"shares":[1,1],
+        "faults":[{"kind":"replan","step":2,"rank":-1,"counts":[1,7]}]}]}""",
+    "a kill between checkpoint and evaluation": """{"segments":[{"ranks":2,"shares":[2,1],
+        "faults":[{"kind":"kill","step":2,"rank":-1,"call":21}]},{"ranks":2,"shares":[2,1]}]}""",
+    "images that are none": """{"recipe":{"bad_images":["empty","bomb"]},"segments":[
+        {"ranks":2,"shares":[1,1]}]}""",
+    "drop-out on other ranks": """{"recipe":{"drop":0.1},"segments":[{"ranks":2,"shares":[1,1],
+        "stop":3},{"ranks":3,"shares":[1,1,1]}]}""",
+    "a thread that cannot send": """{"segments":[{"ranks":3,"shares":[1,2,2],"wire":"powersgd:2",
+        "faults":[{"kind":"sender","step":3,"rank":1}]}]}""",
+    "a leaf that cannot send": """{"segments":[{"ranks":3,"shares":[1,2,2],"wire":"exact/leaf1",
+        "faults":[{"kind":"sender","step":3,"rank":1}]}]}""",
+    "nobody is slow under FSDP": """{"segments":[{"engine":"fsdp","ranks":2,"shares":[]}]}""",
+    "a stranger": """{"segments":[{"ranks":2,"shares":[2,1],
+        "faults":[{"kind":"stranger","step":1,"call":0}]}]}""",
+    **{f"a resume after {damage}": json.dumps({"segments":[
+        {"ranks": 2, "shares": [2, 1], "stop": 4, "after": [damage]},
+        {"ranks": 2, "shares": [2, 1]}]}) for damage in AFTER},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

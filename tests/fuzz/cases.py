@@ -42,6 +42,7 @@ class Segment:
     """One job; the next one resumes it.
 
     Attributes:
+        shares: of the ranks; none: as the plan finds by measuring.
         stop: ``--max-steps`` of this job; None: it goes to the end.
         changed: options that are other than the recipe's from here on.
         after: what happens to the files once it has ended.
@@ -132,7 +133,8 @@ class Case:
         else:
             words += ["--data-fraction", repr(samples / DIGITS)]
         words += _flags(given)
-        words += ["--shares", ",".join(map(str, segment.shares))]
+        if segment.shares:
+            words += ["--shares", ",".join(map(str, segment.shares))]
         words += ["--precision", ",".join(segment.precision)]
         words += _flags({
             "micro_batch": segment.micro and ",".join(map(str, segment.micro)),

@@ -87,6 +87,8 @@ def _segment(dice: random.Random, recipe: Recipe, exact: bool, most: int) -> Seg
         shares[dice.randrange(ranks)] = 0
     elif kind == 2:
         shares[dice.randrange(ranks)] = 50
+    if dice.random() < 0.06:
+        shares = []  # measured; takes a second or two
     micro = dice.choice((None, None, (dice.randint(1, 9),),
                          tuple(dice.randint(1, 9) for _ in range(ranks))))  # fmt: skip
     precision: tuple[str, ...] = ("fp32",)
@@ -122,7 +124,8 @@ def _faults(
     dice: random.Random, recipe: Recipe, segment: Segment, at: int, stop: int, last: bool
 ) -> tuple[Fault, ...]:
     step = dice.randint(at, max(at, stop - 1))
-    busy = max(range(segment.ranks), key=lambda rank: segment.shares[rank])
+    shares = segment.shares or (1,) * segment.ranks
+    busy = max(range(segment.ranks), key=lambda rank: shares[rank])
     inexact = segment.wire.startswith(("local", "powersgd"))
     kinds = ["stranger", "oom"]
     if not last:

@@ -191,9 +191,10 @@ def _ignore(call: Callable[[], None]) -> None:
 class Told(Watch):
     """Proposes the splits that the case tells it to, and no others."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, speeds: Any) -> None:
         super().__init__((), ())
-        self._probe, self._number = probe, 0
+        probe.write(watched=len(speeds))
+        self._probe = probe
 
     def step(self, ready_s: Any, counts: Any) -> Proposal | None:
         """See Watch."""
@@ -226,7 +227,7 @@ def main(launched: launch.Launched, argument: dict[str, Any]) -> None:
     config = read_config(parser)
     faults = argument["faults"]
     probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
-    motley.job.Watch = lambda *_: Told(probe)
+    motley.job.Watch = lambda speeds, _: Told(probe, speeds)
     for fault in faults:
         if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
             probe.kill_at(fault)

@@ -16,6 +16,7 @@ from motley.records import RunFolder
 
 EXACT = 2e-6  # of losses and norms in fp32, relative; more where rounding alone goes further
 ROUNDED = 0.2  # where somebody computes or sends in 16 bits
+TOGETHER = ("fsdp", "zero2", "zero3")  # every pass of a rank waits for all
 SIXTEEN = ("bf16", "fp16")
 
 
@@ -172,6 +173,10 @@ def _alike(played: Played) -> list[str]:
             return [f"drift: at the end of job {number} the ranks' parameters differ"]
         skips = [[(line["step"], line["overflow"]) for line in lines if "overflow" in line]
                  for lines in job.trace]  # fmt: skip
+        for line in (line for lines in job.trace for line in lines if line.get("watched")):
+            if job.segment.engine in TOGETHER:
+                name = job.segment.engine
+                return [f"watch: {line['watched']} ranks' times tell nothing at {name}"]
         local = job.segment.wire.startswith("local")
         if not local and not job.killed and any(skip != skips[0] for skip in skips):
             return [f"skips: in job {number} the ranks do not skip the same steps"]
