@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from motley.data import load_images
@@ -70,11 +71,7 @@ class Reference:
         self._model = Classifier(net, images, size, "fp32", self._device)
         optimizer = make_optimizer(net, config)
         if old is not None:
-            kept = copy.deepcopy(self._optimizer.state_dict())
-            for group, now in zip(kept["param_groups"], optimizer.state_dict()["param_groups"],
-                                  strict=True):  # fmt: skip
-                group |= {name: now[name] for name in ("lr", "weight_decay") if name in now}
-            optimizer.load_state_dict(kept)
+            _hand_over(old.net, self._optimizer, net, optimizer)
         self._optimizer = optimizer
         self._loader = Loader(images, config, size, 0, self._device)
         self.samples = Order(len(images.train), config.seed, config.data_fraction).epoch_samples
@@ -167,3 +164,26 @@ class Reference:
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
         return {name: value.cpu() for name, value in self._model.net.state_dict().items()}
+
+
+def _hand_over(
+    old_net: nn.Module, old: torch.optim.Optimizer, net: nn.Module, new: torch.optim.Optimizer
+) -> None:
+    """Have an optimizer go on from another one of the same kind, but with options of its own."""
+    then, now = _order(old_net, old), _order(net, new)
+    kept, packed = copy.deepcopy(old.state_dict()), new.state_dict()
+    packed["state"] = {
+        now.index(then[number]): state for number, state in kept["state"].items()
+    }  # fmt: skip
+    for group in packed["param_groups"]:
+        place = then.index(now[group["params"][0]])
+        before = next(each for each in kept["param_groups"] if place in each["params"])
+        group |= {key: value for key, value in before.items()
+                  if key not in ("params", "lr", "initial_lr", "weight_decay")}  # fmt: skip
+    new.load_state_dict(packed | {key: kept[key] for key in kept if key not in packed})
+
+
+def _order(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of an optimizer's parameters, as its state_dict() counts them."""
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

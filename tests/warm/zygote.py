@@ -12,6 +12,7 @@ Each rank calls ``body(launched, argument)``; its output is in ``folder/rank<k>.
 not have begun to use threads or a GPU here: neither survives a fork.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -182,8 +183,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")  # what an import prints is no answer
     os.dup2(2, 1)
     print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), file=answers, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # who asked is gone
+        for line in sys.stdin:
+            print(json.dumps(run(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":
