@@ -228,18 +228,18 @@ def unbroken(case: Case) -> Case | None:
 _ALONE = threading.Lock()  # torch has one generator of random numbers for all threads
 
 
-def reference(played: Played, dtype: torch.dtype) -> Reference:
+def reference(played: Played, dtype: torch.dtype, noise: float = 0.0) -> Reference:
     """What the case should have come to."""
     with _ALONE:
-        return _reference(played, dtype)
+        return _reference(played, dtype, noise)
 
 
-def _reference(played: Played, dtype: torch.dtype) -> Reference:
+def _reference(played: Played, dtype: torch.dtype, noise: float) -> Reference:
     made: Reference | None = None
     for number, job in enumerate(played.jobs):
         config = played.config(number)
         if made is None:
-            made = Reference(config, dtype)
+            made = Reference(config, dtype, noise)
         else:
             made.rewind(min(job.start, len(made.trained.steps)))
             made.configure(config)

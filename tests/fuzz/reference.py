@@ -51,10 +51,12 @@ class Reference:
 
     Args:
         dtype: fp32, or fp64 to see how far rounding alone takes a run.
+        noise: added to each gradient, times its largest number: what another order of sums does,
+            of which some optimizers make a step in the other direction.
     """
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, config: Config, dtype: torch.dtype, noise: float = 0.0) -> None:
+        self._dtype, self._noise = dtype, noise
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.configure(config)
         self.trained, self._states = Trained(), list[Any]()
@@ -125,6 +127,10 @@ class Reference:
         loss.backward()
         most = math.inf if config.clip_grad is None else config.clip_grad
         norm = torch.nn.utils.clip_grad_norm_(self._model.net.parameters(), most)
+        for parameter in self._model.net.parameters() if self._noise else ():
+            assert parameter.grad is not None
+            size = self._noise * parameter.grad.abs().max()
+            parameter.grad.add_(torch.randn_like(parameter.grad) * size)
         if not skip:
             self._optimizer.step()
         self._consumed += part.global_batch

@@ -4,6 +4,9 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fuzz.cases import Case
@@ -17,6 +20,7 @@ from motley.records import RunFolder
 EXACT = 2e-6  # of losses and norms in fp32, relative; more where rounding alone goes further
 ROUNDED = 0.2  # where somebody computes or sends in 16 bits
 TOGETHER = ("fsdp", "zero2", "zero3")  # every pass of a rank waits for all
+NOISE = 1e-7  # of a sum in fp32
 SIXTEEN = ("bf16", "fp16")
 
 
@@ -190,6 +194,8 @@ def _random(played: Played) -> list[str]:
     seen: dict[str, tuple[int, int]] = {}  # the state of a rank: rank, and steps taken before
     for number, job in enumerate(played.jobs):
         for rank, lines in enumerate(job.trace):
+            if not any(line.get("indices") for line in lines):
+                continue  # it has drawn nothing
             for state in (line["random"] for line in lines if "random" in line):
                 before = seen.setdefault(state, (rank, job.start))
                 if before[1] != job.start:
@@ -233,25 +239,50 @@ def _arithmetic(played: Played) -> list[str]:
         for segment in played.case.segments
     )
     wanted = reference(played, torch.float32)
-    finer = wanted if rounded else reference(played, torch.float64)
-    first, finest = (each.trained.steps[0].loss for each in (wanted, finer))
-    assert math.isclose(first, finest, rel_tol=1e-4), "the reference is not itself"
-    found = _steps(played, wanted, finer, ROUNDED if rounded else EXACT)
-    found = found or _wanted_evaluations(played, wanted, finer, rounded)
-    return found or ([] if rounded else _checkpoint(played, wanted, finer))
+    others = [] if rounded else [reference(played, torch.float64),
+                                 reference(played, torch.float32, NOISE)]  # fmt: skip
+    for other in others:
+        first, its = (each.trained.steps[0].loss for each in (wanted, other))
+        assert math.isclose(first, its, rel_tol=1e-4), "the reference is not itself"
+    due = Due(wanted, others, ROUNDED if rounded else EXACT)
+    found = _steps(played, due) or _wanted_evaluations(played, due)
+    return found or ([] if rounded else _checkpoint(played, due))
 
 
-def _steps(played: Played, wanted: Reference, finer: Reference, bound: float) -> list[str]:
+@dataclass(frozen=True)
+class Due:
+    """What a case should come to.
+
+    Attributes:
+        wanted: in fp32. others: the same but for rounding.
+        bound: on what is measured, relative, besides 20 times what rounding does.
+    """
+
+    wanted: Reference
+    others: list[Reference]
+    bound: float
+
+    def allows(self, read: Callable[[Reference], float], times: float = 1.0) -> float:
+        """How far from the reference's a number may be.
+
+        Args:
+            read: takes it from a reference. times: the bound.
+        """
+        own = read(self.wanted)
+        rounding = max((abs(own - read(other)) for other in self.others), default=0.0)
+        return times * self.bound * abs(own) + 20 * rounding
+
+
+def _steps(played: Played, due: Due) -> list[str]:
     records = RunFolder(played.run).read_steps().get(0, [])
-    steps, finer_steps = wanted.trained.steps, finer.trained.steps
-    killed = played.jobs[-1].killed
+    steps, killed = due.wanted.trained.steps, played.jobs[-1].killed
     numbers = [record["step"] for record in records]
     if numbers != list(range(len(numbers))):
         return [f"steps: the records of rank 0 are of steps {numbers}"]
     if len(records) != len(steps) and not killed:
         return [f"steps: {len(records)} were taken, {len(steps)} were due"]
     taken = _indices(played)
-    for record, step, fine in zip(records, steps, finer_steps, strict=False):
+    for record, step in zip(records, steps, strict=False):
         number = record["step"]
         if record["epoch"] != step.epoch or record["n_global"] != len(step.samples):
             return [f"steps: step {number} is {record['n_global']} samples of epoch "
@@ -261,16 +292,22 @@ def _steps(played: Played, wanted: Reference, finer: Reference, bound: float) ->
         if abs(record["lr"] - step.lr) > 1e-9 * step.lr + 1e-15:
             return [f"schedule: step {number} has the learning rate {record['lr']:.9g}, due is "
                     f"{step.lr:.9g}"]  # fmt: skip
-        for name, own, due, fine_due in (
-            ("loss", record["loss"], step.loss, fine.loss),
-            ("grad_norm", record["grad_norm"], step.norm, fine.norm),
-        ):
-            if record["overflow"] and name == "grad_norm":
-                continue
-            scale = 1.0 if name == "loss" else 5.0
-            allowed = scale * bound * abs(due) + 20 * abs(due - fine_due)
-            if own is None or not abs(own - due) <= allowed:
-                return [f"{name}: {own} in step {number}, due is {due} (+- {allowed:.2g})"]
+        if found := _numbers(record, number, due):
+            return found
+    return []
+
+
+def _numbers(record: dict[str, Any], number: int, due: Due) -> list[str]:
+    """Loss and gradient norm of a step."""
+    for name, read, times in (
+        ("loss", lambda made: made.trained.steps[number].loss, 1.0),
+        ("grad_norm", lambda made: made.trained.steps[number].norm, 5.0),
+    ):
+        own, wanted, allowed = record[name], read(due.wanted), due.allows(read, times)
+        if record["overflow"] and name == "grad_norm":
+            continue
+        if own is None or not abs(own - wanted) <= allowed:
+            return [f"{name}: {own} in step {number}, due is {wanted} (+- {allowed:.2g})"]
     return []
 
 
@@ -292,45 +329,41 @@ def _indices(played: Played) -> dict[int, Counter[int]]:
     return found
 
 
-def _wanted_evaluations(
-    played: Played, wanted: Reference, finer: Reference, rounded: bool
-) -> list[str]:
+def _wanted_evaluations(played: Played, due: Due) -> list[str]:
     found = {record["step"]: record for record in RunFolder(played.run).read_epochs()}
-    steps = wanted.trained.steps
+    steps, evaluations = due.wanted.trained.steps, due.wanted.trained.evaluations
     ends = [number + 1 for number, step in enumerate(steps) if step.end]
     if played.jobs[-1].killed:
         return []
     for taken in [*ends, len(steps)]:
         if taken not in found:
             return [f"evaluations: the one after step {taken} is missing"]
-        top1, loss = wanted.trained.evaluations[taken]
-        rounding = abs(loss - finer.trained.evaluations[taken][1])
-        allowed = (ROUNDED if rounded else 10 * EXACT) * abs(loss) + 20 * rounding
+        top1, loss = evaluations[taken]
+        allowed = due.allows(lambda made, at=taken: made.trained.evaluations[at][1], 10.0)
         if not abs(found[taken]["loss"] - loss) <= allowed:
             return [f"evaluations: loss {found[taken]['loss']} after step {taken}, due is {loss}"]
-        count = played.case.recipe.eval_images
-        if not rounded and abs(found[taken]["top1"] - top1) > 1.5 / count:
+        one = 1.5 / played.case.recipe.eval_images
+        if due.others and abs(found[taken]["top1"] - top1) > one:
             return [f"evaluations: top-1 {found[taken]['top1']} after step {taken}, due is {top1}"]
     return []
 
 
-def _checkpoint(played: Played, wanted: Reference, finer: Reference) -> list[str]:
+def _checkpoint(played: Played, due: Due) -> list[str]:
     """The parameters of the last checkpoint are the reference's."""
-    checkpoints = whole_checkpoints(played)
+    checkpoints, steps = whole_checkpoints(played), len(due.wanted.trained.steps)
     if played.jobs[-1].killed or not checkpoints:
         return []
     newest = checkpoints[-1]
-    if int(newest.name.removeprefix("step_")) != len(wanted.trained.steps):
-        return [
-            f"checkpoint: the last is {newest.name}, {len(wanted.trained.steps)} steps were due"
-        ]
-    saved, fine = load_file(newest / "model.safetensors"), finer.parameters()
-    for name, due in wanted.parameters().items():
-        if not due.is_floating_point():
+    if int(newest.name.removeprefix("step_")) != steps:
+        return [f"checkpoint: the last is {newest.name}, {steps} steps were due"]
+    saved = load_file(newest / "model.safetensors")
+    others = [other.parameters() for other in due.others]
+    for name, wanted in due.wanted.parameters().items():
+        if not wanted.is_floating_point():
             continue
-        rounding = float((due - fine[name].float()).abs().max())
-        apart = float((saved[name] - due).abs().max())
-        if not apart <= EXACT * float(due.abs().max()) + 20 * rounding:
+        rounding = max(float((wanted - other[name].float()).abs().max()) for other in others)
+        apart = float((saved[name] - wanted).abs().max())
+        if not apart <= EXACT * float(wanted.abs().max()) + 20 * rounding:
             return [f"checkpoint: {name} is {apart:.2g} off, rounding explains {rounding:.2g}"]
     return []
 
