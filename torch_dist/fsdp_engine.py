@@ -55,7 +55,7 @@ class FsdpEngine(GroupEngine):
         if seating.config.offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
         self._sharding = Sharding(
-            "--strategy fsdp", lambda net: fully_shard(net, **options), self._share
+            "--strategy fsdp", seating.size, lambda net: fully_shard(net, **options), self._share
         )
         for block in blocks_of(model.net).values():
             fully_shard(block, **options)

@@ -21,6 +21,7 @@ from motley.options import Config
 
 _STEPS = 7  # Lookahead looks back at the sixth
 _MORE = 2
+_ROWS, _WIDE, _ODD = 8, 64, 61  # of the matrix on each rank; and of the vector, a prime
 _CHOOSE = "choose another one, such as adamw, sgd, lamb, lion or muon"
 
 
@@ -46,25 +47,37 @@ class Sharding:
     """How an engine gives each rank a part of every parameter.
 
     Attributes:
-        words: who does, for the user. cut: does it to a module.
+        words: who does, for the user. ranks: so many. cut: does it to a module.
         share: makes of a whole state, which is like that of the module, what it loads.
     """
 
     words: str
+    ranks: int
     cut: Callable[[nn.Module], object]
     share: Callable[[nn.Module, State], State]
 
 
 class _Trial:
-    """A layer of two parameters, and its optimizer."""
+    """A layer of two parameters, and its optimizer.
+
+    Args:
+        rows: of its matrix. Torch sums equal parts otherwise than parts of several sizes, so both
+            are tried: a matrix of equal ones, and a vector.
+    """
 
     def __init__(
-        self, config: Config, device: torch.device, fused: bool, sharding: Sharding | None
+        self,
+        config: Config,
+        device: torch.device,
+        rows: int,
+        fused: bool,
+        sharding: Sharding | None,
     ) -> None:
         self.net = nn.Module()
-        values = torch.linspace(-1, 1, 64 * 64, device=device)
-        self.net.weight = nn.Parameter(values.reshape(64, 64).clone())
-        self.net.bias = nn.Parameter(values[:64].clone())
+        self.net.weight = nn.Parameter(
+            torch.linspace(-1, 1, rows * _WIDE, device=device).reshape(rows, _WIDE)
+        )
+        self.net.bias = nn.Parameter(torch.linspace(-1, -0.9, _ODD, device=device))
         if sharding is not None:
             sharding.cut(self.net)
         self._sharding = sharding
@@ -106,13 +119,14 @@ def try_optimizer(
             not go on to the bit from what a checkpoint keeps of it, or would be another one where
             a rank has a part of each tensor.
     """
-    whole, traits = _try(config, device, True, None)
+    rows = _ROWS * (sharding.ranks if sharding else _ROWS)
+    whole, traits = _try(config, device, rows, True, None)
     if sharding is None:
         return traits
     error = None
     for fused in (True, False):
         try:
-            parts, traits = _try(config, device, fused, sharding)
+            parts, traits = _try(config, device, rows, fused, sharding)
             if all(torch.allclose(parts[key], value, atol=1e-6) for key, value in whole.items()):
                 return traits
         except MotleyError as found:
@@ -124,13 +138,13 @@ def try_optimizer(
 
 
 def _try(
-    config: Config, device: torch.device, fused: bool, sharding: Sharding | None
+    config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
 ) -> tuple[dict[str, Tensor], OptimizerTraits]:
     """The parameters at the end, whole, and what was seen."""
     before = random_state(device)
     try:
         with torch.compiler.set_stance("force_eager"):  # what is tried is worth no compiling
-            straight, resumed = (_Trial(config, device, fused, sharding) for _ in range(2))
+            straight, resumed = (_Trial(config, device, rows, fused, sharding) for _ in range(2))
             straight.steps(0, _STEPS)
             _check_random(config, before, random_state(device))
             resumed.load(straight.save())

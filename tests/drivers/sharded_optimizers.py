@@ -27,7 +27,10 @@ if __name__ == "__main__":
         engine = object.__new__(FsdpEngine)
         engine._mesh = init_device_mesh("cpu", (team.size,))
         sharding = Sharding(
-            "--strategy fsdp", lambda net: fully_shard(net, mesh=engine._mesh), engine._share
+            "--strategy fsdp",
+            world_size,
+            lambda net: fully_shard(net, mesh=engine._mesh),
+            engine._share,
         )
         for name in [*timm.optim.list_optimizers(), "lookahead_radamlegacy"]:
             if name.startswith(("bnb", "fused", "kron", "adahessian")):

@@ -199,6 +199,7 @@ class Told(Watch):
     def step(self, ready_s: Any, counts: Any) -> Proposal | None:
         """See Watch."""
         if fault := self._probe.due("replan"):
+            self._probe.write(replanned=fault["counts"])
             return Proposal(tuple(fault["counts"]), (1.0,) * len(fault["counts"]), 0.5)
         return None
 

@@ -133,22 +133,18 @@ def _samples(played: Played) -> list[str]:
 
 def _evaluation_shares(number: int, job: Job) -> list[str]:
     """After a new split the ranks share an evaluation as they share a step."""
-    told = [fault for fault in job.segment.faults if fault.kind == "replan"]
-    if not told or any(job.ended.codes):
-        return []
-    counts, steps = told[-1].counts, {told[-1].step}
-    totals = []
-    for lines in job.trace:
-        last = max((line["step"] for line in lines if "evaluates" in line), default=-1)
-        done = sum(line["evaluates"] for line in lines
-                   if "evaluates" in line and line["step"] == last > max(steps))  # fmt: skip
-        totals.append(done)
-    if not sum(totals):
-        return []
-    kept = [max(count, 0) for count in counts]
-    wanted = [sum(totals) * count / sum(kept) for count in kept]
-    if any(abs(a - b) >= 1 for a, b in zip(totals, wanted, strict=True)):
-        return [f"plan of now: after the split {counts}, job {number} evaluates {totals}"]
+    counts, total = None, [0] * len(job.trace)
+    for rank, lines in enumerate(job.trace):
+        split = [place for place, line in enumerate(lines) if "replanned" in line]
+        if any(job.ended.codes) or not split:
+            return []
+        counts = lines[split[-1]]["replanned"]
+        after = [line for line in lines[split[-1] :] if "evaluates" in line]
+        last = max((line["step"] for line in after), default=None)
+        total[rank] = sum(line["evaluates"] for line in after if line["step"] == last)
+    wanted = [sum(total) * count / sum(counts or [1]) for count in counts or []]
+    if any(abs(a - b) >= 1 for a, b in zip(total, wanted, strict=True)):
+        return [f"plan of now: after the split {counts}, job {number} evaluates {total}"]
     return []
 
 
