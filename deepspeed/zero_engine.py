@@ -261,11 +261,13 @@ class ZeroEngine(EngineBase):
         if self._stage == 0:
             super().load_state(state)
             return
-        # A step with a gradient of zeros: partitions get their slots only by stepping. It decays
-        # the weights, so they are loaded after it.
-        self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
-        self._send()
-        self._engine.step()
+        if any(name.startswith("optimizer.") for name in state.tensors):
+            # A step with a gradient of zeros: partitions get their slots only by stepping. It
+            # decays the weights, so they are loaded after it. Not where no step was taken yet:
+            # the slots would count this one.
+            self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
+            self._send()
+            self._engine.step()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
         self.memory.load_groups(state)
 

@@ -83,6 +83,13 @@ CASES = {
     "a leaf that cannot send": """{"segments":[{"ranks":3,"shares":[1,2,2],"wire":"exact/leaf1",
         "faults":[{"kind":"sender","step":3,"rank":1}]}]}""",
     "nobody is slow under FSDP": """{"segments":[{"engine":"fsdp","ranks":2,"shares":[]}]}""",
+    "memory that ends in a ragged batch": """{"recipe":{"batch_size":16,"eval_images":20},
+        "segments":[{"faults":[{"kind":"oom","step":1}]}]}""",
+    **{f"an overflow first, then ZeRO {stage}": f"""{{"recipe":{{"samples":8}},"segments":[
+        {{"loss_scale":"2^8","stop":1,"faults":[{{"kind":"overflow","step":0}}]}},
+        {{"engine":"zero{stage}","ranks":2,"shares":[1,1]}}]}}""" for stage in (1, 3)},
+    "C-LAMB on three ranks of FSDP": """{"recipe":{"opt":"clamb"},"segments":[{"engine":"fsdp",
+        "ranks":3,"shares":[1,1,1]}]}""",
     "a stranger": """{"segments":[{"ranks":2,"shares":[2,1],
         "faults":[{"kind":"stranger","step":1,"call":0}]}]}""",
     **{f"a resume after {damage}": json.dumps({"segments":[

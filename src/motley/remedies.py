@@ -85,7 +85,11 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Posi
 
 
 def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int) -> Plan:
-    """The same shares in smaller micro-batches where memory had ended; says who holds it."""
+    """The same shares in smaller micro-batches where memory had ended; says who holds it.
+
+    Args:
+        plan: of the batch in which it did, which may be the ragged last of an epoch.
+    """
     short = result.short
     names = {rank: f"rank {job.members[rank].rank} on {job.members[rank].host}" for rank in short}
     said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())

@@ -116,7 +116,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             sample_loss = torch.cat(losses)
             result = engine.step(sample_loss.sum(), recorder.ready_s)
             if result.short:
-                plan = give_room(plan, job, result, recorder, position.step)
+                less = give_room(part, job, result, recorder, position.step)
+                plan = less.of_batch(plan.global_batch)
                 engine.reconfigure(plan)
                 watch.limit(plan.max_micro_batch)
                 if result.again:

@@ -28,7 +28,7 @@ if __name__ == "__main__":
         engine._mesh = init_device_mesh("cpu", (team.size,))
         sharding = Sharding(
             "--strategy fsdp",
-            world_size,
+            team.size,
             lambda net: fully_shard(net, mesh=engine._mesh),
             engine._share,
         )

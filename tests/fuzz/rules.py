@@ -210,7 +210,7 @@ def _told(played: Played) -> list[str]:
         before, now = (played.case.options(played.case.segments[n]) for n in (number - 1, number))
         for name in now:
             flag = f"--{name.replace('_', '-')}"
-            if name in ("eval_images", "save_every") or played.jobs[number].killed:
+            if name == "save_every" or played.jobs[number].killed or not played.jobs[number].start:
                 continue
             if before[name] != now[name] and flag not in notes:
                 return [f"resume: {flag} {before[name]} became {now[name]} without a word"]
