@@ -106,14 +106,8 @@ class ZeroEngine(EngineBase):
                 f"precisions {', '.join(seating.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
-        if self._stage >= 1 and not is_elementwise(seating.config):
-            raise MotleyError(
-                f"--opt {seating.config.opt} looks at whole tensors, and ZeRO stage {self._stage} "
-                "gives it flat parts of them: it would be silently another one; take --stage 0, "
-                "torch_dist/train_vit.py, or an optimizer such as adamw"
-            )
         super().__init__(model, seating)
-        self._check_state()
+        self._check_optimizer()
         self.loss_weight = seating.size
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
@@ -128,8 +122,9 @@ class ZeroEngine(EngineBase):
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
 
-    def _check_state(self) -> None:
-        """MotleyError if not all that ``--opt`` keeps can be saved, or counts right."""
+    def _check_optimizer(self) -> None:
+        """MotleyError if ``--opt`` is another one where it is cut, keeps what cannot be saved, or
+        counts wrong."""
         traits, stage = self.traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
         if stage and traits.wraps:
@@ -140,6 +135,10 @@ class ZeroEngine(EngineBase):
         elif stage == 3 and traits.counts:
             why = "counts steps, and ZeRO stage 3 takes one for each part of the model"
             others.insert(0, "--stage 1")
+        elif stage and not is_elementwise(self._seating.config):
+            why = (f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "
+                   "would be silently another one")  # fmt: skip
+            others.insert(0, "--stage 0")
         else:
             return
         raise MotleyError(

@@ -40,6 +40,7 @@ from motley.errors import MotleyError
 # NCCL takes one rank a GPU.
 MOST_RANKS = torch.cuda.device_count() or 6
 TRIES = 30  # smaller cases that are tried of one that was found
+OVERTIME_S = 30.0  # in which what was found last may still be made smaller
 torch.set_num_threads(1)
 
 
@@ -98,7 +99,7 @@ class Search:
                 known.times += 1
                 return
             self.found[kind] = Found(case, problem)
-        case, problem = shrink(case, problem, ranks)
+        case, problem = shrink(case, problem, ranks, self.deadline + OVERTIME_S)
         with self.lock:
             self.found[kind].case, self.found[kind].problem = case, problem
             print(f"found: {problem}\n  python tests/fuzz_exact.py --case '{case}'", flush=True)
@@ -110,15 +111,15 @@ def signature(problem: str) -> str:
     return re.sub(r"[-+.\d]+(e-?\d+)?|0x\w+|'[^']*'", "#", f"{lines[0]} {lines[-1]}")[:160]
 
 
-def shrink(case: Case, problem: str, ranks: WarmRanks) -> tuple[Case, str]:
-    """The smallest case, of so many that are tried, that breaks the same rule."""
+def shrink(case: Case, problem: str, ranks: WarmRanks, deadline: float) -> tuple[Case, str]:
+    """The smallest case, of those that are tried until then, that breaks the same rule."""
     left, rule, again = TRIES, problem.split(":")[0], True
     while again and left > 0:
         again = False
         for other in smaller(case):
             left -= 1
-            if left < 0:
-                break
+            if left < 0 or time.monotonic() > deadline:
+                return case, problem
             problems = [p for p in judged(other, ranks) if p.split(":")[0] == rule]
             if problems:
                 case, problem, again = other, problems[0], True

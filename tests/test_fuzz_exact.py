@@ -90,6 +90,7 @@ CASES = {
         {{"engine":"zero{stage}","ranks":2,"shares":[1,1]}}]}}""" for stage in (1, 3)},
     "C-LAMB on three ranks of FSDP": """{"recipe":{"opt":"clamb"},"segments":[{"engine":"fsdp",
         "ranks":3,"shares":[1,1,1]}]}""",
+    "AdaHessian at ZeRO 2": """{"recipe":{"opt":"adahessian"},"segments":[{"engine":"zero2"}]}""",
     "a stranger": """{"segments":[{"ranks":2,"shares":[2,1],
         "faults":[{"kind":"stranger","step":1,"call":0}]}]}""",
     **{f"a resume after {damage}": json.dumps({"segments":[

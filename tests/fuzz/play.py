@@ -243,6 +243,7 @@ def _reference(played: Played, dtype: torch.dtype, noise: float) -> Reference:
         else:
             made.rewind(min(job.start, len(made.trained.steps)))
             made.configure(config)
-        made.train({f.step for f in job.segment.faults if f.kind == "overflow"})
+        lines = (line for lines in job.trace for line in lines)
+        made.train({line["overflowed"] for line in lines if "overflowed" in line})
     assert made is not None
     return made

@@ -113,7 +113,11 @@ class Probe:
         if self.due("sender"):
             self._break_sender()
         if self.due("overflow"):
-            made.register_hook(lambda gradient: gradient * torch.inf)
+            made.register_hook(self._overflow)
+
+    def _overflow(self, gradient: Tensor) -> Tensor:
+        self.write(overflowed=self.world.lifeline.step)
+        return gradient * torch.inf
 
     @torch.no_grad()
     def _flip(self, what: int) -> None:

@@ -359,7 +359,7 @@ def _checkpoint(played: Played, due: Due) -> list[str]:
             continue
         rounding = max(float((wanted - other[name].float()).abs().max()) for other in others)
         apart = float((saved[name] - wanted).abs().max())
-        if not apart <= EXACT * float(wanted.abs().max()) + 20 * rounding:
+        if not apart <= EXACT * max(0.1, float(wanted.abs().max())) + 20 * rounding:
             return [f"checkpoint: {name} is {apart:.2g} off, rounding explains {rounding:.2g}"]
     return []
 
