@@ -136,8 +136,10 @@ class ZeroEngine(EngineBase):
             why = "counts steps, and ZeRO stage 3 takes one for each part of the model"
             others.insert(0, "--stage 1")
         elif stage and not is_elementwise(self._seating.config):
-            why = (f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "
-                   "would be silently another one")  # fmt: skip
+            why = (
+                f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "
+                "would be silently another one"
+            )
             others.insert(0, "--stage 0")
         else:
             return
