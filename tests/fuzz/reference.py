@@ -73,8 +73,9 @@ class Reference:
         self._model = Classifier(net, images, size, "fp32", self._device)
         optimizer = make_optimizer(net, config)
         if old is not None:
-            _hand_over(old.net, self._optimizer, net, optimizer)
+            _hand_over(old.net, self._optimizer, self._as_made, net, optimizer)
         self._optimizer = optimizer
+        self._as_made = copy.deepcopy(optimizer.state_dict()["param_groups"])
         self._loader = Loader(images, config, size, 0, self._device)
         self.samples = Order(len(images.train), config.seed, config.data_fraction).epoch_samples
 
@@ -173,19 +174,26 @@ class Reference:
 
 
 def _hand_over(
-    old_net: nn.Module, old: torch.optim.Optimizer, net: nn.Module, new: torch.optim.Optimizer
+    old_net: nn.Module,
+    old: torch.optim.Optimizer,
+    as_made: list[dict[str, Any]],
+    net: nn.Module,
+    new: torch.optim.Optimizer,
 ) -> None:
-    """Have an optimizer go on from another one of the same kind, but with options of its own."""
+    """Have an optimizer go on from another one of the same kind, but with options of its own.
+
+    Args:
+        as_made: the old one's groups before its first step: what differs since is no option.
+    """
     then, now = _order(old_net, old), _order(net, new)
     kept, packed = copy.deepcopy(old.state_dict()), new.state_dict()
-    packed["state"] = {
-        now.index(then[number]): state for number, state in kept["state"].items()
-    }  # fmt: skip
+    packed["state"] = {now.index(then[place]): state for place, state in kept["state"].items()}
     for group in packed["param_groups"]:
         place = then.index(now[group["params"][0]])
-        before = next(each for each in kept["param_groups"] if place in each["params"])
-        group |= {key: value for key, value in before.items()
-                  if key not in ("params", "lr", "initial_lr", "weight_decay")}  # fmt: skip
+        for before, made in zip(kept["param_groups"], as_made, strict=True):
+            if place in before["params"]:
+                group |= {key: value for key, value in before.items()
+                          if key not in ("params", "lr") and made.get(key) != value}  # fmt: skip
     new.load_state_dict(packed | {key: kept[key] for key in kept if key not in packed})
 
 
