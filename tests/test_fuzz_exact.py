@@ -173,3 +173,12 @@ def test_the_fuzzer_refuses_no_time() -> None:
         [sys.executable, str(FUZZER), "--seconds", "0"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "above 0" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_minutes_of_other_cases_find_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FUZZER), "--seconds", "120", "--seed", "7"],
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]

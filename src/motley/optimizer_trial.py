@@ -1,5 +1,6 @@
 """Whether an optimizer does here what a run needs of it, tried on a small layer before step 1."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from motley.options import Config
 
 _STEPS = 7  # Lookahead looks back at the sixth
 _MORE = 2
+_LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
 _ROWS, _WIDE, _ODD = 8, 64, 61  # of the matrix on each rank; and of the vector, a prime
 _CHOOSE = "choose another one, such as adamw, sgd, lamb, lion or muon"
 
@@ -120,6 +122,8 @@ def try_optimizer(
             a rank has a part of each tensor.
     """
     rows = _ROWS * (sharding.ranks if sharding else _ROWS)
+    if sharding:
+        config = dataclasses.replace(config, lr=_LARGE)
     whole, traits = _try(config, device, rows, True, None)
     if sharding is None:
         return traits
