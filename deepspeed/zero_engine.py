@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
+import torch
 from packaging.version import Version
 from torch import Tensor
 from zero_config import read_config, read_stage
@@ -135,6 +136,9 @@ class ZeroEngine(EngineBase):
         elif stage == 3 and traits.counts:
             why = "counts steps, and ZeRO stage 3 takes one for each part of the model"
             others.insert(0, "--stage 1")
+        elif stage and isinstance(self.optimizer, torch.optim.Adagrad):
+            why = "is another one after DeepSpeed has made it anew, with one group of parameters"
+            others.insert(0, "--stage 0")
         elif stage and not is_elementwise(self._seating.config):
             why = (
                 f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "

@@ -91,6 +91,10 @@ CASES = {
     "C-LAMB on three ranks of FSDP": """{"recipe":{"opt":"clamb"},"segments":[{"engine":"fsdp",
         "ranks":3,"shares":[1,1,1]}]}""",
     "AdaHessian at ZeRO 2": """{"recipe":{"opt":"adahessian"},"segments":[{"engine":"zero2"}]}""",
+    **{f"Adagrad at ZeRO {stage}": f"""{{"recipe":{{"opt":"adagrad"}},"segments":[
+        {{"engine":"zero{stage}","ranks":2,"shares":[1,1]}}]}}""" for stage in (1, 3)},
+    "LARS at ZeRO 1": """{"recipe":{"opt":"lars"},"segments":[{"engine":"zero1","ranks":2,
+        "shares":[1,1]}]}""",
     "a stranger": """{"segments":[{"ranks":2,"shares":[2,1],
         "faults":[{"kind":"stranger","step":1,"call":0}]}]}""",
     **{f"a resume after {damage}": json.dumps({"segments":[

@@ -78,7 +78,9 @@ class Probe:
     def _accumulate(self, then: Callable[..., Tensor], batch: Batch, *rest: Any) -> Tensor:
         if not self._begun:
             self._begun = True
-            random = torch.get_rng_state().numpy().tobytes()
+            cuda = torch.cuda.is_available()
+            state = torch.cuda.get_rng_state() if cuda else torch.get_rng_state()
+            random = state.numpy().tobytes()
             self.write(random=hashlib.sha256(random).hexdigest())
         self._indices += batch.indices
         self._sizes.append(len(batch.labels))

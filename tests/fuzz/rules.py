@@ -93,7 +93,8 @@ def _events(played: Played) -> list[str]:
     read = RunFolder(played.run).read_events()
     if len(read) < len(events):
         found.append(f"events: {len(read)} of {len(events)} whole lines are read")
-    if any("tear_events" in job.segment.after for job in played.jobs[:-1]):
+    torn_at = [n for n, job in enumerate(played.jobs) if "tear_events" in job.segment.after]
+    if torn_at and any(job.start for job in played.jobs[torn_at[0] + 1 :]):  # else it began anew
         starts = sum(event["event"] == "resume" for event in read)
         if starts == 0:
             found.append("events: what a resumed run writes after a torn line is lost")
