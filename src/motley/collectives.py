@@ -1,11 +1,27 @@
 """What the ranks of the process group tell each other: numbers and values."""
 
+import atexit
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def leave_group(group: Any = None) -> None:
+    """Destroy a process group; all of its ranks call it.
+
+    Args:
+        group: None: the default one.
+    """
+    kept = group or dist.group.WORLD
+    by_gloo = dist.get_backend(group) == "gloo"
+    dist.destroy_process_group(group)
+    # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
+    # were the last to let go, the thread would have to join itself, and abort the process.
+    if by_gloo:
+        atexit.register(lambda: kept)
 
 
 def gather(values: Sequence[Tensor | float]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from motley.buckets import Bucket, Sender, in_thread
+from motley.collectives import leave_group
 
 # Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
 # not hidden by others; but each costs the other ranks an all-reduce.
@@ -120,4 +121,4 @@ class LeafSender(Sender):
         self._sending.shutdown()
         for group in (self._up, self._down, self._inner):
             if group != dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+                leave_group(group)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.futures import Future
 
 from motley.buckets import Bucket, Sender, add_up, in_thread
+from motley.collectives import leave_group
 from motley.wire import WireMode
 
 _LANES = 2  # a third was no faster
@@ -145,7 +146,7 @@ class _Lane:
             self.thread.shutdown()
         for group in (self.beside, self.group):
             if group is not None:
-                dist.destroy_process_group(group)
+                leave_group(group)
 
 
 class PowerSgdSender(Sender):

@@ -1,6 +1,5 @@
 """The ranks that train: who takes part, on which device, in which precision."""
 
-import atexit
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from motley.collectives import leave_group
 from motley.errors import MotleyError
 from motley.gpu_log import GpuLogger, Progress
 from motley.launch import World
@@ -183,11 +183,7 @@ def _uuid(index: int) -> str:
 
 def leave_team() -> None:
     """Leave the process group."""
-    group = dist.group.WORLD if dist.get_backend() == "gloo" else None
-    dist.destroy_process_group()
-    # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
-    # were the last to let go, the thread would have to join itself, and abort the process.
-    atexit.register(lambda: group)
+    leave_group()
 
 
 def gpu_logger(
