@@ -11,7 +11,7 @@ import pytest
 from conftest import DDP, ROOT, Jobs
 
 from motley.errors import MotleyError
-from motley.same_code import Code, check_same, read_code
+from motley.same_code import Code, check_same, compare_code, read_code
 
 ORDER, PLAN = "src/motley/order.py", "src/motley/plan.py"
 
@@ -110,3 +110,20 @@ def test_a_host_with_an_edited_file_is_refused(jobs: Jobs, tmp_path: Path, edite
     (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert f"{edited} differ on {os.uname().nodename} (rank 1)" in line and "sync_cn.sh" in line
     assert "Traceback" not in done.output
+
+
+def test_little_travels_where_all_is_the_same() -> None:
+    # A network may drop large packets, which is said later.
+    sent: list[object] = []
+
+    def allgather(value: object) -> list[object]:
+        sent.append(value)
+        return [value, value]
+
+    compare_code("a", allgather)
+    assert len(sent) == 1 and len(str(sent[0])) == 64
+
+
+def test_an_older_motley_that_sends_something_else_is_said() -> None:
+    with pytest.raises(MotleyError, match="rank 1 came with another version"):
+        compare_code("a", lambda value: [value, ("node", {})])

@@ -23,7 +23,7 @@ from motley.errors import MotleyError
 from motley.facts import NodeFacts, read_node
 from motley.lifeline import Lifeline
 from motley.network import VARIABLES, Network, choose_networks
-from motley.same_code import check_same, read_code
+from motley.same_code import compare_code
 
 T = TypeVar("T")
 
@@ -223,7 +223,7 @@ class World:
     def connect(self) -> None:
         """Compare code and exchange facts with all ranks, choose the shared subnet, hold the
         lifeline."""
-        check_same(self.allgather(read_code(self.host)))  # first: the rest may differ between two
+        compare_code(self.host, self.allgather)  # first: the rest may differ between two
         told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))
         self.nodes = [node for node, _ in told]
         machines = {

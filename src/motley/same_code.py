@@ -15,7 +15,7 @@ import importlib.metadata
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,24 @@ _IF_LOADED = ("deepspeed",)
 _SUFFIXES = {".py", ".json", ".toml"}
 _PLACES = {"site-packages", "dist-packages"}
 _SHOWN = 4  # names in a message
+
+
+def compare_code(host: str, allgather: Callable[[Any], list[Any]]) -> None:
+    """Raise MotleyError unless all ranks run the same code; all ranks call it.
+
+    Only where they do not, more than a few bytes travel: nobody knows yet whether large packets
+    pass between all hosts.
+
+    Args:
+        host: name of this machine. allgather: gives every rank's value, by rank.
+    """
+    own = read_code(host)
+    mine = hashlib.sha256(repr([sorted(part.items()) for part in own[1:]]).encode()).hexdigest()
+    found = allgather(mine)
+    if not all(isinstance(each, str) for each in found):
+        check_same([own if isinstance(each, str) else each for each in found])
+    if len(set(found)) > 1:
+        check_same(allgather(own))
 
 
 def read_code(host: str, command: Sequence[str] | None = None) -> Code:
