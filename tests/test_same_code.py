@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import DDP, ROOT, Jobs
+from conftest import DDP, ROOT, Jobs, venv
 
 from motley.errors import MotleyError
 from motley.same_code import Code, check_same, compare_code, read_code
@@ -105,7 +105,9 @@ def test_a_host_with_an_edited_file_is_refused(jobs: Jobs, tmp_path: Path, edite
     entry = tmp_path / "entry.sh"
     entry.write_text(ENTRY.format(root=ROOT, other=other))
     entry.chmod(0o755)
-    done = jobs.run(2, DDP, "--max-steps", 2, "--logs", jobs.logs, entry=entry)
+    done = jobs.run(
+        2, DDP, "--max-steps", 2, "--logs", jobs.logs, entry=entry, MOTLEY_VENV=str(venv())
+    )
     assert done.code != 0 and not jobs.logs.exists(), done.output
     (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert f"{edited} differ on {os.uname().nodename} (rank 1)" in line and "sync_cn.sh" in line
