@@ -122,8 +122,7 @@ def try_optimizer(
             a rank has a part of each tensor.
     """
     rows = _ROWS * (sharding.ranks if sharding else _ROWS)
-    if sharding:
-        config = dataclasses.replace(config, lr=_LARGE)
+    config = dataclasses.replace(config, lr=_LARGE)  # the user's may make numbers infinite
     whole, traits = _try(config, device, rows, True, None)
     if sharding is None:
         return traits
