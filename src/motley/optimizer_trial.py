@@ -23,7 +23,7 @@ from motley.options import Config
 _STEPS = 7  # Lookahead looks back at the sixth
 _MORE = 2
 _LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
-_ROWS, _WIDE, _ODD = 8, 64, 61  # of the matrix on each rank; and of the vector, a prime
+_ROWS, _WIDE, _ODD = 32, 64, 61  # of the matrix on each rank; of the vector, a prime
 _CHOOSE = "choose another one, such as adamw, sgd, lamb, lion or muon"
 
 
@@ -121,7 +121,7 @@ def try_optimizer(
             not go on to the bit from what a checkpoint keeps of it, or would be another one where
             a rank has a part of each tensor.
     """
-    rows = _ROWS * (sharding.ranks if sharding else _ROWS)
+    rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor takes small ones whole
     config = dataclasses.replace(config, lr=_LARGE)  # the user's may make numbers infinite
     whole, traits = _try(config, device, rows, True, None)
     if sharding is None:
