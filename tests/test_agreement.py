@@ -59,7 +59,7 @@ def test_without_a_majority_all_go_back_to_the_checkpoint(jobs: Jobs) -> None:
 
 @pytest.mark.mpi
 def test_without_either_the_run_ends(jobs: Jobs) -> None:
-    done = jobs.run(2, FLIPPED, *WORDS, "--flip", "1:moment:4", "--logs", jobs.logs, "--run", "r")
+    done = jobs.fork(2, FLIPPED, *WORDS, "--flip", "1:moment:4", "--logs", jobs.logs, "--run", "r")
     assert done.code != 0
     assert "no checkpoint to go back to" in done.output and "--hosts NAME" in done.output
     assert "Traceback" not in done.output

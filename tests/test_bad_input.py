@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import DDP, ROOT, ZERO, Jobs, environment
+from conftest import DDP, ROOT, ZERO, Done, Jobs, environment
 from test_sampler import picture_folder
 
 pytestmark = pytest.mark.mpi
@@ -13,7 +13,11 @@ pytestmark = pytest.mark.mpi
 
 def refused(jobs: Jobs, *words: object, ranks: int = 1) -> str:
     """The one line of a job that ends with an error before it made a run."""
-    done = jobs.run(ranks, *words, "--logs", jobs.logs)
+    return the_line_of(jobs.fork(ranks, *words, "--logs", jobs.logs))
+
+
+def the_line_of(done: Done) -> str:
+    """What a job that failed says to its user."""
     assert done.code != 0, done.output
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1, done.output
@@ -22,7 +26,7 @@ def refused(jobs: Jobs, *words: object, ranks: int = 1) -> str:
 
 
 def test_shares_that_do_not_match_the_ranks(jobs: Jobs) -> None:
-    line = refused(jobs, DDP, "--shares", "3,2,1", ranks=2)
+    line = the_line_of(jobs.run(2, DDP, "--shares", "3,2,1", "--logs", jobs.logs))
     assert "--shares 3,2,1 is for 3 ranks, but 2 take part" in line
 
 
@@ -93,7 +97,8 @@ def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path)
 
 
 def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> None:
-    line = refused(jobs, DDP, "--lr", "1e30", "--warmup-epochs", 0, ranks=2)
+    words = ("--lr", "1e30", "--warmup-epochs", 0, "--logs", jobs.logs)
+    line = the_line_of(jobs.run(2, DDP, *words))
     assert "is not finite (sample indices " in line and "step " in line and "rank " in line
 
 

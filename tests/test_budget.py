@@ -72,7 +72,7 @@ def test_a_checkpoint_holds_what_the_optimizer_keeps(words: tuple[str, ...], cop
 @pytest.mark.mpi
 def test_a_run_says_it_and_its_checkpoint_is_as_large(jobs: Jobs, tmp_path: Path) -> None:
     words = ("--epochs", 2, "--logs", tmp_path, "--run", "b", "--wire", "powersgd:2")
-    done = jobs.run(2, DDP, *words, "--shares", "1,1")
+    done = jobs.fork(2, DDP, *words, "--shares", "1,1")
     assert done.code == 0 and "24 steps; checkpoints take up to" in done.output
     newest = max((tmp_path / "b" / "checkpoints").glob("step_*"))
     size = sum(file.stat().st_size for file in newest.iterdir())

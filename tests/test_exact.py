@@ -67,7 +67,7 @@ def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) 
 def test_the_gradient_of_any_split_is_that_of_one_process(
     jobs: Jobs, engine: str, bound: float
 ) -> None:
-    done = jobs.run(3, "tests/drivers/gradient.py", engine)
+    done = jobs.fork(3, "tests/drivers/gradient.py", engine)
     assert done.code == 0, done.output
     worst = [float(value) for value in re.findall(r"worst (\S+)", done.output)]
     assert len(worst) == 3 and max(worst) < bound

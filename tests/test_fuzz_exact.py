@@ -104,12 +104,6 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[WarmRanks]:
-    with WarmRanks(MODULES) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def oldest() -> Iterator[WarmRanks]:
     """Ranks with the oldest DeepSpeed that requirements.txt allows; tests/run.sh installs it."""
     folder = venv() / "oldest"

@@ -131,21 +131,18 @@ mpi = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(module_jobs: Jobs) -> Path:
     """A run's folder."""
-    folder = tmp_path_factory.mktemp("trained")
-    jobs = Jobs(folder)
-    return jobs.train(1, DDP, "run", "--epochs", 1).folder
+    return module_jobs.train(1, DDP, "run", "--epochs", 1).folder
 
 
 @pytest.fixture(scope="module")
-def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def alone(trained: Path, module_jobs: Jobs) -> bytes:
     """What one rank says of all training images."""
-    folder = tmp_path_factory.mktemp("alone")
-    done = Jobs(folder).run(1, INFER, "--checkpoint", trained, "--split", "train",
-                            "--out", folder / "out")  # fmt: skip
+    out = module_jobs.logs / "alone"
+    done = module_jobs.fork(1, INFER, "--checkpoint", trained, "--split", "train", "--out", out)
     assert done.code == 0 and "1437 images, top-1" in done.output, done.output
-    return (folder / "out" / MERGED).read_bytes()
+    return (out / MERGED).read_bytes()
 
 
 @mpi
@@ -182,12 +179,12 @@ def test_a_rerun_computes_what_is_missing_alone(
     time.sleep(1)
     before = shards()
     assert 20 <= len(before) < 1437 and not (out / MERGED).exists()
-    done = jobs.run(3, *words)
+    done = jobs.fork(3, *words)
     assert done.code == 0, done.output
     after = shards()
     assert {name: after[name] for name in before} == before and len(after) == 1437
     assert (out / MERGED).read_bytes() == alone
-    again = jobs.run(2, *words)
+    again = jobs.fork(2, *words)
     assert again.code == 0 and "1437 images, top-1" in again.output
     assert shards() == after
 
@@ -200,7 +197,7 @@ def test_images_of_ones_own_have_no_label(jobs: Jobs, trained: Path, tmp_path: P
         Image.new("RGB", size, colour).save(photos / name)
     (photos / "notes.txt").write_text("no image")
     words = (INFER, "--checkpoint", trained, "--out", out, "--images")
-    done = jobs.run(2, *words, photos)
+    done = jobs.fork(2, *words, photos)
     assert done.code == 0 and "2 images" in done.output and "top-1" not in done.output
     with (out / MERGED).open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -208,18 +205,18 @@ def test_images_of_ones_own_have_no_label(jobs: Jobs, trained: Path, tmp_path: P
     assert all(0 <= int(row["predicted"]) < 10 for row in rows)
     empty = tmp_path / "empty"
     empty.mkdir()
-    wrong = jobs.run(1, *words, empty)
+    wrong = jobs.fork(1, *words, empty)
     assert wrong.code == 2 and "no image is in it" in wrong.output
     (empty / "torn.png").write_bytes((photos / "a, b.png").read_bytes()[:60])
-    torn = jobs.run(1, *words, empty, "--out", tmp_path / "torn")
+    torn = jobs.fork(1, *words, empty, "--out", tmp_path / "torn")
     assert torn.code == 2 and "cannot read torn.png" in torn.output
 
 
 @mpi
 def test_what_is_wrong_is_said(jobs: Jobs, trained: Path, tmp_path: Path) -> None:
-    nowhere = jobs.run(1, INFER, "--checkpoint", tmp_path)
+    nowhere = jobs.fork(1, INFER, "--checkpoint", tmp_path)
     assert nowhere.code == 2 and "no checkpoint is there" in nowhere.output
     out = tmp_path / "out"
-    assert jobs.run(1, INFER, "--checkpoint", trained, "--out", out).code == 0
-    other = jobs.run(1, INFER, "--checkpoint", trained, "--out", out, "--split", "train")
+    assert jobs.fork(1, INFER, "--checkpoint", trained, "--out", out).code == 0
+    other = jobs.fork(1, INFER, "--checkpoint", trained, "--out", out, "--split", "train")
     assert other.code == 2 and "split val (now: train)" in other.output

@@ -35,7 +35,7 @@ launch.run(main)
 def test_those_who_stay_are_a_group_of_their_own(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "narrow.py"
     script.write_text(NARROW)
-    done = jobs.run(4, script)
+    done = jobs.fork(4, script)
     assert done.code == 0, done.output
     assert "launched 1 is 0 2, the sum 3" in done.output
     assert "launched 2 is 1 2, the sum 3" in done.output

@@ -160,7 +160,7 @@ def test_zero_cuts_what_looks_at_single_numbers_alone(monkeypatch: pytest.Monkey
 
 @pytest.mark.mpi
 def test_fsdp_cuts_what_stays_the_same_and_refuses_the_rest(jobs: Jobs) -> None:
-    done = jobs.run(2, "tests/drivers/sharded_optimizers.py")
+    done = jobs.fork(2, "tests/drivers/sharded_optimizers.py")
     assert done.code == 0, done.output
     said = dict(re.findall(r"^(\w+): (.*)$", done.output, re.MULTILINE))
     assert len(said) >= 70 and said["adamw"] == "fused=True" and said["sgd"] == "fused=False"

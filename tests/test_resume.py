@@ -100,7 +100,7 @@ def test_an_evaluation_that_was_killed_is_made_up_for(
     short: Trained, jobs: Jobs, before: int, every: tuple[object, ...]
 ) -> None:
     words = (*SHORT, *every, "--logs", jobs.logs, "--run", "k")
-    assert jobs.run(1, "tests/drivers/killed.py", "--before", before, *words).code != 0
+    assert jobs.fork(1, "tests/drivers/killed.py", "--before", before, *words).code != 0
     run = jobs.train(1, DDP, "k", *SHORT, *every, "--resume", "auto")
     assert evaluations(run) == evaluations(short)
     assert run.run["result"]["top1"] == short.run["result"]["top1"]

@@ -294,13 +294,13 @@ def test_a_wire_that_overflows_skips_the_step_for_all(jobs: Jobs) -> None:
 
 @pytest.mark.mpi
 def test_powersgd_remembers_through_skipped_steps_scales_and_resumes(jobs: Jobs) -> None:
-    done = jobs.run(3, "tests/drivers/power_sgd.py")
+    done = jobs.fork(3, "tests/drivers/power_sgd.py")
     assert done.code == 0, done.output
 
 
 @pytest.mark.mpi
 def test_local_steps_are_averaged_by_samples_one_meeting_later(jobs: Jobs) -> None:
-    done = jobs.run(3, "tests/drivers/local_steps.py")
+    done = jobs.fork(3, "tests/drivers/local_steps.py")
     assert done.code == 0, done.output
     worst = [float(value) for value in re.findall(r"worst (\S+)", done.output)]
     assert len(worst) == 3 and max(worst) < 1e-5  # of how far training went

@@ -17,20 +17,12 @@ from fuzz.cases import BAD_IMAGES, Case, Segment
 from fuzz.reference import Reference
 from PIL import Image
 from warm.ranks import Ended, WarmRanks
+from warm.script import MODULES as RANK_MODULES
 
 from motley.options import Config, training_parser
 
 BODY = "fuzz.rank:main"
-# What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
-MODULES = (
-    "fuzz.rank",
-    "sklearn.datasets",
-    "sklearn.datasets.data",
-    "sklearn.datasets.descr",
-    "sklearn.model_selection",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "jinja2.ext",
-)
+MODULES = ("fuzz.rank", *RANK_MODULES)
 LIMIT = 40.0  # seconds of a job; one takes two or so
 
 

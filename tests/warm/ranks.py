@@ -1,9 +1,7 @@
 """Jobs of several ranks that begin at once: see warm.zygote."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,16 +38,13 @@ class WarmRanks:
     def __init__(self, modules: Sequence[str], instead: Path | None = None) -> None:
         folders = [*FOLDERS, *([instead] if instead else [])]
         path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "warm.zygote", *modules],
-            env={
-                **os.environ, "PYTHONPATH": path.rstrip(os.pathsep),
-                "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check begins to use CUDA
-            },
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        self._ready = False
+        self._modules = modules
+        self._environment = {
+            **os.environ, "PYTHONPATH": path.rstrip(os.pathsep),
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check begins to use CUDA
+        }  # fmt: skip
+        self._process: subprocess.Popen[str] | None = None  # until somebody needs it
 
     def run(self, ranks: int, body: str, argument: Any, folder: Path, limit: float = 60.0) -> Ended:
         """Run ``body``, as in ``module:function``, on so many ranks, and wait for its end.
@@ -59,34 +54,41 @@ class WarmRanks:
             folder: for the ranks' output; made if need be.
             limit: seconds, after which the ranks are killed.
         """
-        if not self._ready:
-            self._answer()
-            self._ready = True
+        process = self._begun()
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("rank*.txt"):
             old.unlink()
         job = {"ranks": ranks, "body": body, "argument": argument, "folder": str(folder),
                "limit": limit}  # fmt: skip
-        assert self._process.stdin is not None
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        answer = self._answer()
+        print(json.dumps(job), file=process.stdin, flush=True)
+        answer = _answer(process)
         texts = [folder / f"rank{rank}.txt" for rank in range(ranks)]
         output = "".join(text.read_text(errors="replace") for text in texts if text.exists())
         return Ended(tuple(answer["codes"]), answer["timed_out"], output)
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process that forks ranks ended: {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def _begun(self) -> "subprocess.Popen[str]":
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "warm.zygote", *self._modules], env=self._environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+            _answer(self._process)  # it has imported
+        return self._process
 
     def __enter__(self) -> "WarmRanks":
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Its ranks ask the kernel to die with it (motley.launch.die_with_parent).
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process is not None:
+            # Its ranks ask the kernel to die with it (motley.launch.die_with_parent).
+            self._process.kill()
+            self._process.wait()
+
+
+def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the process that forks ranks ended: {process.wait()}")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
