@@ -209,6 +209,7 @@ class LocalEngine(EngineBase):
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+        self._take(self._agreed)  # MADGRAD's parameters are a mean, which rounds
 
     def reconfigure(self, plan: Plan) -> None:
         """See motley.engine.Engine."""

@@ -26,7 +26,7 @@ from motley.errors import MotleyError
 # name. No class: an older or newer Motley has to read it too.
 Code = tuple[str, dict[str, str], dict[str, str]]
 
-_PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "scikit-learn")
+_PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")
 _IF_LOADED = ("deepspeed",)
 _SUFFIXES = {".py", ".json", ".toml"}
 _PLACES = {"site-packages", "dist-packages"}
