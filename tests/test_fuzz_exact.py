@@ -78,6 +78,7 @@ CASES = {
         {"ranks":2,"shares":[1,1]}]}""",
     "MADGRAD in local steps, a rank without samples": """{"recipe":{"opt":"madgradw","save_every":2,
         "seed":2},"segments":[{"ranks":5,"shares":[5,1,4,5,5],"wire":"local:3"}]}""",
+    "MADGRAD, measured": """{"recipe":{"opt":"madgradw"},"segments":[{"ranks":2,"shares":[]}]}""",
     "drop-out on other ranks": """{"recipe":{"drop":0.1},"segments":[{"ranks":2,"shares":[1,1],
         "stop":3},{"ranks":3,"shares":[1,1,1]}]}""",
     "a thread that cannot send": """{"segments":[{"ranks":3,"shares":[1,2,2],"wire":"powersgd:2",

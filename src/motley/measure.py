@@ -97,6 +97,9 @@ def measure_speed(
     """
     device = next(model.parameters()).device
     random = random_state(device)
+    # MADGRAD adds to the rate, and moves at a rate of 0 too.
+    with torch.no_grad():
+        before = [torch.empty_like(p, device="cpu").copy_(p) for p in model.parameters()]
     optimizer = make()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -124,6 +127,9 @@ def measure_speed(
     finally:
         model.zero_grad(set_to_none=True)
         del optimizer
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
