@@ -243,6 +243,10 @@ class World:
         """Whether some rank's user set MASTER_ADDR, which is then rank 0's; all call it."""
         return any(self.allgather("MASTER_ADDR" in {*os.environ} - self._written))
 
+    def master(self) -> tuple[str, int]:
+        """Address and port of the group's first rank, after :meth:`join_group`."""
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
     def join_group(self, participants: Sequence[int]) -> int | None:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
 

@@ -167,12 +167,15 @@ def _loaded(script: Path, package: Path) -> Iterator[Path]:
     installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), package]
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py"):
-            path = Path(file).resolve()
-            if any(map(path.is_relative_to, own)) and not (
-                any(map(path.is_relative_to, installed)) or _PLACES & set(path.parts)
-            ):
-                yield path
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        if any(f"/{place}/" in file for place in _PLACES):
+            continue  # most of thousands: to resolve each would take half a second
+        path = Path(file).resolve()
+        if any(map(path.is_relative_to, own)) and not (
+            any(map(path.is_relative_to, installed)) or _PLACES & set(path.parts)
+        ):
+            yield path
 
 
 def _named(words: Sequence[str]) -> Iterator[Path]:

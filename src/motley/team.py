@@ -114,11 +114,20 @@ def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team
     wanted = parse_precision(precision, len(participants))
     members = world.allgather(None if rank is None else _member(rank, world, device, wanted[rank]))
     team = tuple(member for member in members if member is not None)
-    return Team(rank, team, left_out, device, _connect(rank, team, device))
+    return Team(rank, team, left_out, device, _connect(world, rank, team, device))
 
 
-def _connect(rank: int | None, members: Sequence[Member], device: torch.device) -> str:
-    """Make the process group; returns its backend."""
+def _connect(
+    world: World, rank: int | None, members: Sequence[Member], device: torch.device
+) -> str:
+    """Make the process group; returns its backend. Every launched rank calls it."""
+    if rank == 0:  # init_process_group takes it, as one of the same port
+        host, port = world.master()
+        _store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, len(members), is_master=True, timeout=_TIMEOUT,
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    world.allgather(None)  # who knocks before somebody listens tries again half a second later
     if not all(member.uuid for member in members):
         if rank is not None:
             dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -152,7 +161,7 @@ def narrow_team(
     out = [LeftOut(m.rank, m.host, reasons[m.rank]) for m in team.members if m.rank not in ranks]
     left_out = sorted([*team.left_out, *out], key=lambda entry: entry.rank)
     rank = world.join_group([member.rank for member in members])
-    backend = _connect(rank, members, team.device)
+    backend = _connect(world, rank, members, team.device)
     return Team(rank, members, tuple(left_out), team.device, backend)
 
 
