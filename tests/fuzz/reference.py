@@ -58,6 +58,7 @@ class Reference:
     def __init__(self, config: Config, dtype: torch.dtype, noise: float = 0.0) -> None:
         self._dtype, self._noise = dtype, noise
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._dice = torch.Generator(self._device).manual_seed(0)
         self.configure(config)
         self.trained, self._states = Trained(), list[Any]()
         self._epoch = self._consumed = 0
@@ -130,8 +131,8 @@ class Reference:
         norm = torch.nn.utils.clip_grad_norm_(self._model.net.parameters(), most)
         for parameter in self._model.net.parameters() if self._noise else ():
             assert parameter.grad is not None
-            size = self._noise * parameter.grad.abs().max()
-            parameter.grad.add_(torch.randn_like(parameter.grad) * size)
+            noise = torch.empty_like(parameter.grad).normal_(generator=self._dice)
+            parameter.grad.add_(noise * (self._noise * parameter.grad.abs().max()))
         if not skip:
             self._optimizer.step()
         self._consumed += part.global_batch
@@ -194,7 +195,8 @@ def _hand_over(
             if place in before["params"]:
                 group |= {key: value for key, value in before.items()
                           if key not in ("params", "lr") and made.get(key) != value}  # fmt: skip
-    new.load_state_dict(packed | {key: kept[key] for key in kept if key not in packed})
+    # What else it keeps, such as Kron's random numbers, goes on.
+    new.load_state_dict({**kept, "state": packed["state"], "param_groups": packed["param_groups"]})
 
 
 def _order(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
