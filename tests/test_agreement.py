@@ -63,3 +63,12 @@ def test_without_either_the_run_ends(jobs: Jobs) -> None:
     assert done.code != 0
     assert "no checkpoint to go back to" in done.output and "--hosts NAME" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.mpi
+def test_unlike_devices_that_round_differently_go_back_once(jobs: Jobs) -> None:
+    run = jobs.train(2, FLIPPED, "unlike", *WORDS, "--flip", "1:parameter:8", "--unlike")
+    assert [step for step, _ in drifts(run)] == [8, 8, 12]
+    assert run.done.output.count("all go back to the last checkpoint") == 1
+    assert run.done.output.count("since unlike devices may round differently") == 2
+    assert [step["step"] for step in run.steps(1)] == list(range(12))

@@ -41,17 +41,23 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step_00000003\n"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "progress.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "progress.json", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "endless", "pipe"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     older, newer = save(tmp_path, 3, 5)
     content = bytearray((newer / name).read_bytes())
     content[-3] ^= 1  # the last bytes are data: readable, and wrong
-    if damage == "gone":
+    if damage in ("gone", "pipe"):
         (newer / name).unlink()
-    else:
+    if damage == "pipe":  # whose reader waits for ever
+        os.mkfifo(newer / name)
+    elif damage == "endless":
+        os.truncate(newer / name, 1 << 40)
+    elif damage != "gone":
         (newer / name).write_bytes(content if damage == "flip" else content[:-7])
     found, _, progress, problems = newest_whole(checkpoints_at(tmp_path))
     assert (found, progress["step"]) == (older, 3)
@@ -120,6 +126,7 @@ NO_DTYPE = b'{"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'
     ("progress.json", b'{"step": true}'),
     ("progress.json", b'{"step": 5, "config": []}'),
     ("progress.json", b'{"step": 5, "scale": 3}'),
+    ("progress.json", b'{"step": 5, "optimizer": []}'),
     ("progress.json", b'{"step": 5, "ranks": 2.5}'),
     ("progress.json", b'{"step": 5, "epoch": null}'),
     ("progress.json", b"[" * 200_000),

@@ -1,6 +1,7 @@
 """Inference on ranks that need not one another: shards, leases, deaths, and what is merged."""
 
 import csv
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from conftest import DDP, ROOT, Jobs, environment, wait_until
@@ -42,6 +44,25 @@ def test_a_lease_is_taken_once_and_from_whoever_is_gone(tmp_path: Path) -> None:
         (tmp_path / "d.lease").write_text(f"{os.uname().nodename}.{dead}")
         assert mine.take("d")
     assert {path.name for path in tmp_path.iterdir()} == {"a.lease", "b.lease"}
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Path] = []
+
+    def fail(path: Path) -> NoReturn:
+        tries.append(path)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with Leases(tmp_path, gone_s=1.0) as mine:
+        assert mine.take("a")
+        with monkeypatch.context() as network:
+            network.setattr(mine, "_locked", fail)
+            wait_until(lambda: len(tries) > 1, 5)
+        path = tmp_path / "a.lease"
+        before = path.stat().st_mtime_ns
+        wait_until(lambda: path.stat().st_mtime_ns > before, 5)
 
 
 RACE = """

@@ -14,6 +14,7 @@ from conftest import ROOT, environment
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motley.errors import MotleyError
 from motley.faults import fault_of
 from motley.handshakes import MOST_STRANGERS, TIMEOUT_S, Arrival, Handshakes, greeting
 from motley.messages import MOST_BYTES, Messages, encode
@@ -256,6 +257,14 @@ def test_what_is_no_message_costs_itself_alone(line: bytes) -> None:
     assert found == [{"a": 1}] and messages.feed(line + b"\n" + encode({"b": 2})) == [{"b": 2}]
 
 
-def test_a_fault_always_fits() -> None:
-    fault = fault_of(RuntimeError("\N{SNOWMAN}" * MOST_BYTES), 3, "a", 7)
+@pytest.mark.parametrize("kind", [RuntimeError, MotleyError])
+def test_a_fault_always_fits(kind: type[Exception]) -> None:
+    fault = fault_of(kind("\N{PILE OF POO}" * MOST_BYTES), 3, "a", 7)
     assert len(encode({"fault": vars(fault)})) < MOST_BYTES
+
+
+def test_an_error_in_a_senders_thread_may_be_an_echo() -> None:
+    error = MotleyError("gradients could not be added up")
+    assert not fault_of(error, 3, "a", 7).echo
+    error.__cause__ = RuntimeError("Connection closed by peer [10.0.0.3]:5")
+    assert fault_of(error, 3, "a", 7).echo

@@ -78,6 +78,12 @@ def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_script == {f"{folder}/mine.py", f"{folder}/helper.py", str(config)}
     ours = read_code("a", [str(ROOT / DDP)])[1]
     assert {"torch_dist/ddp_engine.py", "torch_dist/train_vit.py", ORDER} <= ours.keys()
+    lock = ROOT / "src" / "motley" / ".#plan.py"  # as Emacs makes one
+    lock.symlink_to(f"somebody@somewhere.{os.getpid()}")
+    try:
+        assert read_code("a", [str(ROOT / DDP)])[1] == ours
+    finally:
+        lock.unlink()
     before = read_code("a", [str(script)])[1][f"{folder}/mine.py"]
     script.write_text("{} ")
     assert read_code("a", [str(script)])[1][f"{folder}/mine.py"] != before

@@ -141,6 +141,7 @@ class DdpEngine(GroupEngine):
             factor = self.scale.value / float(kept.pop("scale"))
             self._sender.load_state(kept, factor)
         elif self._sender.state():
+            self._sender.load_state({})
             notes.append(
                 f"--wire {self._seating.plan.wire} begins with an empty error memory: the "
                 "checkpoint is of other ranks, another --wire or other buckets"

@@ -28,6 +28,7 @@ class Agreement:
     def __init__(self, job: Job, recorder: Recorder) -> None:
         self._job, self._recorder = job, recorder
         self._back_at: int | None = None  # of the checkpoint that was gone back to
+        self._round = False  # the devices round differently: going back has not helped
 
     def check(self, position: Position) -> Position:
         """Compare all that should be alike, and put right what is not; all ranks call it.
@@ -50,9 +51,10 @@ class Agreement:
             self._take(right, wrong, position, "which more than half of the ranks have")
             return position
         folders = everyone(job.checkpoints.found() or job.run.resume_from)[0]
-        if folders and self._back_at is None:
+        if folders and self._back_at is None and not self._round:
             return self._go_back(wrong, position, folders)
-        if _unlike(job.members):  # round differently, and that is nobody's fault
+        if _unlike(job.members):  # and that is nobody's fault
+            self._round = True
             self._take(0, wrong, position, "since unlike devices may round differently")
             return position
         raise MotleyError(
@@ -91,6 +93,7 @@ class Agreement:
             "back to the last checkpoint",
         )  # fmt: skip
         back, notes = resume(job.engine, folders, job.saved_config, job.engine.device)
+        back = job.length.at(back)
         for note in notes:
             self._recorder.note("resume", note)
         self._back_at = back.step

@@ -1,6 +1,7 @@
 """What travels at once: buckets, and the plain way of adding them up, which others build on."""
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def in_thread(
         try:
             future.set_result(work())
         except Exception as error:
+            if not isinstance(error, RuntimeError | MemoryError):  # a fault of the program's
+                traceback.print_exception(error)
             said = MotleyError(
                 f"gradients could not be added up ({type(error).__name__}: {error}); continue with "
                 "--resume auto, with --wire exact if it happens again"

@@ -20,7 +20,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+import stat
+from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from motley.errors import MotleyError
 
 _PARTS = ("model", "optimizer", "ranks")
 _FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
-_COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config"}  # of progress.json
+_MOST_MANIFEST = 65_536  # bytes; one has 500
+# Of progress.json.
+_COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
 
 
 class Checkpoints:
@@ -189,6 +192,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of each file that is loaded, and of no other."""
     with _reading(path):
+        _check_size(path, range(_MOST_MANIFEST))
         manifest: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
         if not isinstance(manifest, dict) or manifest.keys() != _FILES:
             raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
@@ -200,6 +204,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
     """A file's bytes; ValueError where they are not those that the manifest describes."""
+    _check_size(path, [expected["bytes"]])
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if {"bytes": len(content), "sha256": digest} != expected:
@@ -208,6 +213,14 @@ def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
             f"{str(expected['sha256'])[:12]}"
         )
     return content
+
+
+def _check_size(path: Path, allowed: Container[int]) -> None:
+    """ValueError unless it is a file of such a size: no other is read, for it may be endless."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size not in allowed:
+        raise ValueError(f"it is no file of the size that it was saved with, but {found.st_size} "
+                         "bytes")  # fmt: skip
 
 
 def _check_progress(progress: Any, needs: Collection[str]) -> None:

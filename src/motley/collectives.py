@@ -1,12 +1,15 @@
 """What the ranks of the process group tell each other: numbers and values."""
 
-import atexit
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_LEFT: deque[tuple[float, Any]] = deque()  # when, and the group
 
 
 def leave_group(group: Any = None) -> None:
@@ -21,7 +24,14 @@ def leave_group(group: Any = None) -> None:
     # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
     # were the last to let go, the thread would have to join itself, and abort the process.
     if by_gloo:
-        atexit.register(lambda: kept)
+        _LEFT.append((time.monotonic(), kept))
+    release_groups()
+
+
+def release_groups() -> None:
+    """Let go of groups that were left a second ago, and of their threads and files."""
+    while _LEFT and time.monotonic() - _LEFT[0][0] > 1.0:
+        _LEFT.popleft()
 
 
 def gather(values: Sequence[Tensor | float]) -> Tensor:

@@ -10,7 +10,7 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
-_MOST_DETAILS = 100_000  # characters; see motley.messages
+_MOST_DETAILS, _MOST_WORDS = 75_000, 10_000  # characters, of 12 bytes at most; motley.messages
 NO_MEMORY = r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc"
 
 
@@ -51,13 +51,18 @@ class Fault:
 def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fault:
     """Put an exception into words."""
     if isinstance(error, MotleyError):
-        return Fault(rank, host, step, str(error), code=2)
+        said = str(error)[:_MOST_WORDS]
+        return Fault(rank, host, step, said, echo=_is_echo(error.__cause__), code=2)
     text = " ".join(str(error).split()) or "no message"
     details = "".join(traceback.format_exception(error))[-_MOST_DETAILS:]
-    echo = bool(_ECHO.search(text)) and isinstance(error, RuntimeError | OSError)
     return Fault(
-        rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details, echo
-    )
+        rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details,
+        _is_echo(error),
+    )  # fmt: skip
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError | OSError) and bool(_ECHO.search(str(error)))
 
 
 def says_no_memory(text: str) -> bool:

@@ -136,7 +136,8 @@ class Leases:
     def _renew(self) -> None:
         while not self._end.wait(min(_RENEW_S, self._gone_s / 4)):
             for path in list(self._held):
-                with self._locked(path) as file:
+                # A network's disk that fails for a moment is asked again, as long as this lives.
+                with contextlib.suppress(OSError, MotleyError), self._locked(path) as file:
                     if file is not None and self._owns(file):
                         os.utime(file.fileno())
 

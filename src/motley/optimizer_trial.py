@@ -32,7 +32,7 @@ class OptimizerTraits:
     """What an engine may have to know of an optimizer.
 
     Attributes:
-        fused: it can be one kernel.
+        fused: it may be asked to be one kernel, where it can.
         wraps: it steps another one, which keeps the state.
         nests: it keeps lists of tensors.
         counts: it keeps something of a parameter group, such as a step.

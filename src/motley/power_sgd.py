@@ -228,8 +228,10 @@ class PowerSgdSender(Sender):
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """See Sender. No step is taken: the first ones, which are exact, are counted."""
-        for lane in self._lanes:
-            lane.power.iter = int(state["iter"])
+        for power in (lane.power for lane in self._lanes):
+            power.iter = int(state.get("iter", 0))
+            for memory in (power.error_dict, power.p_memory_dict, power.q_memory_dict):
+                memory.clear()
         for key, value in state.items():
             kind, dot, place = key.partition(".")
             if dot:

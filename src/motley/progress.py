@@ -22,7 +22,8 @@ class Reporter:
 
     def __init__(self, total_steps: int, done_steps: int, interval: float, silent: bool) -> None:
         self._total, self._interval, self._silent = total_steps, interval, silent
-        self._first, self._started, self._next_line = done_steps, time.monotonic(), 0.0
+        self._next_line = 0.0
+        self.begin(done_steps)
         self._loss = ""  # the last that is known
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -32,6 +33,10 @@ class Reporter:
         self._on_terminal = not silent and on_terminal()
         if self._on_terminal:
             self._bar.start()
+
+    def begin(self, done_steps: int) -> None:
+        """Go on, or go back, to where so many steps are taken."""
+        self._first, self._started = done_steps, time.monotonic()
 
     def step(self, record: StepRecord) -> None:
         """Report a step."""

@@ -164,6 +164,7 @@ class Recorder:
         """Go on where so many steps are taken, as a resumed run does."""
         self._close()
         self._open(done)
+        self._reporter.begin(done)
 
     def note(self, kind: str, text: str, **content: Any) -> None:
         """Record what all ranks know, and say it."""

@@ -88,7 +88,8 @@ def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step
     """The same shares in smaller micro-batches where memory had ended; says who holds it.
 
     Args:
-        plan: of the batch in which it did, which may be the ragged last of an epoch.
+        plan: of the batch in which it did, as far as that is known; it may be the ragged last of
+            an epoch.
     """
     short = result.short
     names = {rank: f"rank {job.members[rank].rank} on {job.members[rank].host}" for rank in short}

@@ -59,7 +59,13 @@ def read_code(host: str, command: Sequence[str] | None = None) -> Code:
         command: the script and its words; None: as this process was started.
     """
     script, *words = sys.argv if command is None else command
-    files = {name: _digest(path) for name, path in _files(Path(script).resolve(), words)}
+    try:
+        files = {name: _digest(path) for name, path in _files(Path(script).resolve(), words)}
+    except OSError as error:
+        raise MotleyError(
+            f"{host} cannot read {error.filename}: {error.strerror}; give yourself the right to, "
+            "or bring it from the others with: bash setup/sync_cn.sh"
+        ) from None
     names = [*_PACKAGES, *(name for name in _IF_LOADED if name in sys.modules)]
     versions = {name: _release(found) for name in names if (found := version(name)) is not None}
     return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
@@ -148,7 +154,8 @@ def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """What is compared, by the name that it has on all hosts."""
     package = Path(__file__).resolve().parent
     for path in package.rglob("*.py"):
-        yield f"src/motley/{path.relative_to(package)}", path
+        if path.is_file():  # an editor's lock of an unsaved file is a link to nowhere
+            yield f"src/motley/{path.relative_to(package)}", path
     near = [script, *_loaded(script, package)]
     if script.parent.is_relative_to(package.parents[1]):  # else it is a home, full of other things
         near += [path for path in script.parent.glob("*") if path.suffix in _SUFFIXES]

@@ -14,6 +14,7 @@ from motley.launch import cache_folder
 from motley.measure import measure_speed, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.optimizer import a_part, make_optimizer
+from motley.optimizer_trial import try_optimizer
 from motley.options import Config
 from motley.runs import versions
 from motley.team import Team
@@ -44,6 +45,7 @@ def speed_of(team: Team, model: Classifier, config: Config, parts: int) -> Speed
     def make() -> torch.optim.Optimizer:
         return make_optimizer(model.net if parts == 1 else a_part(model.net, parts), config)
 
+    try_optimizer(config, team.device)  # which says what is wrong with one that cannot be timed
     return measure_speed(model, make, config.batch_size)
 
 

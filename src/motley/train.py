@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motley.agreement import Agreement
 from motley.briefing import announce, records_of
-from motley.collectives import exchange
+from motley.collectives import exchange, release_groups
 from motley.data import prepare
 from motley.engine import EngineMaker
 from motley.errors import MotleyError
@@ -73,6 +73,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         print(f"  {budget.sentence()}", flush=True)
         job.checkpoints.set_aside_after(position.step)
     tells_sync = not job.engine.equal_micro_steps
+    release_groups()  # those that were measured
     last = job.length.last_step(position)
     recorder = Recorder(run, team, config, tells_sync, position.step, last)
     for note in notes:
@@ -116,7 +117,9 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             sample_loss = torch.cat(losses)
             result = engine.step(sample_loss.sum(), recorder.ready_s)
             if result.short:
-                less = give_room(part, job, result, recorder, position.step)
+                # Of local steps the news is old: by now the batch may be another.
+                tried = part if result.again else plan
+                less = give_room(tried, job, result, recorder, position.step)
                 plan = less.of_batch(plan.global_batch)
                 engine.reconfigure(plan)
                 watch.limit(plan.max_micro_batch)

@@ -77,7 +77,7 @@ class WireMode:
 
     def thin(self, shape: Sequence[int]) -> int | None:
         """Numbers that PowerSGD sends of a gradient of this shape; None: all, as it is."""
-        high, whole = shape[0], math.prod(shape)
+        high, whole = shape[0] if shape else 1, math.prod(shape)
         wide = whole // high
         numbers = (high + wide) * min(high, wide, self.rank)
         return numbers if 2 * numbers < whole else None

@@ -2,7 +2,8 @@
 
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/drivers/flipped.py --flip 1:moment:4
 
-RANK:WHAT:STEP, where WHAT is a ``parameter``, a ``moment`` of the optimizer, or its ``step``.
+RANK:WHAT:STEP, where WHAT is a ``parameter``, a ``moment`` of the optimizer, or its ``step``. With
+``--unlike`` it does so from then on each time, and the ranks pass for unlike devices.
 """
 
 import argparse
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 from torch_engines import DdpEngine, LocalEngine
 
+import motley.agreement
 from motley import launch
 from motley.engine import Engine, Seating, StepResult
 from motley.model import Classifier
@@ -28,6 +30,7 @@ class Flipped:
     """Goes before an engine's class."""
 
     flip: tuple[int, str, int]
+    again = False
     _taken = 0
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
@@ -40,9 +43,12 @@ class Flipped:
         """See motley.engine.Engine."""
         super().unite()  # type: ignore[misc]
         rank, what, step = self.flip
-        if self._taken != step or self._seating.rank != rank:  # type: ignore[attr-defined]
+        if self._seating.rank != rank:  # type: ignore[attr-defined]
             return
-        self.flip = (-1, "", 0)
+        if self._taken < step if self.again else self._taken != step:
+            return
+        if not self.again:
+            self.flip = (-1, "", 0)
         parameter = list(self._model.parameters())[3]  # type: ignore[attr-defined]
         slots = self.optimizer.state[parameter]  # type: ignore[attr-defined]
         chosen = {"parameter": parameter, "moment": slots["exp_avg_sq"], "step": slots["step"]}
@@ -71,7 +77,10 @@ class Engines:
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--flip", required=True)
+    own.add_argument("--unlike", action="store_true")
     given, rest = own.parse_known_args()
+    if given.unlike:
+        Flipped.again, motley.agreement._unlike = True, lambda members: True
     rank, what, step = given.flip.split(":")
     Flipped.flip = (int(rank), what, int(step))
     config = read_config(training_parser(str(__doc__)), rest)

@@ -65,8 +65,11 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
         if step in (0, 2, 3, 4):
             send(tried, seed, math.inf, device)
             tried.settle(False, 1.0)
-        if step == 5:  # as after a resume
+        if step in (1, 5):  # as after a resume, or where a run goes back, before it compresses
             again = make_sender(mode, device)
+            for later in range(4):
+                send(again, later, 1.0, device)
+                again.settle(True, 1.0)
             again.load_state(tried.state())
             tried.close()
             tried = again

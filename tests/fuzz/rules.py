@@ -28,7 +28,7 @@ SIXTEEN = ("bf16", "fp16")
 
 def broken_rules(played: Played, ranks: WarmRanks) -> list[str]:
     """What is wrong with a case that was played; each begins with the name of its rule."""
-    found = [problem for job in played.jobs for problem in _ending(job)]
+    found = [problem for job in played.jobs for problem in _ending(job, played.case)]
     if found:
         return found
     if any(played.jobs[-1].ended.codes) and not played.jobs[-1].killed:
@@ -41,7 +41,7 @@ def broken_rules(played: Played, ranks: WarmRanks) -> list[str]:
     return found
 
 
-def _ending(job: Job) -> list[str]:
+def _ending(job: Job, case: Case) -> list[str]:
     """How a job has ended."""
     output = job.ended.output
     tail = "\n".join(output.splitlines()[-30:])
@@ -57,9 +57,25 @@ def _ending(job: Job) -> list[str]:
     if "--" not in said[0]:
         return [f"refusal: it names no option: {said[0]}"]
     allowed = {"oom", "flip", "sender"} & {fault.kind for fault in job.segment.faults}
+    if _can_halve(case):
+        allowed -= {"oom"}
     if re.search(r", step \d+: ", said[0]) and not allowed:
         return [f"late: what was taken at the start ends the run: {said[0]}"]
     return []
+
+
+def _can_halve(case: Case) -> bool:
+    """Memory ends once, on a rank that has two samples or more in that batch."""
+    segment, recipe = case.segments[0], case.recipe
+    ooms = [fault for fault in segment.faults if fault.kind == "oom"]
+    if len(case.segments) > 1 or len(ooms) != 1 or not segment.shares or recipe.bad_images:
+        return False
+    (fault,) = ooms
+    if not 0 <= fault.rank < segment.ranks or segment.micro:
+        return False
+    ends = (fault.step + 1) % math.ceil(recipe.samples / recipe.batch_size) == 0
+    size = (recipe.samples % recipe.batch_size if ends else 0) or recipe.batch_size
+    return size * segment.shares[fault.rank] // sum(segment.shares) >= 2
 
 
 # -- what the records say
