@@ -87,9 +87,13 @@ class Jobs:
 
     def fork(self, ranks: int, *words: object, **extra: str) -> Done:
         """The same without mpirun and without importing torch: a second in place of ten."""
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
+        return self.fork_in(folder, ranks, *words, **extra)
+
+    def fork_in(self, folder: Path, ranks: int, *words: object, **extra: str) -> Done:
+        """The same with a folder for the ranks' output and the numbers of their processes."""
         start = time.monotonic()
         argument = {"words": [str(word) for word in words], "environment": extra}
-        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
         ended = self._ranks.run(ranks, "warm.script:main", argument, folder, 240.0)
         assert not ended.timed_out, ended.output
         code = next((code for code in ended.codes if code), 0)

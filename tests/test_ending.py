@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -122,19 +123,21 @@ def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals
 def test_twenty_kills_at_random_steps_leave_no_trace_in_the_losses(jobs: Jobs) -> None:
     options = (DDP, "--logs", jobs.logs, "--max-steps", 150, "--save-every", 3, "--epochs", 20)
     ranks = (2, *options, "--shares", "2,1", "--micro-batch", 40, "--drop", 0.1)
-    unbroken = jobs.run(*ranks, "--run", "unbroken")
+    unbroken = jobs.fork(*ranks, "--run", "unbroken")
     assert unbroken.code == 0, unbroken.output
     folder = jobs.logs / "broken"
     choose, resume = random.Random(), ()
-    for _ in range(20):
-        target = steps_done(folder) + choose.randint(1, 7)  # the last try's steps are there still
-        job = jobs.start(*ranks, "--run", "broken", *resume)
-        wait_until(lambda: steps_done(folder) >= target or job.poll() is not None, 60)  # noqa: B023
-        assert job.poll() is None, job.communicate()[0]
-        os.kill(rank_process(jobs.logs, choose.randrange(2)), 9)
-        jobs.wait(job, 10)
-        resume = ("--resume", "auto")
-    done = jobs.run(*ranks, "--run", "broken", *resume)
+    with ThreadPoolExecutor(1) as thread:
+        for number in range(20):
+            target = steps_done(folder) + choose.randint(1, 7)  # the last try's are there still
+            here = jobs.logs / f"try{number}"
+            job = thread.submit(jobs.fork_in, here, *ranks, "--run", "broken", *resume)
+            wait_until(lambda: steps_done(folder) >= target or job.done(), 60)  # noqa: B023
+            assert not job.done(), job.result().output
+            os.kill(int((here / f"rank{choose.randrange(2)}.pid").read_text()), 9)
+            assert job.result(20).code != 0
+            resume = ("--resume", "auto")
+    done = jobs.fork(*ranks, "--run", "broken", *resume)
     assert done.code == 0, done.output
     traces = [
         [

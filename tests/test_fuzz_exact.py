@@ -182,9 +182,10 @@ def test_the_fuzzer_refuses_no_time() -> None:
 
 
 @pytest.mark.slow
-def test_two_minutes_of_other_cases_find_nothing() -> None:
+@pytest.mark.parametrize("words", [("--seconds", "120", "--seed", "7"), ("--seconds", "60")],
+                         ids=["two minutes", "a minute of today's"])  # fmt: skip
+def test_other_cases_find_nothing(words: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, str(FUZZER), "--seconds", "120", "--seed", "7"],
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -8,7 +8,8 @@ so begins at once, and may still be killed, run out of memory or hang like any o
     {"ranks": 3, "body": "fuzz.rank:main", "argument": {...}, "folder": "/tmp/x", "limit": 30}
     -> {"codes": [0, 0, -9], "timed_out": false}
 
-Each rank calls ``body(launched, argument)``; its output is in ``folder/rank<k>.txt``. Torch must
+Each rank calls ``body(launched, argument)``; its output is in ``folder/rank<k>.txt``, its process's
+number in ``folder/rank<k>.pid``. Torch must
 not have begun to use threads or a GPU here: neither survives a fork.
 """
 
@@ -159,6 +160,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             begin_rank(rank, job, pids[0] if pids else 0, theirs)
         os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
+        (Path(job["folder"]) / f"rank{rank}.pid").write_text(f"{pid}\n")
     for _, theirs in pairs:
         theirs.close()
     here = Job(pids, [ours for ours, _ in pairs], time.monotonic() + job["limit"])
