@@ -81,6 +81,8 @@ CASES = {
     "memory that ends in local steps, heard of in a ragged batch": """{"recipe":{"samples":28},
         "segments":[{"ranks":2,"shares":[3,1],"wire":"local:2",
         "faults":[{"kind":"oom","step":0,"rank":1}]}]}""",
+    "micro-batches that a measured plan keeps to": """{"recipe":{"batch_size":11},"segments":[
+        {"engine":"zero2","ranks":2,"shares":[],"micro":[7,1]}]}""",
     "AdaHessian, measured": """{"recipe":{"opt":"adahessian"},"segments":[{"ranks":2,
         "shares":[]}]}""",
     "MADGRAD, measured": """{"recipe":{"opt":"madgradw"},"segments":[{"ranks":2,"shares":[]}]}""",

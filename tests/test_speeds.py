@@ -65,6 +65,8 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch.setattr(speeds, "_place", lambda *_: (None, {}))
     monkeypatch.setattr(speeds, "read_speed", lambda *_: remembered)
     monkeypatch.setattr(speeds, "measure_speed", lambda *_: anew)
+    monkeypatch.setattr(speeds, "try_optimizer", lambda *_: None)
     config: Any = SimpleNamespace(batch_size=128)
-    found = speeds.speed_of(None, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
+    team: Any = SimpleNamespace(device=torch.device("cpu"))
+    found = speeds.speed_of(team, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
     assert tried == timed and found is (remembered if kept else anew)

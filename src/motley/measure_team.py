@@ -176,6 +176,7 @@ def refine(
     global_batch: int,
     measured: Measured,
     mode: WireMode = EXACT,
+    most: int | None = None,
 ) -> Measured:
     """Time the micro-batches that the split would use, and split anew, some times over.
 
@@ -183,6 +184,9 @@ def refine(
     between powers of two a straight line does not show it. Where the wire takes a part of the
     step, a whole share in one micro-batch is timed too: the longer the last backward pass, the
     more of the wire it hides. Every launched rank calls it.
+
+    Args:
+        most: samples in a micro-batch of this rank; None: as many as fit in memory.
     """
     for _ in range(_ROUNDS):
         wire = measured.wires[mode]
@@ -192,7 +196,7 @@ def refine(
         if model is not None and team.rank is not None:
             speed, own = measured.speeds[team.rank], counts[team.rank]
             sizes = cut(own, speeds[team.rank].micro_batch) if team.members[team.rank].uuid else ()
-            if shows and own and has_room(model, speed, own):
+            if shows and 0 < own <= (most or own) and has_room(model, speed, own):
                 sizes = (*sizes, own)
             speed = with_sizes(model, speed, sizes)
         found = tuple(each for each in world.allgather(speed) if each is not None)

@@ -124,10 +124,12 @@ def _measure_and_plan(
 ) -> tuple[Team, Planned]:
     """See :func:`plan_batch`; where nobody has said who takes how much."""
     measured = measure_team(world, team, model, config, sending, asked)
+    most = None
     if config.micro_batch is not None:
-        most = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
-        pairs = zip(measured.speeds, most, strict=True)
+        asked_for = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
+        pairs = zip(measured.speeds, asked_for, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
+        most = None if team.rank is None else asked_for[team.rank]
     everyone, everything = team, measured
     own = None if team.rank is None else measured.speeds[team.rank]
     options = _options(world, run, team, config, measured)
@@ -140,7 +142,7 @@ def _measure_and_plan(
         wires = wires_of(world, team, model, [EXACT, mode], sending)
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
         measured = Measured(speeds, wires, measured.links)
-    measured = refine(world, team, model, config.batch_size, measured, mode)
+    measured = refine(world, team, model, config.batch_size, measured, mode, most)
     if config.micro_batch is None and own is not None:
         remember(
             everyone, config, sending, own if team.rank is None else measured.speeds[team.rank]

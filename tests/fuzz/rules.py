@@ -71,8 +71,8 @@ def _can_halve(case: Case) -> bool:
     if len(case.segments) > 1 or len(ooms) != 1 or not segment.shares or recipe.bad_images:
         return False
     (fault,) = ooms
-    if not 0 <= fault.rank < segment.ranks or segment.micro:
-        return False
+    if not 0 <= fault.rank < segment.ranks or segment.micro or segment.engine in TOGETHER:
+        return False  # those cannot do a step again whose gradients have been sent
     ends = (fault.step + 1) % math.ceil(recipe.samples / recipe.batch_size) == 0
     size = (recipe.samples % recipe.batch_size if ends else 0) or recipe.batch_size
     return size * segment.shares[fault.rank] // sum(segment.shares) >= 2
