@@ -162,6 +162,8 @@ def test_the_fuzzer_sees_a_run_that_is_another(
         ('{"segments":[]}', "give one"), ('{"segments":[{"engine":"zero4"}]}', "no engine 'zero4'"),
         ('{"segments":[{"faults":[{"kind":"kil","step":1}]}]}', "nearest: kill"),
         ('{"segments":[{"faults":[{"kind":"kill"}]}]}', "step"),
+        ('{"recipe":{"opt":"adamv"}}', "nearest: adam,"),
+        ('{"segments":[{"precision":["fp8"]}]}', "no precision 'fp8'"),
         ('{"segments":[{"ranks":0}]}', "give 1 or more"), ('{"segments":{}}', "a list"),
     ],
 )  # fmt: skip

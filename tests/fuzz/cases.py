@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuzz.model import NAME, PIXELS
+from timm.optim import list_optimizers
 
 from motley.errors import MotleyError
+from motley.precision import PRECISIONS
 from motley.spelling import nearest
 
 ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
@@ -209,16 +211,19 @@ def _check(case: Case) -> None:
 
     def one_of(what: str, word: Any, known: tuple[str, ...]) -> None:
         if word not in known:
-            near = nearest(str(word), known)
-            raise MotleyError(f"--case: there is no {what} {word!r}{near}; {', '.join(known)}")
+            near, some = nearest(str(word), known), ", ".join(known[:9])
+            raise MotleyError(f"--case: there is no {what} {word!r}{near}; such as {some}")
 
     if not case.segments:
         raise MotleyError('--case: segments is empty; give one, as in [{"ranks":2}]')
+    one_of("optimizer", case.recipe.opt, tuple(list_optimizers()))
     for kind in case.recipe.bad_images:
         one_of("bad image", kind, BAD_IMAGES)
     names = tuple(entry.name for entry in dataclasses.fields(Recipe))
     for segment in case.segments:
         one_of("engine", segment.engine, ENGINES)
+        for precision in segment.precision:
+            one_of("precision", precision, PRECISIONS)
         if not isinstance(segment.ranks, int) or segment.ranks < 1:
             raise MotleyError(f"--case: ranks is {segment.ranks!r}; give 1 or more")
         for fault in segment.faults:
