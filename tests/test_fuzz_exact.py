@@ -83,6 +83,8 @@ CASES = {
         "faults":[{"kind":"oom","step":0,"rank":1}]}]}""",
     "micro-batches that a measured plan keeps to": """{"recipe":{"batch_size":11},"segments":[
         {"engine":"zero2","ranks":2,"shares":[],"micro":[7,1]}]}""",
+    "LAMB in local steps, a rank without samples": """{"recipe":{"opt":"lamb","batch_size":6,
+        "samples":19,"save_every":2},"segments":[{"ranks":2,"shares":[1,1],"wire":"local:2"}]}""",
     "AdaHessian, measured": """{"recipe":{"opt":"adahessian"},"segments":[{"ranks":2,
         "shares":[]}]}""",
     "MADGRAD, measured": """{"recipe":{"opt":"madgradw"},"segments":[{"ranks":2,"shares":[]}]}""",

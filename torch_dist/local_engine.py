@@ -177,8 +177,10 @@ class LocalEngine(EngineBase):
         if not self.memory.slots():  # this rank had no samples yet
             self._step_of_size_0()
         memory = self.memory.slots()
-        slots = [(memory[n], slot) for n in sorted(memory) for slot in sorted(memory[n])]
-        tensors = [each[slot] for each, slot in slots if isinstance(each[slot], Tensor)]
+        groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
+        kept = [(memory[n], slot) for n in sorted(memory) for slot in sorted(memory[n])]
+        kept += [(group, key) for group, changed in groups for key in sorted(changed)]
+        tensors = [each[key] for each, key in kept if isinstance(each[key], Tensor)]
         for many in (True, False):  # moments, and counts of steps
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
@@ -188,12 +190,7 @@ class LocalEngine(EngineBase):
                 flat *= self._plan.counts[self._seating.rank] / self._plan.global_batch
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
             _copy_into(some, flat)
-        groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
-        numbers = [
-            (each, key)
-            for each, key in [*slots, *((group, k) for group, kept in groups for k in sorted(kept))]
-            if type(each[key]) in (int, float)
-        ]  # such as steps
+        numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps
         if numbers:
             table = exchange([float(each[key]) for each, key in numbers])
             for (each, key), column in zip(numbers, zip(*table, strict=True), strict=True):
