@@ -216,7 +216,8 @@ def _check(case: Case) -> None:
 
     if not case.segments:
         raise MotleyError('--case: segments is empty; give one, as in [{"ranks":2}]')
-    one_of("optimizer", case.recipe.opt, tuple(list_optimizers()))
+    name = case.recipe.opt.removeprefix("lookahead_")
+    one_of("optimizer", name, tuple(list_optimizers()))
     for kind in case.recipe.bad_images:
         one_of("bad image", kind, BAD_IMAGES)
     names = tuple(entry.name for entry in dataclasses.fields(Recipe))
