@@ -93,7 +93,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
         else:
             safe_set_full_fp32_param(parameter, parameter.detach())
         for slot, value in slots_of(name, state.tensors).items():
-            if not value.ndim and parameter.ndim:
+            if not value.ndim:
                 for slots in optimizer.state.values():
                     if isinstance(slots[slot], Tensor):
                         slots[slot].copy_(value)

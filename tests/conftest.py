@@ -85,16 +85,15 @@ class Jobs:
         """Run any script on ``ranks`` ranks of mpirun."""
         return self.wait(self.start(ranks, *words, entry=entry, **extra))
 
-    def fork(self, ranks: int, *words: object, **extra: str) -> Done:
-        """The same without mpirun and without importing torch: a second in place of ten."""
-        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
-        return self.fork_in(folder, ranks, *words, **extra)
+    def fork(self, ranks: int, *words: object, folder: Path | None = None) -> Done:
+        """The same without mpirun and without importing torch: a second in place of ten.
 
-    def fork_in(self, folder: Path, ranks: int, *words: object, **extra: str) -> Done:
-        """The same with a folder for the ranks' output and the numbers of their processes."""
+        Args:
+            folder: for the ranks' output and the numbers of their processes.
+        """
         start = time.monotonic()
-        argument = {"words": [str(word) for word in words], "environment": extra}
-        ended = self._ranks.run(ranks, "warm.script:main", argument, folder, 240.0)
+        folder = folder or Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
+        ended = self._ranks.run(ranks, "warm.script:main", [*map(str, words)], folder, 240.0)
         assert not ended.timed_out, ended.output
         code = next((code for code in ended.codes if code), 0)
         return Done(code, ended.output, time.monotonic() - start)

@@ -19,7 +19,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -34,7 +33,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHDYNAMO
 import torch
 from fuzz.cases import Case
 from fuzz.draw import draw, smaller
-from fuzz.play import MODULES, judged, play
+from fuzz.play import MODULES, judged, played
 from fuzz.rules import broken_rules
 from warm.ranks import WarmRanks
 
@@ -155,12 +154,11 @@ def search(seconds: float, seed: int, lanes: int) -> int:
 def one(text: str) -> int:
     """Judge one case; returns the exit status."""
     case = Case.parse(text)
-    with WarmRanks(MODULES) as ranks, tempfile.TemporaryDirectory(prefix="motley-fuzz-") as name:
-        played = play(case, ranks, Path(name) / "case")
-        problems = broken_rules(played, ranks)
-    last = played.jobs[-1]
-    said = [line for line in last.ended.output.splitlines() if line.startswith("motley: ")]
-    well = f"it is refused, and well: {said[0]}" if last.refused else "nothing is wrong with it"
+    with WarmRanks(MODULES) as ranks, played(case, ranks) as here:
+        problems = broken_rules(here, ranks)
+        last = here.jobs[-1]
+    refused = last.said if any(last.ended.codes) else []
+    well = f"it is refused, and well: {refused[0]}" if refused else "nothing is wrong with it"
     print("\n".join(problems) or well)
     return int(bool(problems))
 

@@ -131,7 +131,7 @@ def test_twenty_kills_at_random_steps_leave_no_trace_in_the_losses(jobs: Jobs) -
         for number in range(20):
             target = steps_done(folder) + choose.randint(1, 7)  # the last try's are there still
             here = jobs.logs / f"try{number}"
-            job = thread.submit(jobs.fork_in, here, *ranks, "--run", "broken", *resume)
+            job = thread.submit(jobs.fork, *ranks, "--run", "broken", *resume, folder=here)
             wait_until(lambda: steps_done(folder) >= target or job.done(), 60)  # noqa: B023
             assert not job.done(), job.result().output
             os.kill(int((here / f"rank{choose.randrange(2)}.pid").read_text()), 9)

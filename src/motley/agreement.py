@@ -18,7 +18,7 @@ from motley.job import Job
 from motley.length import Position
 from motley.optimizer_state import State
 from motley.recorder import Recorder
-from motley.state import resume, spread
+from motley.state import spread
 from motley.team import Member
 
 
@@ -92,8 +92,7 @@ class Agreement:
             f"{self._names([0])}'s, and no value is that of more than half of the ranks; all go "
             "back to the last checkpoint",
         )  # fmt: skip
-        back, notes = resume(job.engine, folders, job.saved_config, job.engine.device)
-        back = job.length.at(back)
+        back, notes = job.resume(folders)
         for note in notes:
             self._recorder.note("resume", note)
         self._back_at = back.step

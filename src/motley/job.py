@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from motley.rebalance import Watch
 from motley.runs import Run
 from motley.sampler import Loader
 from motley.scale_search import search_scale
+from motley.state import resume
 from motley.team import Member, Team
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
@@ -53,6 +55,15 @@ class Job:
     notes: list[Note]
     members: tuple[Member, ...]
     watch: Watch
+
+    def resume(self, folders: list[Path]) -> tuple[Position, list[str]]:
+        """Continue from the first whole checkpoint of ``folders``; all ranks call it.
+
+        Returns:
+            As motley.state.resume.
+        """
+        position, notes = resume(self.engine, folders, self.saved_config, self.engine.device)
+        return self.length.at(position), notes  # the data set may have become smaller
 
 
 def assemble(

@@ -1,5 +1,6 @@
 """Measures what a device really does: its kernels by precision, a model by micro-batch."""
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,11 +96,36 @@ def measure_speed(
     Raises:
         MotleyError: not even one sample fits in memory.
     """
+    with _as_it_was(model):
+        return _measure_speed(model, make, most, budget_s)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: Classifier) -> Iterator[None]:
+    """Leaves parameters, gradients and random numbers as they were, and no memory held."""
     device = next(model.parameters()).device
     random = random_state(device)
     # MADGRAD adds to the rate, and moves at a rate of 0 too.
     with torch.no_grad():
         before = [torch.empty_like(p, device="cpu").copy_(p) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        load_random_state(random, device)
+
+
+def _measure_speed(
+    model: Classifier, make: Callable[[], torch.optim.Optimizer], most: int, budget_s: float
+) -> Speed:
+    """See :func:`measure_speed`; its optimizer's memory goes with it."""
+    device = next(model.parameters()).device
     optimizer = make()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -108,32 +134,21 @@ def measure_speed(
     seconds: list[float] = []
     memory: list[float | None] = []
     step_s = 0.0
-    try:
-        for size in _doubling(most):
-            next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
-            if time.perf_counter() - start + next_s > budget_s:
-                break
-            if not _fits(sizes, memory, size, device):
-                break
-            try:
-                spent, peak = time_micro_batch(model, size)
-                if not sizes or (device.type == "cuda" and 0.04 < spent <= _STEP_BEHIND_S):
-                    step_s = _time_step(optimizer, model, size)
-            except torch.OutOfMemoryError:
-                break
-            sizes.append(size)
-            seconds.append(spent)
-            memory.append(peak)
-    finally:
-        model.zero_grad(set_to_none=True)
-        del optimizer
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), before, strict=True):
-                parameter.copy_(value)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        load_random_state(random, device)
+    for size in _doubling(most):
+        next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
+        if time.perf_counter() - start + next_s > budget_s:
+            break
+        if not _fits(sizes, memory, size, device):
+            break
+        try:
+            spent, peak = time_micro_batch(model, size)
+            if not sizes or (device.type == "cuda" and 0.04 < spent <= _STEP_BEHIND_S):
+                step_s = _time_step(optimizer, model, size)
+        except torch.OutOfMemoryError:
+            break
+        sizes.append(size)
+        seconds.append(spent)
+        memory.append(peak)
     if not sizes:
         raise MotleyError(
             f"{device} has no room for one sample of this model; choose a smaller --model or "

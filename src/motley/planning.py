@@ -124,12 +124,12 @@ def _measure_and_plan(
 ) -> tuple[Team, Planned]:
     """See :func:`plan_batch`; where nobody has said who takes how much."""
     measured = measure_team(world, team, model, config, sending, asked)
-    most = None
+    most = None  # samples in a micro-batch of this rank
     if config.micro_batch is not None:
-        asked_for = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
-        pairs = zip(measured.speeds, asked_for, strict=True)
+        sizes = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
+        pairs = zip(measured.speeds, sizes, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
-        most = None if team.rank is None else asked_for[team.rank]
+        most = None if team.rank is None else sizes[team.rank]
     everyone, everything = team, measured
     own = None if team.rank is None else measured.speeds[team.rank]
     options = _options(world, run, team, config, measured)

@@ -221,28 +221,29 @@ class PowerSgdSender(Sender):
         state = {"iter": torch.tensor(self._lanes[0].power.iter)}
         for power in (lane.power for lane in self._lanes):
             for place in power.p_memory_dict:
-                state[f"error.{place}"] = power.error_dict[place].cpu()
-                state[f"p.{place}"] = power.p_memory_dict[place].cpu()
-                state[f"q.{place}"] = power.q_memory_dict[place].cpu()
+                for kind, memory in _memories(power).items():
+                    state[f"{kind}.{place}"] = memory[place].cpu()
         return state
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
         """See Sender. No step is taken: the first ones, which are exact, are counted."""
         for power in (lane.power for lane in self._lanes):
             power.iter = int(state.get("iter", 0))
-            for memory in (power.error_dict, power.p_memory_dict, power.q_memory_dict):
+            for memory in _memories(power).values():
                 memory.clear()
         for key, value in state.items():
             kind, dot, place = key.partition(".")
             if dot:
                 power = self._lanes[int(place) % len(self._lanes)].power
-                kept = {
-                    "error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict,
-                }  # fmt: skip
-                kept[kind][int(place)] = value.to(self._device)
+                _memories(power)[kind][int(place)] = value.to(self._device)
         for lane in self._lanes:
             lane.rescale(factor)
             lane.keep()
+
+
+def _memories(power: Any) -> dict[str, dict[int, Tensor]]:
+    """What torch's hook keeps from step to step, by bucket."""
+    return {"error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict}
 
 
 def _used_here(tensor: Tensor) -> None:

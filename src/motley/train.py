@@ -31,7 +31,7 @@ from motley.recorder import Recorder
 from motley.records import EpochRecord
 from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.runs import Run
-from motley.state import resume, save
+from motley.state import save
 from motley.team import gpu_logger, join_team, leave_team
 from motley.vigil import DATA, PATIENCE, WAITING
 
@@ -55,8 +55,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     if team.rank is not None and parts is not None:
         job = assemble(run, team, planned, config, make_engine, parts)
         plan = job.plan
-        position, notes = resume(job.engine, run.resume_from, job.saved_config, team.device)
-        position = job.length.at(position)  # the data set may have become smaller
+        position, notes = job.resume(run.resume_from)
         if team.rank == 0:
             budget = budget_of(job, position, planned)
             budget.check()

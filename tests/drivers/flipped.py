@@ -43,9 +43,8 @@ class Flipped:
         """See motley.engine.Engine."""
         super().unite()  # type: ignore[misc]
         rank, what, step = self.flip
-        if self._seating.rank != rank:  # type: ignore[attr-defined]
-            return
-        if self._taken < step if self.again else self._taken != step:
+        due = self._taken == step or (self.again and self._taken > step)
+        if not due or self._seating.rank != rank:  # type: ignore[attr-defined]
             return
         if not self.again:
             self.flip = (-1, "", 0)

@@ -1,11 +1,13 @@
 """Plays a case: its jobs one after another, and between them what happens to its files."""
 
+import contextlib
 import json
 import math
 import random
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,9 @@ class Job:
     trace: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
-    def refused(self) -> bool:
-        """It ended with words for the user."""
-        return any(self.ended.codes) and "motley: " in self.ended.output
+    def said(self) -> list[str]:
+        """Its lines for the user."""
+        return [line for line in self.ended.output.splitlines() if line.startswith("motley: ")]
 
     @property
     def killed(self) -> bool:
@@ -185,14 +187,19 @@ def spoil(path: Path, kind: str) -> None:
         Image.new("1", (50_000, 50_000)).save(path)
 
 
-def judged(case: Case, ranks: WarmRanks, folder: Path | None = None) -> list[str]:
+@contextlib.contextmanager
+def played(case: Case, ranks: WarmRanks) -> Iterator[Played]:
+    """A case that was played in a folder of its own, which goes in the end."""
+    with tempfile.TemporaryDirectory(prefix="motley-fuzz-", dir=_memory_disk()) as name:
+        yield play(case, ranks, Path(name) / "case")
+
+
+def judged(case: Case, ranks: WarmRanks) -> list[str]:
     """What is wrong with a case, in words; empty if nothing is."""
     from fuzz.rules import broken_rules
 
-    if folder is not None:
-        return broken_rules(play(case, ranks, folder), ranks)
-    with tempfile.TemporaryDirectory(prefix="motley-fuzz-", dir=_memory_disk()) as name:
-        return broken_rules(play(case, ranks, Path(name) / "case"), ranks)
+    with played(case, ranks) as here:
+        return broken_rules(here, ranks)
 
 
 def _memory_disk() -> str | None:

@@ -51,7 +51,7 @@ def _ending(job: Job, case: Case) -> list[str]:
         return [f"traceback:\n{tail}"]
     if not any(job.ended.codes) or job.killed:
         return []
-    said = [line for line in output.splitlines() if line.startswith("motley: ")]
+    said = job.said
     if not said:
         return [f"crash: exit codes {job.ended.codes}\n{tail}"]
     if "--" not in said[0]:
@@ -403,7 +403,7 @@ def _twin(played: Played, whole: Case, ranks: WarmRanks) -> list[str]:
     other = play(whole, ranks, played.folder.with_name("unbroken"))
     if any(other.jobs[-1].ended.codes) or played.jobs[-1].killed:
         return []
-    if len({_plan(each) for each in (played, other)}) > 1:
+    if _plan(played) != _plan(other):
         return []  # each was measured, and not alike
     own, due = (RunFolder(each.run).read_steps()[0] for each in (played, other))
     if len(own) != len(due):
@@ -423,7 +423,7 @@ def _twin(played: Played, whole: Case, ranks: WarmRanks) -> list[str]:
     return []
 
 
-def _plan(played: Played) -> str:
+def _plan(played: Played) -> list[Any]:
     """Who does how much, as run.json has it."""
-    run = json.loads((played.run / "run.json").read_text())
-    return json.dumps([run["plan"][key] for key in ("counts", "micro_batches", "buckets", "wire")])
+    plan = RunFolder(played.run).read_run()["plan"]
+    return [plan[key] for key in ("counts", "micro_batches", "buckets", "wire")]

@@ -3,13 +3,13 @@
 import os
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
+
+from warm.ranks import ROOT
 
 import motley.launch
 from motley.launch import Launched
 
-ROOT = Path(__file__).resolve().parents[2]
 # What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
 MODULES = (
     "warm.script",
@@ -25,11 +25,10 @@ MODULES = (
 )
 
 
-def main(launched: Launched, argument: dict[str, Any]) -> None:
-    """Run ``argument["words"]``, the script and its options, in the repository's root."""
-    os.environ |= argument["environment"]
+def main(launched: Launched, words: list[Any]) -> None:
+    """Run a script with its options, in the repository's root."""
     os.chdir(ROOT)
-    script, *_ = sys.argv = argument["words"]
+    script, *_ = sys.argv = words
     sys.path.insert(0, str((ROOT / script).parent))
     motley.launch.MpiRanks = lambda: launched  # type: ignore[assignment, misc]
     runpy.run_path(script, run_name="__main__")

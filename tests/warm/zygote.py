@@ -9,8 +9,8 @@ so begins at once, and may still be killed, run out of memory or hang like any o
     -> {"codes": [0, 0, -9], "timed_out": false}
 
 Each rank calls ``body(launched, argument)``; its output is in ``folder/rank<k>.txt``, its process's
-number in ``folder/rank<k>.pid``. Torch must
-not have begun to use threads or a GPU here: neither survives a fork.
+number in ``folder/rank<k>.pid``. Torch must not have begun to use threads or a GPU here: neither
+survives a fork.
 """
 
 import contextlib
