@@ -73,10 +73,10 @@ class Reference:
             net.load_state_dict(old.net.state_dict())
         self._model = Classifier(net, images, size, "fp32", self._device)
         optimizer = make_optimizer(net, config)
+        as_made = copy.deepcopy(optimizer.state_dict()["param_groups"])
         if old is not None:
             _hand_over(old.net, self._optimizer, self._as_made, net, optimizer)
-        self._optimizer = optimizer
-        self._as_made = copy.deepcopy(optimizer.state_dict()["param_groups"])
+        self._optimizer, self._as_made = optimizer, as_made
         self._loader = Loader(images, config, size, 0, self._device)
         self.samples = Order(len(images.train), config.seed, config.data_fraction).epoch_samples
 
