@@ -227,18 +227,18 @@ def unbroken(case: Case) -> Case | None:
 _ALONE = threading.Lock()  # torch has one generator of random numbers for all threads
 
 
-def reference(played: Played, dtype: torch.dtype, noise: float = 0.0) -> Reference:
-    """What the case should have come to."""
+def reference(played: Played, dtype: torch.dtype, noise: float = 0.0, draw: int = 0) -> Reference:
+    """What the case should have come to; see Reference for the arguments."""
     with _ALONE:
-        return _reference(played, dtype, noise)
+        return _reference(played, dtype, noise, draw)
 
 
-def _reference(played: Played, dtype: torch.dtype, noise: float) -> Reference:
+def _reference(played: Played, dtype: torch.dtype, noise: float, draw: int) -> Reference:
     made: Reference | None = None
     for number, job in enumerate(played.jobs):
         config = played.config(number)
         if made is None:
-            made = Reference(config, dtype, noise)
+            made = Reference(config, dtype, noise, draw)
         else:
             made.rewind(min(job.start, len(made.trained.steps)))
             made.configure(config)

@@ -53,12 +53,15 @@ class Reference:
         dtype: fp32, or fp64 to see how far rounding alone takes a run.
         noise: added to each gradient, times its largest number: what another order of sums does,
             of which some optimizers make a step in the other direction.
+        draw: which noise.
     """
 
-    def __init__(self, config: Config, dtype: torch.dtype, noise: float = 0.0) -> None:
+    def __init__(
+        self, config: Config, dtype: torch.dtype, noise: float = 0.0, draw: int = 0
+    ) -> None:
         self._dtype, self._noise = dtype, noise
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._dice = torch.Generator(self._device).manual_seed(0)
+        self._dice = torch.Generator(self._device).manual_seed(draw)
         self.configure(config)
         self.trained, self._states = Trained(), list[Any]()
         self._epoch = self._consumed = 0
