@@ -26,6 +26,7 @@ from motley.collectives import exchange, gather
 from motley.engine import Engine, Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.errors import MotleyError
+from motley.faults import Phase
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.losses import sample_losses
 from motley.memory import out_of_memory
@@ -186,6 +187,7 @@ class ZeroEngine(EngineBase):
         return logits
 
     def _backward(self, loss: Tensor) -> None:
+        self.clock.on_phase(Phase.BACKWARD)
         if self._stage == 0:
             loss = loss * self.scale.value
         else:

@@ -1,8 +1,10 @@
 """A matrix of ways to train: its cells, its failures, its table."""
 
 import csv
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from conftest import ROOT, environment
 from motley.baseline_rows import joules, leak, read_rows
 from motley.baseline_table import markdown
 from motley.baselines import BaselineFolder
-from motley.errors import MotleyError
+from motley.errors import MotleyError, NoMemoryError, NotFiniteError
+from motley.faults import Fault, FaultKind, fault_of
 from motley.hosts import Host
 from motley.matrix import read_matrix
 from motley.outcome import judge
@@ -88,43 +91,56 @@ def test_an_impossible_matrix_is_refused_before_anything_starts(
 
 
 STEPS = {0: [{"step": 6, "epoch": 1}], 1: [{"step": 7, "epoch": 1}]}
-BACKWARD = (
-    'File "a.py", line 1, in train\n  File "torch/autograd/__init__.py", line 5\nRuntimeError'
-)
 
 
 @pytest.mark.parametrize(
-    ("status", "output", "error", "details", "kind", "phase"),
+    ("status", "output", "told", "kind"),
     [
-        (1, "", "OutOfMemoryError: CUDA out of memory", BACKWARD, "out of memory", "backward"),
-        (2, "", "out of memory with micro-batches of one sample", "", "out of memory", "data"),
-        (1, "", "AcceleratorError: CUDA error: an illegal memory access was encountered", "",
-         "illegal memory access", "data"),
-        (1, "", "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", "", "cuBLAS failed",
-         "data"),
-        (1, "", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when", "", "out of memory",
-         "data"),
-        (2, "", "the loss of 3 of this rank's 4 samples is not finite", "", "not finite", "data"),
-        (1, "node x exited on signal 11 (Segmentation fault)", "died without a word (killed", "",
-         "segfault", "data"),
-        (137, "node x exited on signal 9 (Killed)", "died without a word (killed", "", "killed",
-         "data"),
-        (1, "", "no rank has moved for 120 s: rank 1 is computing", "", "hang", "data"),
-        (1, "", "silent for 15 s: the host is frozen", "", "host lost", "data"),
-        (2, "", "cpu has no room for one sample of this model", "", "out of memory", "data"),
-        (2, "", "--wire powersgd:0: powersgd needs a rank of 1", "", "refused", "data"),
-        (1, "", "ValueError: something new", "", "error", "data"),
+        (3, "", FaultKind.OUT_OF_MEMORY, FaultKind.OUT_OF_MEMORY),
+        (2, "", FaultKind.NOT_FINITE, FaultKind.NOT_FINITE),
+        (1, "node x exited on signal 11 (Segmentation fault)", FaultKind.KILLED,
+         FaultKind.SEGFAULT),
+        (1, "node x exited on signal 6 (Aborted)", FaultKind.KILLED, FaultKind.ABORTED),
+        (137, "node x exited on signal 9 (Killed)", FaultKind.KILLED, FaultKind.KILLED),
+        (1, "", FaultKind.HOST_LOST, FaultKind.HOST_LOST),
+        (2, "", FaultKind.REFUSED, FaultKind.REFUSED),
+        (3, "motley: cpu has no room", None, FaultKind.OUT_OF_MEMORY),  # before it had records
+        (2, "motley: argument --lr: nan is not a number above 0", None, FaultKind.REFUSED),
+        (1, "Segmentation fault (core dumped)", None, FaultKind.SEGFAULT),
+        (1, "ValueError: something new", None, FaultKind.ERROR),
     ],
 )  # fmt: skip
 def test_a_failure_is_told_by_what_it_left(
-    status: int | None, output: str, error: str, details: str, kind: str, phase: str
+    status: int, output: str, told: FaultKind | None, kind: FaultKind
 ) -> None:
-    fields = {"rank": 1, "host": "b", "step": 7, "doing": "loading images", "error": error}
-    run = {"status": "failed", "failure": fields}
-    found = judge(status, output, run, STEPS, [{"event": "fault", "details": details}], 60.0)
-    assert (found.kind, found.phase) == (kind, phase)
-    assert (found.host, found.rank, found.epoch, found.step) == ("b", 1, 1, 7)
-    assert error.partition(":")[0] in found.error
+    fields = {"rank": 1, "host": "b", "step": 7, "kind": told, "phase": "data", "error": "words"}
+    run = {"status": "failed", "failure": fields} if told else {}
+    found = judge(status, output, json.loads(json.dumps(run)), STEPS, 60.0)
+    assert found.kind == kind and found.error == ("words" if told else output[-len(found.error) :])
+    if told:
+        assert (found.host, found.rank, found.epoch, found.step) == ("b", 1, 1, 7)
+        assert found.phase == "data"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate"), FaultKind.OUT_OF_MEMORY),
+        (MemoryError(), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), FaultKind.CUBLAS),
+        (RuntimeError("CUDA error: an illegal memory access was met"), FaultKind.ILLEGAL_ACCESS),
+        (RuntimeError("NCCL error in: x.cpp"), FaultKind.DEVICE),
+        (NoMemoryError("cpu has no room for one sample"), FaultKind.OUT_OF_MEMORY),
+        (NotFiniteError("the loss of 3 samples is not finite"), FaultKind.NOT_FINITE),
+        (MotleyError("--wire powersgd:0: powersgd needs a rank of 1"), FaultKind.REFUSED),
+        (ValueError("something new"), FaultKind.ERROR),
+    ],
+)
+def test_an_exception_is_of_a_kind(error: Exception, kind: FaultKind) -> None:
+    fault = fault_of(error, 1, "b", 7)
+    assert fault.kind is kind and Fault.read(json.loads(json.dumps(asdict(fault)))) == fault
+    assert fault.code == {"refused": 2, "not finite": 2, "out of memory": 3}.get(kind, 1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +157,7 @@ def test_a_failure_is_told_by_what_it_left(
     ],
 )
 def test_an_error_is_never_empty(status: int, output: str, says: str) -> None:
-    found = judge(status, output, {}, {}, [])
+    found = judge(status, output, {}, {})
     assert found.kind != "done" and says in found.error
 
 
@@ -150,10 +166,11 @@ def test_who_was_told_to_stop_is_not_to_blame() -> None:
         "rank": 0,
         "host": "a",
         "step": 7,
-        "doing": "computing",
+        "kind": FaultKind.KILLED,
+        "phase": "forward",
         "error": "stopped by SIGTERM",
     }
-    found = judge(None, "", {"status": "failed", "failure": fields}, STEPS, [], 60.0)
+    found = judge(None, "", {"status": "failed", "failure": fields}, STEPS, 60.0)
     assert (found.kind, found.rank, found.host, found.when) == (
         "hang",
         None,
@@ -163,15 +180,10 @@ def test_who_was_told_to_stop_is_not_to_blame() -> None:
 
 
 def test_a_death_before_the_first_beat_of_training_is_dated_by_the_records() -> None:
-    fields = {"rank": 1, "host": "b", "step": None, "doing": "building the model",
-              "error": "died without a word"}  # fmt: skip
-    found = judge(137, "", {"status": "failed", "failure": fields}, STEPS, [], 9.0)
+    fields = {"rank": 1, "host": "b", "step": None, "kind": FaultKind.KILLED,
+              "phase": "build", "error": "died without a word"}  # fmt: skip
+    found = judge(137, "", {"status": "failed", "failure": fields}, STEPS, 9.0)
     assert (found.kind, found.when) == ("killed", "epoch 1, step 8")
-
-
-def test_what_argparse_refuses_is_no_loss_that_is_no_number() -> None:
-    said = "motley: argument --lr: nan is not a number above 0; see train_vit.py -h"
-    assert judge(2, said, {}, {}, []).kind == "refused"
 
 
 def test_memory_that_grows_to_the_end_is_a_leak_and_a_buffer_is_not() -> None:

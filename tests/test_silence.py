@@ -42,6 +42,7 @@ LOOP = """
 import sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from motley import launch
+from motley.faults import Phase
 from motley.team import join_team
 
 def main(world):
@@ -50,7 +51,7 @@ def main(world):
     faults = Path.home() / f"{sys.argv[1]}.faults"
     world.lifeline.on_fault = lambda fault: faults.open("a").write(fault.line() + "\\n")
     for number in range(100000):
-        world.lifeline.enter("computing", 100)
+        world.lifeline.enter(Phase.FORWARD, 100)
         dist.all_reduce(torch.ones(9))
         if world.rank == 0 and number == 9:
             (Path.home() / f"{sys.argv[1]}.begun").touch()
@@ -158,15 +159,16 @@ def test_a_stopped_rank_is_named_and_a_short_stop_is_not(jobs: Jobs) -> None:
 HANGING = """
 import time, torch, torch.distributed as dist
 from motley import launch
+from motley.faults import Phase
 from motley.team import join_team
 
 def main(world):
     join_team(world)
     world.lifeline.step = 7
     if world.rank == 1:
-        world.lifeline.enter("loading images", 3)
+        world.lifeline.enter(Phase.DATA, 3)
         time.sleep(1000)
-    world.lifeline.enter("waiting for the others", 3)
+    world.lifeline.enter(Phase.ALL_REDUCE, 3)
     dist.all_reduce(torch.ones(9))
 
 launch.run(main)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.batch import Batch
 from motley.buckets import Bucket, Sender
 from motley.engine import Seating
-from motley.errors import MotleyError
+from motley.errors import NoMemoryError
 from motley.losses import sample_losses
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
@@ -91,7 +91,7 @@ class DdpEngine(GroupEngine):
             logits = self._ddp(batch.images)
             self._broken_off = overlap
             losses = sample_losses(logits, batch, self._seating.config.smoothing)
-            (losses.sum() * (self.scale.value / n_global)).backward()
+            self._backward(losses.sum() * (self.scale.value / n_global))
             self._broken_off = False
         if not overlap:
             self.clock.lap("compute", ready=last)
@@ -121,7 +121,7 @@ class DdpEngine(GroupEngine):
             if not out_of_memory(error):
                 raise
             found = shortage(error, self._seating.device)
-            raise MotleyError(f"{found}; no room is left for the gradients themselves") from error
+            raise NoMemoryError(f"{found}; no room is left for the gradients themselves") from error
 
     def own_state(self) -> dict[str, Tensor]:
         """See motley.engine.Engine."""

@@ -65,7 +65,7 @@ class FsdpEngine(GroupEngine):
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         try:
             losses, total = self._losses(self._model, batch)
-            (total * (self.scale.value * self.loss_weight / n_global)).backward()
+            self._backward(total * (self.scale.value * self.loss_weight / n_global))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
                 self._no_second_try(error, "--strategy ddp")

@@ -21,7 +21,7 @@ from motley.batch import Batch
 from motley.collectives import exchange
 from motley.engine import Seating, StepResult
 from motley.engine_base import EngineBase
-from motley.errors import MotleyError
+from motley.errors import MotleyError, NotFiniteError
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.losses import sample_losses
 from motley.model import Classifier
@@ -80,7 +80,7 @@ class LocalEngine(EngineBase):
         if len(batch.labels):
             losses = sample_losses(self._model(batch.images), batch, self._seating.config.smoothing)
             # As in other engines, whose loss scale is searched for; step() makes it a mean.
-            (losses.sum() * (self.scale.value / n_global)).backward()
+            self._backward(losses.sum() * (self.scale.value / n_global))
             self._samples += len(batch.labels)
         self.clock.lap("compute")
         return losses.detach()
@@ -104,7 +104,7 @@ class LocalEngine(EngineBase):
             if overflow and not math.isfinite(loss := float(loss_sum)):
                 return StepResult(loss, None, True, scale, ())  # the loop says of which samples
             if overflow and not self.scale.helps:
-                raise MotleyError(
+                raise NotFiniteError(
                     f"the gradient is not finite at the loss scale {scale:g}, though the loss "
                     f"is {loss / samples:.3g}; lower --lr, set --clip-grad 1.0, or choose another "
                     "--precision"

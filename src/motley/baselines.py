@@ -85,9 +85,7 @@ class BaselineFolder:
         """Judge a repeat that has ended, and keep that: it is not run again."""
         folder = self.attempt(cell, repeat)
         output = self.output(cell, repeat).read_text(errors="replace")
-        outcome = judge(
-            status, output, folder.read_run(), folder.read_steps(), folder.read_events(), seconds
-        )
+        outcome = judge(status, output, folder.read_run(), folder.read_steps(), seconds)
         shutil.rmtree(folder.checkpoints, ignore_errors=True)  # nobody continues such a run
         write_json(self._outcome(cell, repeat), asdict(outcome))
         return outcome

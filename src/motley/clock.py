@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from motley.vigil import WAITING
+from motley.faults import Phase
 
-# What the host does after each lap.
+# What the host is at after each lap.
 _AFTER = {
-    "data": "computing",
-    "compute": "loading images",
-    "sync": "taking the step",
-    "opt": "loading images",
+    "data": Phase.FORWARD,
+    "compute": Phase.DATA,
+    "sync": Phase.OPTIMIZER,
+    "opt": Phase.DATA,
 }
 
 
@@ -24,12 +24,12 @@ class Clock:
     ahead is counted where it runs and nothing has to be waited for.
 
     Attributes:
-        on_lap: called after each lap with what the host begins to do, in words.
+        on_phase: called with what the host is at from now on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self.on_lap: Callable[[str], None] = lambda doing: None
+        self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.restart()
 
     def restart(self) -> None:
@@ -43,7 +43,7 @@ class Clock:
             ready: this rank's own gradient is done, and the others' are needed now.
         """
         self._marks.append((name, self._now()))
-        self.on_lap(WAITING if ready else _AFTER.get(name, name))
+        self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def cut(self) -> "Laps":
         """The laps so far; the next one starts where the last one ended."""

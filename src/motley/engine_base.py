@@ -11,7 +11,8 @@ from motley.batch import Batch
 from motley.clock import Clock
 from motley.collectives import everyone
 from motley.engine import Seating
-from motley.errors import MotleyError
+from motley.errors import MotleyError, NoMemoryError
+from motley.faults import Phase
 from motley.losses import sample_losses, score
 from motley.memory import in_halves, out_of_memory, release, shortage
 from motley.model import Classifier
@@ -113,10 +114,14 @@ class EngineBase:
         losses = sample_losses(forward(batch.images), batch, self._seating.config.smoothing)
         return losses, losses.sum()
 
+    def _backward(self, loss: Tensor) -> None:
+        self.clock.on_phase(Phase.BACKWARD)
+        loss.backward()  # type: ignore[no-untyped-call]
+
     def _no_second_try(self, error: Exception, instead: str) -> NoReturn:
         """Memory has ended in a pass that communicates: nobody can do the step again."""
         found = shortage(error, self._seating.device)
-        raise MotleyError(
+        raise NoMemoryError(
             f"{found}; in a pass in which {self.sending.words}, so the step cannot be done again; "
             f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
         ) from error

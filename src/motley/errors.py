@@ -9,6 +9,14 @@ class MotleyError(Exception):
     """
 
 
+class NoMemoryError(MotleyError):
+    """Not even the smallest piece of work fits in memory."""
+
+
+class NotFiniteError(MotleyError):
+    """A loss or a gradient is infinite or no number, and training cannot go on."""
+
+
 class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault
     """One host cannot take part.
 

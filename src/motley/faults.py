@@ -1,17 +1,94 @@
-"""How a rank failed, in the words that a user reads."""
+"""How a rank failed: what kind of fault, at what, and in the words that a user reads."""
 
 import re
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from typing import Any
 
-from motley.errors import MotleyError
+from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 
 _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
 _MOST_DETAILS, _MOST_WORDS = 75_000, 10_000  # characters, of 12 bytes at most; motley.messages
-NO_MEMORY = r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc"
+_NO_MEMORY = (
+    r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc|"
+    "MemoryError"
+)
+
+
+class FaultKind(StrEnum):
+    """What kind of fault ended a rank, or a run."""
+
+    OUT_OF_MEMORY = "out of memory"
+    ILLEGAL_ACCESS = "illegal memory access"
+    CUBLAS = "cuBLAS failed"
+    DEVICE = "device error"
+    NOT_FINITE = "not finite"
+    SEGFAULT = "segfault"
+    ABORTED = "aborted"
+    ILLEGAL_INSTRUCTION = "illegal instruction"
+    HOST_LOST = "host lost"
+    HANG = "hang"
+    KILLED = "killed"
+    REFUSED = "refused"  # it is the user's to change
+    ERROR = "error"
+
+    @property
+    def code(self) -> int:
+        """Exit status of a job that it ends; of one that a signal ends: 128 and its number."""
+        return {FaultKind.REFUSED: 2, FaultKind.NOT_FINITE: 2, FaultKind.OUT_OF_MEMORY: 3}.get(
+            self, 1
+        )
+
+
+class Phase(Enum):
+    """What a rank is at; the words follow on "rank 3 is"."""
+
+    START = "start", "starting"
+    PREPARE = "prepare", "preparing the data"
+    BUILD = "build", "building the model"
+    MEASURE = "measure", "measuring"
+    DATA = "data", "loading images"
+    FORWARD = "forward", "computing"
+    BACKWARD = "backward", "computing"
+    ALL_REDUCE = "all-reduce", "waiting for the others"
+    OPTIMIZER = "optimizer", "taking the step"
+    SAVE = "save", "saving a checkpoint"
+    EVALUATE = "evaluate", "evaluating"
+    LEAVE = "leave", "leaving"
+
+    def __init__(self, key: str, words: str) -> None:
+        self.key, self.words = key, words
+
+    @classmethod
+    def of(cls, key: str) -> "Phase":
+        """The phase of a ``key``, as records have it."""
+        return next(phase for phase in cls if phase.key == key)
+
+
+# What the libraries below say of their failures, the first that fits. A library of CUDA's without
+# memory says so in its own words, so memory comes before it.
+_FOREIGN = (
+    (FaultKind.OUT_OF_MEMORY, _NO_MEMORY),
+    (FaultKind.ILLEGAL_ACCESS,
+     r"illegal memory access|misaligned address|cudaErrorIllegalAddress"),
+    (FaultKind.CUBLAS, r"CUBLAS_STATUS|cublas"),
+    (FaultKind.DEVICE, r"CUDA error|device-side assert|NCCL error|cuDNN error|CUDNN_STATUS"),
+    (FaultKind.SEGFAULT, r"Segmentation fault|signal 11\b|SIGSEGV"),
+    (FaultKind.KILLED, r"signal 9\b|SIGKILL"),
+)  # fmt: skip
+
+
+def kind_of_text(text: str) -> FaultKind:
+    """The kind of a failure that torch, CUDA, a launcher or the system tells."""
+    for kind, pattern in _FOREIGN:
+        if re.search(pattern, text, re.IGNORECASE):
+            return kind
+    return FaultKind.ERROR
 
 
 @dataclass(frozen=True)
@@ -19,13 +96,14 @@ class Fault:
     """How a rank failed.
 
     Attributes:
+        kind: for programs; the rest is for people.
         step: the step it was in; None before the first.
         error: cause and what was found, one line.
         advice: what to do, one line; may be empty.
         details: the traceback; empty for an error that the user is meant to read.
         echo: it may be the consequence of another rank's failure.
-        code: exit status of the job.
-        doing: what the rank last said that it did, as "computing".
+        signal: number of the one that ended it; 0: none did.
+        phase: a :class:`Phase`'s key, what the rank last said that it was at.
     """
 
     rank: int
@@ -35,8 +113,20 @@ class Fault:
     advice: str = ""
     details: str = ""
     echo: bool = False
-    code: int = 1
-    doing: str = ""
+    kind: FaultKind = FaultKind.ERROR
+    signal: int = 0
+    phase: str = ""
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> "Fault":
+        """One that was sent, as dataclasses.asdict has it."""
+        fault = cls(**message)
+        return replace(fault, kind=FaultKind(fault.kind))
+
+    @property
+    def code(self) -> int:
+        """Exit status of the job."""
+        return 128 + self.signal if self.signal else self.kind.code
 
     def line(self) -> str:
         """The one line that a user reads."""
@@ -52,13 +142,17 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
     """Put an exception into words."""
     if isinstance(error, MotleyError):
         said = str(error)[:_MOST_WORDS]
-        return Fault(rank, host, step, said, echo=_is_echo(error.__cause__), code=2)
+        kind = (
+            FaultKind.OUT_OF_MEMORY if isinstance(error, NoMemoryError)
+            else FaultKind.NOT_FINITE if isinstance(error, NotFiniteError) else FaultKind.REFUSED
+        )  # fmt: skip
+        return Fault(rank, host, step, said, echo=_is_echo(error.__cause__), kind=kind)
     text = " ".join(str(error).split()) or "no message"
     details = "".join(traceback.format_exception(error))[-_MOST_DETAILS:]
+    said = f"{type(error).__name__}: {text[:600]}"
     return Fault(
-        rank, host, step, f"{type(error).__name__}: {text[:600]}", _advice(text), details,
-        _is_echo(error),
-    )  # fmt: skip
+        rank, host, step, said, _advice(text), details, _is_echo(error), kind_of_text(said)
+    )
 
 
 def _is_echo(error: BaseException | None) -> bool:
@@ -67,7 +161,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 def says_no_memory(text: str) -> bool:
     """Whether an error's text is that of an allocation which failed."""
-    return bool(re.search(NO_MEMORY, text, re.IGNORECASE))
+    return bool(re.search(_NO_MEMORY, text, re.IGNORECASE))
 
 
 def _advice(text: str) -> str:
@@ -84,6 +178,7 @@ def died(rank: int, host: str, step: int | None) -> Fault:
     return Fault(
         rank, host, step, "died without a word (killed, or it left early)",
         f"see the kernel's log (dmesg) on {host} for its out-of-memory killer",
+        kind=FaultKind.KILLED,
     )  # fmt: skip
 
 
@@ -98,6 +193,7 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
         f"silent for {seconds:.0f} s{like}: the host is frozen, off or cut off, or the process "
         "was stopped",
         f"continue with --resume auto; if {host} stays away, without it in hosts.txt",
+        kind=FaultKind.HOST_LOST,
     )  # fmt: skip
 
 
@@ -110,6 +206,7 @@ def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -
     return Fault(
         rank, host, step, f"all other hosts are silent for {seconds:.0f} s ({others})",
         f"see whether {host} is off the network; continue with --resume auto",
+        kind=FaultKind.HOST_LOST,
     )  # fmt: skip
 
 
@@ -121,5 +218,5 @@ def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) ->
     """
     return Fault(
         rank, host, step, f"no rank has moved for {seconds:.0f} s: {where}",
-        "continue with --resume auto",
+        "continue with --resume auto", kind=FaultKind.HANG,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from motley.escort import Escort
-from motley.faults import Fault, died, fault_of, silent
+from motley.faults import Fault, FaultKind, Phase, died, fault_of, silent
 from motley.handshakes import Handshakes, greeting
 from motley.messages import Messages, encode
 from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil, whereabouts
@@ -119,14 +119,14 @@ class Lifeline:
 
     # -- what a rank says
 
-    def enter(self, doing: str, patience: float | None) -> None:
-        """Say what this rank does from now on, or that it has got on with it.
+    def enter(self, phase: Phase, patience: float | None, detail: str = "") -> None:
+        """Say what this rank is at from now on, or that it has got on with it.
 
         Args:
-            doing: as in "rank 3 is loading images".
             patience: seconds in which some rank should move; see motley.vigil.
+            detail: as in "rank 3 is measuring links", in place of the phase's own words.
         """
-        self._pulse = Pulse(self.step, doing, self._pulse.moves + 1, patience)
+        self._pulse = Pulse(self.step, phase, self._pulse.moves + 1, patience, detail)
 
     def finish(self) -> None:
         """Say that this rank is done, and wait until all are."""
@@ -144,7 +144,8 @@ class Lifeline:
         """Say why this rank failed, and end with the job."""
         if not self._watching or self._finished.is_set():  # nobody listens
             raise error  # mpi4py's runner ends all ranks
-        self._say({"fault": asdict(fault_of(error, self.rank, self.host, self.step))})
+        fault = fault_of(error, self.rank, self.host, self.step)
+        self._say({"fault": asdict(replace(fault, phase=self._pulse.phase.key))})
         time.sleep(3 * _PATIENCE)  # rank 0 ends this process before that
         traceback.print_exception(error)
         self._leave(1)
@@ -155,7 +156,7 @@ class Lifeline:
             os.write(self._wake_write, b"\0")
 
     def _beat(self) -> dict[str, Any]:
-        return asdict(replace(self._pulse, step=self.step))
+        return replace(self._pulse, step=self.step).message()
 
     def _until_due(self) -> float:
         """Seconds until there is something to do."""
@@ -231,7 +232,7 @@ class Lifeline:
                 elif "finish" in message:
                     self._finished.set()
                 elif message["beat"]:
-                    self._mute = Fault(**message["beat"])
+                    self._mute = Fault.read(message["beat"])
                 else:
                     self._mute = None
             if not data and not self._finished.is_set():
@@ -310,7 +311,7 @@ class Lifeline:
 
     def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
         if "beat" in message:
-            self._vigil.beat(peer, Pulse(**message["beat"]))
+            self._vigil.beat(peer, Pulse.read(message["beat"]))
         elif "stop" in message:  # we were away, and another rank has spoken
             self._leave(message["stop"])
         elif "done" in message:
@@ -318,7 +319,7 @@ class Lifeline:
         elif "event" in message:
             self.on_event(message["event"])
         elif "fault" in message:
-            fault = Fault(**message["fault"])
+            fault = Fault.read(message["fault"])
             if not fault.echo:
                 self._condemn(fault)
             self._suspect(fault, _PATIENCE)
@@ -328,7 +329,8 @@ class Lifeline:
             _, where = whereabouts(self._ranks())
             fault = Fault(
                 peer.rank, peer.host, self._last_step(), f"stopped by {name}, when {where}",
-                "continue with --resume auto", code=128 + message["signal"], echo=True,
+                "continue with --resume auto", echo=True, kind=FaultKind.KILLED,
+                signal=message["signal"],
             )  # fmt: skip
             self._suspect(fault, _NOW)
 
@@ -349,8 +351,8 @@ class Lifeline:
         return self._pending is not None and self._pending[1].rank == peer.rank
 
     def _condemn(self, fault: Fault) -> NoReturn:
-        did = {peer.rank: peer.pulse.doing for peer in self._ranks()}
-        fault = replace(fault, doing=did.get(fault.rank, ""))
+        phases = {peer.rank: peer.pulse.phase.key for peer in self._ranks()}
+        fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
         with contextlib.suppress(Exception):  # the job must end, whatever the recorder does
             self.on_fault(fault)
         if fault.details:

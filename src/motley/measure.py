@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from motley.balance import Speed
 from motley.clock import Clock
-from motley.errors import MotleyError
+from motley.errors import NoMemoryError
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
 from motley.named_state import load_random_state, random_state
@@ -94,7 +94,7 @@ def measure_speed(
             training.
 
     Raises:
-        MotleyError: not even one sample fits in memory.
+        NoMemoryError: not even one sample fits in memory.
     """
     with _as_it_was(model):
         return _measure_speed(model, make, most, budget_s)
@@ -150,7 +150,7 @@ def _measure_speed(
         seconds.append(spent)
         memory.append(peak)
     if not sizes:
-        raise MotleyError(
+        raise NoMemoryError(
             f"{device} has no room for one sample of this model; choose a smaller --model or "
             "--img-size, or see who holds its memory with: bash setup/test_cn_connection.sh"
         )

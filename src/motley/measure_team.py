@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from motley.balance import Speed
 from motley.errors import MotleyError
+from motley.faults import Phase
 from motley.forecast import arrange
 from motley.launch import World
 from motley.links import Links
@@ -67,11 +68,11 @@ def measure_team(
         asked: the wire's mode that the user wants; None: auto.
     """
     own = None
-    world.lifeline.enter("measuring its speed", PATIENCE)
+    world.lifeline.enter(Phase.MEASURE, PATIENCE, "measuring its speed")
     if model is not None and team.rank is not None:
         own = speed_of(team, model, config, sending.parts(team.size))
     found = [each for each in world.allgather(own) if each is not None]
-    world.lifeline.enter("measuring links", _PATIENCE)
+    world.lifeline.enter(Phase.MEASURE, _PATIENCE, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     wires = wires_of(world, team, model, [EXACT], sending)
@@ -137,7 +138,7 @@ def wires_of(
         parameters = [p for p in model.parameters() if p.requires_grad]
         own = dict(known or {})
         for mode in dict.fromkeys(modes):
-            world.lifeline.enter(f"measuring --wire {mode}", _PATIENCE)
+            world.lifeline.enter(Phase.MEASURE, _PATIENCE, f"measuring --wire {mode}")
             if team.size == 1:
                 own[mode] = Wire(0.0, 0.0)
             elif mode.kind == "local" and EXACT in own:  # as many bytes

@@ -8,7 +8,7 @@ from torch import Tensor
 from motley.batch import Batch
 from motley.collectives import everyone
 from motley.engine import StepResult
-from motley.errors import MotleyError
+from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.job import Job
 from motley.length import Position
 from motley.options import Config
@@ -39,7 +39,7 @@ def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> No
            if not math.isfinite(loss)]  # fmt: skip
     if bad:
         shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-        raise MotleyError(
+        raise NotFiniteError(
             f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
             f"indices {shown}); lower --lr, or set --clip-grad 1.0, and --resume auto"
         )
@@ -97,7 +97,7 @@ def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step
     try:
         smaller = plan.halved(tuple(short))
     except ValueError:
-        raise MotleyError(
+        raise NoMemoryError(
             f"out of memory with micro-batches of one sample ({said}); wait until others leave, "
             "or take the host out of hosts.txt, and continue with --resume auto"
         ) from None

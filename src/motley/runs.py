@@ -134,8 +134,8 @@ class Run:
         if not (self.folder.path / "run.json").exists():
             return
         fields = {
-            "rank": fault.rank, "host": fault.host, "step": fault.step, "doing": fault.doing,
-            "error": fault.error,
+            "rank": fault.rank, "host": fault.host, "step": fault.step, "kind": fault.kind,
+            "phase": fault.phase, "error": fault.error,
         }  # fmt: skip
         self.folder.event("fault", **fields, details=fault.details)
         self.folder.update_run(status="failed", failure=fields, ended=time.time())

@@ -17,7 +17,8 @@ from motley.briefing import announce, records_of
 from motley.collectives import exchange, release_groups
 from motley.data import prepare
 from motley.engine import EngineMaker
-from motley.errors import MotleyError
+from motley.errors import NotFiniteError
+from motley.faults import Phase
 from motley.job import Job, assemble, budget_of
 from motley.launch import World
 from motley.length import Position
@@ -33,7 +34,7 @@ from motley.remedies import check_finite, give_room, hopeless, readable, rebalan
 from motley.runs import Run
 from motley.state import save
 from motley.team import gpu_logger, join_team, leave_team
-from motley.vigil import DATA, PATIENCE, WAITING
+from motley.vigil import DATA, PATIENCE
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:
@@ -41,9 +42,9 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
     say = world.lifeline.enter
-    say("preparing the data", DATA)
+    say(Phase.PREPARE, DATA)
     world.once_per_node(lambda: prepare(config))
-    say("building the model", PATIENCE)
+    say(Phase.BUILD, PATIENCE)
     team = join_team(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
@@ -84,7 +85,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         recorder,
     ):
         evaluated = fit(world, job, recorder, position)
-    say("leaving", PATIENCE)
+    say(Phase.LEAVE, PATIENCE)
     leave_team()
     if team.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
@@ -94,13 +95,13 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
     """Train from ``position`` to the last step; returns the last evaluation."""
     engine, loader, say = job.engine, job.loader, world.lifeline.enter
-    engine.clock.on_lap = lambda doing: say(doing, recorder.patience)
+    engine.clock.on_phase = lambda phase: say(phase, recorder.patience)
     plan, watch, length = job.plan, job.watch, job.length
     evaluated, agreement = make_up(world, job, recorder, position), Agreement(job, recorder)
     while not length.ended(position):
         epoch, before = position.epoch, 0
         engine.clock.restart()
-        say("loading images", PATIENCE)
+        say(Phase.DATA, PATIENCE)
         for part, micro_batches in loader.steps(epoch, position.consumed, plan):
             world.lifeline.step = position.step
             job.schedule.step_update(length.updates(position))  # type: ignore[arg-type]
@@ -127,13 +128,13 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             known = sample_loss.sum().item() if result.loss_sum is None else result.loss_sum
             check_finite(known, sample_loss, indices)
             if result.overflow and not engine.scale.helps:
-                raise MotleyError(hopeless(job, plan, position, result))
+                raise NotFiniteError(hopeless(job, plan, position, result))
 
             recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
             position = length.after(position, part.global_batch)
             ended, saves = length.ended(position), length.saves(position)
             if ended or saves:
-                say("saving a checkpoint", PATIENCE)
+                say(Phase.SAVE, PATIENCE)
                 recorder.settle()
                 engine.unite()
                 agreed = agreement.check(position)
@@ -182,13 +183,13 @@ def evaluate(world: World, job: Job, plan: Plan, position: Position) -> EpochRec
     start = time.monotonic()
     parts = []
     say = world.lifeline.enter
-    say("evaluating", PATIENCE)
+    say(Phase.EVALUATE, PATIENCE)
     job.engine.unite()
     for batch in job.loader.test_batches(plan):
         parts.append(job.engine.evaluate(batch))
         readable(batch, job.config, job.run)
-        say("evaluating", PATIENCE)
-    say(WAITING, PATIENCE)
+        say(Phase.EVALUATE, PATIENCE)
+    say(Phase.ALL_REDUCE, PATIENCE)
     table = exchange(list(torch.stack(parts).sum(dim=0)))
     loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
     return EpochRecord(

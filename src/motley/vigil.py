@@ -5,10 +5,11 @@ silent: its host froze, or a cable was pulled. Beats without any movement anywhe
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from motley.faults import Fault, alone, silent, stuck
+from motley.faults import Fault, Phase, alone, silent, stuck
 from motley.messages import Messages
 
 TICK = 0.5  # seconds between beats, and between looks at deadlines
@@ -26,8 +27,6 @@ SUSPECT = 4.0
 # Seconds in which some rank should move, whatever the training is at, but for DATA.
 PATIENCE = 1800.0
 DATA = None  # nobody knows how long a download takes
-
-WAITING = "waiting for the others"
 
 
 def step_patience(usual: float) -> float:
@@ -60,15 +59,31 @@ class Pulse:
     """What a beat says.
 
     Attributes:
-        doing: in words; "starting" until training says more.
+        phase: what the rank is at. detail: in words that say more than its own.
         moves: grows whenever the rank gets on with something.
         patience: seconds in which some rank should move; None where nobody can tell.
     """
 
     step: int | None = None
-    doing: str = "starting"
+    phase: Phase = Phase.START
     moves: int = 0
     patience: float | None = None
+    detail: str = ""
+
+    @property
+    def doing(self) -> str:
+        """What the rank is at, in words."""
+        return self.detail or self.phase.words
+
+    def message(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "phase": self.phase.key}
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> "Pulse":
+        """Of a :meth:`message`."""
+        pulse = cls(**message)
+        return replace(pulse, phase=Phase.of(message["phase"]))
 
 
 @dataclass
@@ -146,7 +161,9 @@ def whereabouts(peers: Sequence[Peer]) -> tuple[Peer, str]:
     for peer in sorted(peers, key=lambda peer: peer.rank):
         step = -1 if peer.pulse.step is None else peer.pulse.step
         doing.setdefault((step, peer.pulse.doing), []).append(peer)
-    behind = [key for key in doing if key[1] != WAITING] or list(doing)
+    behind = [
+        key for key, (peer, *_) in doing.items() if peer.pulse.phase is not Phase.ALL_REDUCE
+    ] or list(doing)
     where = "; ".join(
         f"{_ranks(group)} {_are(group)} {what}" for (_, what), group in sorted(doing.items())
     )
