@@ -13,7 +13,7 @@ from typing import Any
 from motley.engine import Seating
 from motley.engine_base import check_offload
 from motley.errors import MotleyError
-from motley.spelling import nearest
+from motley.text import nearest
 from motley.wire import SIXTEEN
 
 STAGES = (0, 1, 2, 3)

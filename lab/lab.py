@@ -14,7 +14,7 @@ from lab_machine import Lab
 from lab_profile import LabHost, check_free, read_profile
 
 from motley.errors import MotleyError
-from motley.spelling import nearest
+from motley.text import nearest
 
 ONE_HOST = ("cut", "heal", "freeze", "thaw", "kill", "boot")
 COMMANDS = ("up", "status", "exec", *ONE_HOST, "cpus", "down")

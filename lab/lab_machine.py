@@ -18,7 +18,7 @@ from lab_net import Switch
 from lab_profile import LabHost, read_profile
 
 from motley.errors import MotleyError
-from motley.spelling import nearest
+from motley.text import nearest
 
 # In the environment of every process that a lab starts on the machine, so that all can be
 # found again whatever became of the lab.sh that started them.

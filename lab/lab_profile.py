@@ -12,7 +12,7 @@ from typing import Any
 
 from motley.errors import MotleyError
 from motley.hosts import check_name
-from motley.spelling import nearest
+from motley.text import nearest
 
 SHELLS = ("bash", "tcsh", "zsh")
 PYTHONS = ("normal", "no-pip", "no-ensurepip", "none")

@@ -15,7 +15,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 
 # Every module of the library, by its room. A room imports those above it, and nothing below.
 ROOMS = {
-    "root": "__init__ errors faults spelling",
+    "root": "__init__ errors faults text",
     "cluster": "hosts facts gpus network remote login shell at_once leftovers processes",
     "records": "lines records gpu_records gpu_log",
     "plan": "precision balance links wire forecast advice rebalance plan length",

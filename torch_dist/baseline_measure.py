@@ -36,7 +36,7 @@ from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, short
 from motley.options import training_parser
 from motley.outcome import DONE
 from motley.progress import clock
-from motley.spelling import nearest
+from motley.text import nearest
 from motley.wire import parse_wire
 
 ROOT = Path(__file__).resolve().parents[1]

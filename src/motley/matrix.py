@@ -34,7 +34,7 @@ from typing import Any
 from motley.errors import MotleyError
 from motley.hosts import Host
 from motley.precision import PRECISIONS
-from motley.spelling import nearest
+from motley.text import nearest
 
 DDP, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
 _FSDP = ("--strategy", "fsdp")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from motley.data import Images
 from motley.errors import MotleyError
 from motley.options import Config
-from motley.spelling import nearest
+from motley.text import nearest
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from motley.launch import launched_rank, stop_usage
-from motley.spelling import nearest
+from motley.text import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder", "synthetic")
 ATTENTION = ("auto", "fused", "efficient", "plain")

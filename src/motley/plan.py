@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from motley.errors import MotleyError
-from motley.spelling import nearest
+from motley.text import nearest
 from motley.wire import EXACT, WireMode
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.spelling import nearest
+from motley.text import nearest
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 

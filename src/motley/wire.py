@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from motley.errors import MotleyError
 from motley.links import Links
-from motley.spelling import nearest
+from motley.text import nearest
 
 SIXTEEN = ("bf16", "fp16")
 _NUMBERS = {

@@ -10,7 +10,7 @@ from timm.optim import list_optimizers
 
 from motley.errors import MotleyError
 from motley.precision import PRECISIONS
-from motley.spelling import nearest
+from motley.text import nearest
 
 ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 FAULTS = ("kill", "oom", "sender", "overflow", "flip", "replan", "stranger")
