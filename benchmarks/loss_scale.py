@@ -20,7 +20,7 @@ import matplotlib as mpl
 import result
 from real_run import lines_of, real_run
 
-from motley.gpus import read_devices
+from motley.cluster.gpus import read_devices
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

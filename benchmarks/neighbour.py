@@ -27,7 +27,7 @@ from typing import Any
 import result
 from real_run import lines_of, real_run
 
-from motley.gpus import read_devices
+from motley.cluster.gpus import read_devices
 from motley.launch import die_with_parent
 
 USER = "nobody"

@@ -104,7 +104,7 @@ def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[di
 
 def machine() -> dict[str, object]:
     """What it ran on."""
-    from motley.facts import read_node
+    from motley.cluster.facts import read_node
 
     node = read_node()
     return {

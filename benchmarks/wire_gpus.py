@@ -22,7 +22,7 @@ from typing import Any
 import result
 from real_run import lines_of, real_run
 
-from motley.gpus import read_devices
+from motley.cluster.gpus import read_devices
 
 _SOCKETS = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket",

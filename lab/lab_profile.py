@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from motley.cluster.hostfile import check_name
 from motley.errors import MotleyError
-from motley.hosts import check_name
 from motley.text import nearest
 
 SHELLS = ("bash", "tcsh", "zsh")

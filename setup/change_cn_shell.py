@@ -18,9 +18,9 @@ from cn import (
     try_password,
 )
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
-from motley.remote import Remote, connect
 
 LIMIT_S = 30.0  # for all hosts together
 DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"

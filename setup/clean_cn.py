@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import cn
 from cn_report import printable
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.orphans import Found, Survey, state, survey_from_json
+from motley.cluster.ssh import connect
 from motley.errors import HostTrouble
-from motley.leftovers import Found, Survey, state, survey_from_json
-from motley.remote import connect
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
 
@@ -20,7 +20,7 @@ _NO_PYTHON = 66
 _SCRIPT = f"""
 root=$1 venv=$2; shift 2
 [ -x "$venv/bin/python" ] || exit {_NO_PYTHON}
-PYTHONPATH=$root/src "$venv/bin/python" -m motley.leftovers "$@"
+PYTHONPATH=$root/src "$venv/bin/python" -m motley.cluster.orphans "$@"
 """
 
 
@@ -34,7 +34,7 @@ class Row:
 
 
 def ask(host: str, *words: object) -> str:
-    """What ``python -m motley.leftovers`` prints there; raises HostTrouble."""
+    """What ``python -m motley.cluster.orphans`` prints there; raises HostTrouble."""
     with connect(host) as remote:
         done = remote.run(_SCRIPT, cn.ROOT, cn.VENV, *words, limit=LIMIT_S - 1)
     if done.code == _NO_PYTHON:

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.hostfile import Host, read_hosts
 from motley.errors import HostTrouble, MotleyError
-from motley.hosts import Host, read_hosts
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cn import ROOT
 
+from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
-from motley.remote import Remote
 
 # Never sent, in a repository that git does not know: what each host makes for itself.
 _MADE = {".git", ".venv", ".venv-python", "logs", "data", "__pycache__", ".pytest_cache",

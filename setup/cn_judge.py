@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cn_report import HostReport
 
+from motley.cluster.network import Network, choose_networks
 from motley.errors import MotleyError
-from motley.network import Network, choose_networks
 
 CLOCK_S = 1.0  # records are merged by time; a step of a lab takes about a second
 DISK_MIB = 1024  # a checkpoint of ViT-B/16 with its optimizer takes 1 GB

@@ -17,9 +17,9 @@ from pathlib import Path
 from cn import ROOT, VENV, ask_all
 from cn_report import Asked, HostReport, Python, parse, printable
 
+from motley.cluster.shell import Finished
+from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble
-from motley.remote import Remote, connect
-from motley.shell import Finished
 
 __all__ = ["HostReport", "Python", "probe", "probe_all", "token_file"]
 

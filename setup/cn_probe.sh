@@ -97,7 +97,7 @@ from importlib.metadata import distributions
 print("environment=" + platform.python_version(), flush=True)
 found = ((each.metadata["Name"], each.version) for each in distributions())
 print("packages=" + json.dumps({name: version for name, version in found if name}), flush=True)
-from motley.facts import main
+from motley.cluster.facts import main
 print("facts=", end="")
 main()' 2>&1 >&4)
     then known=true

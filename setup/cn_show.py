@@ -9,9 +9,9 @@ from cn import table
 from cn_judge import Finding, Here, differences
 from cn_report import HostReport
 
+from motley.cluster.gpus import DeviceFacts
+from motley.cluster.network import Network
 from motley.errors import HostTrouble
-from motley.gpus import DeviceFacts
-from motley.network import Network
 from motley.precision import best_precision
 
 _CELL = 24  # characters; what is longer goes on in the next line

@@ -18,9 +18,9 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from torch_builds import PYPI, HostGpu, build_of, choose_build
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
-from motley.remote import Remote, connect
 
 LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from cn import ROOT, VENV
 from cn_report import HostReport
 
+from motley.cluster.network import Network, choose_networks
+from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
-from motley.network import Network, choose_networks
-from motley.remote import Remote
 
 # Prints the lines of the user's own parameter files that choose interfaces, as FILE:LINE, and
 # .deepspeed_env after a line "--".

@@ -21,10 +21,10 @@ from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ss
 from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.login import HostKey, UnknownHostKey
+from motley.cluster.ssh import Remote, connect, login_of
 from motley.errors import HostTrouble, MotleyError
-from motley.login import HostKey, UnknownHostKey
-from motley.remote import Remote, connect, login_of
 
 HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"
 States = dict[str, str | HostTrouble]

@@ -24,7 +24,7 @@ cd "$root"
 echo "== 1/4 environment"
 bash setup/make_env.sh
 export PATH=${MOTLEY_VENV:-$root/.venv}/bin:$PATH
-python -m motley.hosts "$hostfile" >/dev/null
+python -m motley.cluster.hostfile "$hostfile" >/dev/null
 
 run=quickstart-$(date +%Y-%m-%d_%H-%M-%S)
 step=2

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from motley.cluster.login import HostKey
+from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
-from motley.login import HostKey
-from motley.remote import Remote
 
 KEY = Path("~/.ssh/id_ed25519_motley").expanduser()
 LIMIT_S = 20.0  # for all hosts together to answer, or to refuse

@@ -6,10 +6,10 @@ from pathlib import Path
 from cn import ask, need_terminal, table
 from ssh_files import LIMIT_S
 
-from motley.at_once import on_all
+from motley.cluster.fan_out import on_all
+from motley.cluster.login import HostKey
+from motley.cluster.ssh import host_key, known_keys, login_of
 from motley.errors import HostTrouble, MotleyError
-from motley.login import HostKey
-from motley.remote import host_key, known_keys, login_of
 
 
 def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from cn import print_troubles, table
 from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.login import HostKey
+from motley.cluster.ssh import Remote, connect, host_key, login_of
 from motley.errors import HostTrouble
-from motley.login import HostKey
-from motley.remote import Remote, connect, host_key, login_of
 
 
 def tag_of(public: str) -> str:

@@ -6,9 +6,9 @@ from cn import ROOT, Parser, ask_all, many, print_troubles, read_hostfile, run, 
 from cn_files import differing, send, tracked_files
 from cn_probe import probe, token_file
 
-from motley.at_once import split
+from motley.cluster.fan_out import split
+from motley.cluster.ssh import connect
 from motley.errors import HostTrouble
-from motley.remote import connect
 
 LIMIT_S = 600
 

@@ -31,9 +31,9 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
 
-from motley.at_once import split
+from motley.cluster.fan_out import split
+from motley.cluster.ssh import login_of
 from motley.errors import HostTrouble
-from motley.remote import login_of
 
 _HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off

@@ -19,10 +19,10 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
-from motley.at_once import on_all, split
+from motley.cluster.fan_out import on_all, split
+from motley.cluster.hostfile import Host
+from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
-from motley.hosts import Host
-from motley.remote import Remote, connect
 
 LIMIT_S = 60
 MPI_LIMIT_S = 120  # links that drop large packets take 8 s for each host

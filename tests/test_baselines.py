@@ -13,9 +13,9 @@ from conftest import ROOT, environment
 from motley.baseline_rows import joules, leak, read_rows
 from motley.baseline_table import markdown
 from motley.baselines import BaselineFolder
+from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
-from motley.hosts import Host
 from motley.matrix import read_matrix
 from motley.outcome import judge
 from motley.records import RunFolder

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motley.cluster.hostfile import Host, check_name, parse_hosts, read_hosts
 from motley.errors import MotleyError
-from motley.hosts import Host, check_name, parse_hosts, read_hosts
 
 
 def test_names_slots_and_comments() -> None:

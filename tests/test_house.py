@@ -16,7 +16,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # Every module of the library, by its room. A room imports those above it, and nothing below.
 ROOMS = {
     "root": "__init__ errors faults text",
-    "cluster": "hosts facts gpus network remote login shell at_once leftovers processes",
+    "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines records gpu_records gpu_log",
     "plan": "precision balance links wire forecast advice rebalance plan length",
     "sweep": "matrix outcome baselines baseline_rows baseline_table",
@@ -39,7 +39,7 @@ ROOMS = {
 }
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
-OWNERS = {"mpi4py": "launch", "paramiko": "remote", "GPUtil": "gpus", "pynvml": "gpus"}
+OWNERS = {"mpi4py": "launch", "paramiko": "ssh", "GPUtil": "gpus", "pynvml": "gpus"}
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them
 
 
@@ -105,7 +105,7 @@ def test_every_module_has_a_room_and_imports_only_what_is_above() -> None:
         ("plan", "stray", "", "plan.stray has no place in the table of rooms"),
         ("plan", "plan", "import motley.train\n", "of plan, imports motley.train, of train"),
         ("plan", "wire", "def late() -> None:\n    import torch\n", "of plan, imports torch"),
-        ("train", "train", "import paramiko\n", "train imports paramiko, which is remote's"),
+        ("train", "train", "import paramiko\n", "train imports paramiko, which is ssh's"),
     ],
 )
 def test_what_breaks_the_order_is_named(

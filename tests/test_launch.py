@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from motley.cluster.facts import read_node
 from motley.errors import MotleyError
-from motley.facts import read_node
 from motley.launch import (
     check_slurm,
     keep_caches_local,

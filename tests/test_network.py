@@ -2,9 +2,9 @@
 
 import pytest
 
+from motley.cluster.facts import Interface
+from motley.cluster.network import Network, choose_networks
 from motley.errors import MotleyError
-from motley.facts import Interface
-from motley.network import Network, choose_networks
 
 DOCKER = Interface("docker0", "172.17.0.1", 16)
 LOOPBACK = Interface("lo", "127.0.0.1", 8)

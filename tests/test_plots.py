@@ -12,8 +12,8 @@ from matplotlib.image import imread
 
 from motley.baseline_rows import read_rows
 from motley.baselines import BaselineFolder
+from motley.cluster.hostfile import Host
 from motley.gpu_records import LAB_GPU_COLUMNS
-from motley.hosts import Host
 from motley.matrix import read_matrix
 from motley.records import EpochRecord, RunFolder, StepRecord
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import ROOT, Done, venv, wait_until
 from lab_door import Door, lab_up
 
-from motley import processes
-from motley.leftovers import Found, state
+from motley.cluster import processes
+from motley.cluster.orphans import Found, state
 
 SCRIPT = ROOT / "setup" / "clean_cn.sh"
 LINGER = "tests/drivers/linger.py"

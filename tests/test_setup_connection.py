@@ -13,8 +13,8 @@ from cn_report import Asked, HostReport, parse
 from conftest import ROOT, environment, venv
 from lab_door import Door, lab_up
 
-from motley.facts import Interface
-from motley.gpus import DeviceFacts
+from motley.cluster.facts import Interface
+from motley.cluster.gpus import DeviceFacts
 
 EIGHT = "[defaults]\nshell = 'tcsh'\nhome = 'private'\n" + "".join(
     f"[[host]]\nname = 'e{number}'\naddress = '10.97.93.{number + 1}/24'\n" for number in range(8)

@@ -9,8 +9,8 @@ Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and 
 its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
 An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
 wrong one shows. What has ended stays, and the same command goes on after a break. What follows
-``--`` is given to every run. The form of a matrix file: src/motley/matrix.py; the presets are in
-torch_dist/presets/.
+``--`` is given to every run. src/motley/matrix.py shows the form of a matrix file; the presets are
+in torch_dist/presets/.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from typing import NoReturn
 from motley.baseline_rows import read_rows
 from motley.baseline_table import HEAD, shown, write_rows
 from motley.baselines import BaselineFolder
+from motley.cluster.hostfile import read_hosts
 from motley.errors import MotleyError
-from motley.hosts import read_hosts
 from motley.launch import die_with_parent
 from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
 from motley.options import training_parser

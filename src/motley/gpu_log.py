@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from motley.facts import cpu_name
+from motley.cluster.facts import cpu_name
+from motley.cluster.gpus import MIB, DeviceFacts, read_devices
 from motley.gpu_records import GpuLog
-from motley.gpus import MIB, DeviceFacts, read_devices
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from motley.cluster.facts import NodeFacts, read_node
+from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
-from motley.facts import NodeFacts, read_node
 from motley.lifeline import Lifeline
-from motley.network import VARIABLES, Network, choose_networks
 from motley.same_code import compare_code
 
 T = TypeVar("T")

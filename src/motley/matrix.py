@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from motley.cluster.hostfile import Host
 from motley.errors import MotleyError
-from motley.hosts import Host
 from motley.precision import PRECISIONS
 from motley.text import nearest
 

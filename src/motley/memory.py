@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.cluster.gpus import MIB, read_gpu_processes
 from motley.faults import says_no_memory
-from motley.gpus import MIB, read_gpu_processes
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -22,8 +22,8 @@ from typing import Any
 
 from motley.errors import MotleyError
 
-# A rank's host; hashes of its files by name, as src/motley/plan.py; releases of its packages by
-# name. No class: an older or newer Motley has to read it too.
+# A rank's host; hashes of its files by name, as torch_dist/train_vit.py; releases of its packages
+# by name. No class: an older or newer Motley has to read it too.
 Code = tuple[str, dict[str, str], dict[str, str]]
 
 _PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")

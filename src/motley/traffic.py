@@ -12,9 +12,9 @@ from statistics import median
 
 import psutil
 
+from motley.cluster.network import VIRTUAL
 from motley.launch import World
 from motley.links import Flow, Links, Port, rounds
-from motley.network import VIRTUAL
 
 _SECONDS = 0.2  # of sending, each way
 _CHUNK = 1 << 16  # bytes

@@ -1,7 +1,7 @@
 """Training processes of this user on this machine, and which of them nobody waits for.
 
-python -m motley.leftovers                     # what there is, as one line of JSON
-python -m motley.leftovers --end 4711:88231    # end that pid, if it started at that tick
+python -m motley.cluster.orphans                     # what there is, as one line of JSON
+python -m motley.cluster.orphans --end 4711:88231    # end that pid, if it started at that tick
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from motley.gpus import GpuProcess, read_gpu_processes
-from motley.processes import end, ticks
+from motley.cluster.gpus import GpuProcess, read_gpu_processes
+from motley.cluster.processes import end, ticks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -225,7 +225,7 @@ def _name(pid: int) -> str:
 
 
 def survey_from_json(text: str) -> Survey:
-    """Read what ``python -m motley.leftovers`` printed; ValueError, KeyError or TypeError."""
+    """Read what ``python -m motley.cluster.orphans`` printed; ValueError, KeyError or TypeError."""
     fields = json.loads(text)
     found = tuple(
         Found(

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from motley.cluster.facts import read_interfaces
 from motley.errors import HostTrouble
-from motley.facts import read_interfaces
 
 CONNECT_S = 4.0  # to accept a connection; then as long again to speak, and to log in
 

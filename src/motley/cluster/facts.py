@@ -1,6 +1,6 @@
 """What this machine is: CPU, memory, network interfaces and GPUs, asked without torch.
 
-python -m motley.facts                  # this machine's, as one line of JSON
+python -m motley.cluster.facts                  # this machine's, as one line of JSON
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from motley.gpus import MIB, DeviceFacts, read_devices, read_driver
+from motley.cluster.gpus import MIB, DeviceFacts, read_devices, read_driver
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Who takes part: reads ``hosts.txt``, which is a plain Open MPI hostfile.
 
-python -m motley.hosts hosts.txt        # print the hosts, or say what is wrong
+python -m motley.cluster.hostfile hosts.txt        # print the hosts, or say what is wrong
 """
 
 import argparse

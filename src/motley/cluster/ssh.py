@@ -1,4 +1,4 @@
-"""ssh to one host; the only user of paramiko. :mod:`motley.at_once` asks many.
+"""ssh to one host; the only user of paramiko. :mod:`motley.cluster.fan_out` asks many.
 
 Asks as OpenSSH (and so ``mpirun``) would: ``~/.ssh/config``, ``~/.ssh/known_hosts``, the
 agent and the user's keys. A host whose key is unknown or changed is never talked to. This
@@ -15,8 +15,7 @@ from typing import IO, Any
 
 import paramiko
 
-from motley.errors import HostTrouble, MotleyError
-from motley.login import (
+from motley.cluster.login import (
     CONNECT_S,
     HostKey,
     Login,
@@ -26,7 +25,8 @@ from motley.login import (
     open_socket,
     refused,
 )
-from motley.shell import Finished, Talk, TooLong, run_here, run_over
+from motley.cluster.shell import Finished, Talk, TooLong, run_here, run_over
+from motley.errors import HostTrouble, MotleyError
 
 # It prints each authentication failure, which are reported here as what they mean.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)
