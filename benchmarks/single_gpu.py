@@ -65,7 +65,7 @@ def _wait(device: object) -> None:
 
 def motley(mode: str, options: argparse.Namespace, logs: Path) -> float:
     """Images/s of a run of ours, by the clock times of its records."""
-    from motley.records import RunFolder
+    from motley.records.run_folder import RunFolder
 
     script = "deepspeed/train_vit.py" if mode == "motley-deepspeed" else "torch_dist/train_vit.py"
     name = f"{mode}-{time.monotonic_ns()}"

@@ -9,7 +9,7 @@ import command
 import numpy as np
 
 from motley.errors import MotleyError
-from motley.gpu_records import GpuSample, read_gpu_log
+from motley.records.gpu_csv import GpuSample, read_gpu_log
 
 _GPUS = re.compile(r"(\d+)[_ -]?GPUs?", re.IGNORECASE)
 

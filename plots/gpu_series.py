@@ -11,7 +11,7 @@ import numpy as np
 import style
 
 from motley.errors import MotleyError
-from motley.gpu_records import GpuSample, read_gpu_log
+from motley.records.gpu_csv import GpuSample, read_gpu_log
 
 DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
 MANY = 150  # samples; noisy values are smoothed past that

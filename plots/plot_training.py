@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from run_steps import Training, column, mean, median, read_training, seat_label, title
 
-from motley.records import find_runs
+from motley.records.run_folder import find_runs
 
 LINE, TOP1, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 # Pale fills, so that no part of a step is taken for a host's colour.

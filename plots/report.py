@@ -32,7 +32,7 @@ from motley.baseline_table import HEAD, shown
 from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
 from motley.outcome import DONE
-from motley.records import RunFolder, find_gpu_logs, find_runs
+from motley.records.run_folder import RunFolder, find_gpu_logs, find_runs
 
 _DPI = 110
 

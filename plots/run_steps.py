@@ -7,8 +7,8 @@ import numpy as np
 import style
 
 from motley.errors import MotleyError
-from motley.lines import JsonDict
-from motley.records import RunFolder
+from motley.records.lines import JsonDict
+from motley.records.run_folder import RunFolder
 
 UNFINISHED = ("failed", "running")
 

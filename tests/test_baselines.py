@@ -18,7 +18,7 @@ from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
 from motley.matrix import read_matrix
 from motley.outcome import judge
-from motley.records import RunFolder
+from motley.records.run_folder import RunFolder
 
 HOSTS = (Host("a", 2), Host("b"), Host("c"))
 PRESETS = ROOT / "torch_dist" / "presets"

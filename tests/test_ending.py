@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import DDP, ZERO, Jobs, processes_of, wait_until
 
-from motley.records import RunFolder
+from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
 

@@ -17,7 +17,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 ROOMS = {
     "root": "__init__ errors faults text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
-    "records": "lines records gpu_records gpu_log",
+    "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "precision balance links wire forecast advice rebalance plan length",
     "sweep": "matrix outcome baselines baseline_rows baseline_table",
     "launch": "same_code messages handshakes vigil escort lifeline launch begin",

@@ -13,9 +13,9 @@ from matplotlib.image import imread
 from motley.baseline_rows import read_rows
 from motley.baselines import BaselineFolder
 from motley.cluster.hostfile import Host
-from motley.gpu_records import LAB_GPU_COLUMNS
 from motley.matrix import read_matrix
-from motley.records import EpochRecord, RunFolder, StepRecord
+from motley.records.gpu_csv import LAB_GPU_COLUMNS
+from motley.records.run_folder import EpochRecord, RunFolder, StepRecord
 
 ROOT = Path(__file__).parent.parent
 START = 1763693554.0
@@ -143,7 +143,7 @@ def test_training_picture_says_what_is_unknown_and_leaves_it_out(tmp_path: Path)
 import json, pathlib, sys
 sys.path.insert(0, "plots")
 from matplotlib.text import Text
-from motley.records import RunFolder
+from motley.records.run_folder import RunFolder
 import plot_training, run_steps, style
 texts = []
 for path in sys.argv[1:]:

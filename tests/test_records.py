@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.gpu_records import LAB_GPU_COLUMNS, read_gpu_log
-from motley.records import RunFolder, StepRecord, find_gpu_logs, to_json
+from motley.records.gpu_csv import LAB_GPU_COLUMNS, read_gpu_log
+from motley.records.run_folder import RunFolder, StepRecord, find_gpu_logs, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,7 +105,7 @@ def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None
 
 def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> None:
     code = (
-        "import sys, time; from motley.records import RunFolder\n"
+        "import sys, time; from motley.records.run_folder import RunFolder\n"
         f"lock = RunFolder({str(folder.path)!r}).lock()\n"
         "print('locked', flush=True); time.sleep(60)"
     )

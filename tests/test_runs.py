@@ -8,7 +8,7 @@ import torch
 from motley.checkpoint import Checkpoints
 from motley.errors import MotleyError
 from motley.options import Config, read_config, training_parser
-from motley.records import RunFolder
+from motley.records.run_folder import RunFolder
 from motley.runs import find_run
 
 

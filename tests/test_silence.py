@@ -14,7 +14,7 @@ from conftest import DDP, ROOT, Jobs, processes_of, venv, wait_until
 from lab_door import Door, new_door
 from test_ending import rank_process, start, status, steps_done
 
-from motley.records import RunFolder
+from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
 

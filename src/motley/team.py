@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from motley.collectives import leave_group
 from motley.errors import MotleyError
-from motley.gpu_log import GpuLogger, Progress
 from motley.launch import World
 from motley.measure import kernel_speed
 from motley.plan import LeftOut, Seat, choose_participants, parse_hosts
 from motley.precision import PRECISIONS, best_precision, parse_precision
-from motley.records import RunFolder
+from motley.records.gpu_logger import GpuLogger, Progress
+from motley.records.run_folder import RunFolder
 from motley.vigil import PATIENCE
 
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding

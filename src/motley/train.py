@@ -29,7 +29,7 @@ from motley.parts import open_parts
 from motley.plan import Plan
 from motley.planning import plan_batch
 from motley.recorder import Recorder
-from motley.records import EpochRecord
+from motley.records.run_folder import EpochRecord
 from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.runs import Run
 from motley.state import save

@@ -15,7 +15,7 @@ from fuzz.reference import Reference
 from safetensors.torch import load_file
 from warm.ranks import WarmRanks
 
-from motley.records import RunFolder
+from motley.records.run_folder import RunFolder
 
 EXACT = 2e-6  # of losses and norms in fp32, relative; more where rounding alone goes further
 JUMPED = 2e-4  # of optimizers that look at a sign, of which rounding makes another step

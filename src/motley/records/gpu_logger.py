@@ -16,7 +16,7 @@ import psutil
 
 from motley.cluster.facts import cpu_name
 from motley.cluster.gpus import MIB, DeviceFacts, read_devices
-from motley.gpu_records import GpuLog
+from motley.records.gpu_csv import GpuLog
 
 
 @dataclass(frozen=True)

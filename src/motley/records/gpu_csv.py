@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.lines import open_to_append
+from motley.records.lines import open_to_append
 
 # The lab's own eleven columns first, in its own order and spelling, so that its old
 # plots read our files and ours read its.

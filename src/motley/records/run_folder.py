@@ -8,7 +8,7 @@
     checkpoints/          see motley.checkpoint
 
 An unknown value is empty (null in JSON), never 0. A line that a crash cut short costs itself
-alone: see motley.lines.
+alone: see motley.records.lines.
 """
 
 import fcntl
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley.errors import MotleyError
-from motley.gpu_records import GpuLog
-from motley.lines import JsonDict, JsonLines, finite, read_json_lines, to_json
+from motley.records.gpu_csv import GpuLog
+from motley.records.lines import JsonDict, JsonLines, finite, read_json_lines, to_json
 
 
 @dataclass(frozen=True)
