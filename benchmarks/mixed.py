@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 from torch_engines import TorchEngines
 
 from motley import launch
-from motley.balance import Speed
 from motley.batch import Batch
 from motley.clock import Laps
 from motley.data import load_images
@@ -33,10 +32,11 @@ from motley.measure_wire import measure_wire
 from motley.model import Classifier, image_size, model_name, set_matmul_precision
 from motley.optimizer import make_optimizer
 from motley.options import Config, read_config, training_parser
+from motley.plan.precision import parse_loss_scale
+from motley.plan.split import Speed
+from motley.plan.wire import EXACT, WireMode
 from motley.planning import balance
-from motley.precision import parse_loss_scale
 from motley.team import Team
-from motley.wire import EXACT, WireMode
 
 
 class Bench(ABC):

@@ -26,12 +26,12 @@ import quiet  # noqa: F401 - before deepspeed
 from zero_engine import ZeroEngines
 
 from motley import launch
-from motley.balance import Speed, limit_s
 from motley.batch import Batch
 from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer
+from motley.plan.split import Speed, limit_s
+from motley.plan.wire import EXACT, parse_wire
 from motley.team import Team, join_team, leave_team
-from motley.wire import EXACT, parse_wire
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
 PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")

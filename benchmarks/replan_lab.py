@@ -21,7 +21,7 @@ import matplotlib as mpl
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
-from motley.balance import Speed, limit_s
+from motley.plan.split import Speed, limit_s
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 import result
 from bench_lab import BenchLab, bench_lab
 
-from motley.balance import Speed, limit_s
+from motley.plan.split import Speed, limit_s
 
 _FACTS = result.ROOT / "lab" / "tesla_lab.json"
 _GRADIENT = 1_802_920  # bytes, of vit_digits

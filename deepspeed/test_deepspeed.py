@@ -26,7 +26,7 @@ from motley.errors import MotleyError
 from motley.launch import World
 from motley.model import set_matmul_precision
 from motley.options import OneVoice
-from motley.plan import apportion
+from motley.plan.plan import apportion
 from motley.progress import console
 from motley.records.run_folder import RunFolder
 from motley.team import Team, gpu_logger, join_team, leave_team

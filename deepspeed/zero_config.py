@@ -13,8 +13,8 @@ from typing import Any
 from motley.engine import Seating
 from motley.engine_base import check_offload
 from motley.errors import MotleyError
+from motley.plan.wire import SIXTEEN
 from motley.text import nearest
-from motley.wire import SIXTEEN
 
 STAGES = (0, 1, 2, 3)
 

@@ -34,7 +34,7 @@ from motley.model import Classifier
 from motley.named_state import load_model_state, model_state
 from motley.optimizer_state import State
 from motley.options import Config
-from motley.wire import SIXTEEN, Sending
+from motley.plan.wire import SIXTEEN, Sending
 
 _COUNTS_ALL = Version("0.18.4")
 

@@ -12,7 +12,7 @@ from cn_report import HostReport
 from motley.cluster.gpus import DeviceFacts
 from motley.cluster.network import Network
 from motley.errors import HostTrouble
-from motley.precision import best_precision
+from motley.plan.precision import best_precision
 
 _CELL = 24  # characters; what is longer goes on in the next line
 _GAP = 2

@@ -24,7 +24,7 @@ def main() -> int:
     import torch
 
     from motley.measure import kernel_speed
-    from motley.precision import best_precision
+    from motley.plan.precision import best_precision
 
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.balance import Speed, limit_s, split
 from motley.errors import MotleyError
-from motley.forecast import Forecast, choose_machines, forecast, what_if
-from motley.plan import cut
-from motley.wire import Wire
+from motley.plan.forecast import Forecast, choose_machines, forecast, what_if
+from motley.plan.plan import cut
+from motley.plan.split import Speed, limit_s, split
+from motley.plan.wire import Wire
 
 CLOSE = 1 + 1e-9
 

@@ -13,8 +13,8 @@ from torch import nn
 from motley.budget import Budget, checkpoint_bytes
 from motley.errors import MotleyError
 from motley.options import read_config, training_parser
-from motley.plan import make_plan
-from motley.wire import EXACT, parse_wire
+from motley.plan.plan import make_plan
+from motley.plan.wire import EXACT, parse_wire
 
 BUDGET = Budget(360, 0.5, 2.0**30, 30, 2, 0, 4.0 * 2**30, Path("/logs/run/checkpoints"))
 

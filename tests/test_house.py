@@ -18,7 +18,7 @@ ROOMS = {
     "root": "__init__ errors faults text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines run_folder gpu_csv gpu_logger",
-    "plan": "precision balance links wire forecast advice rebalance plan length",
+    "plan": "precision split links wire forecast advice replan plan length",
     "sweep": "matrix outcome baselines baseline_rows baseline_table",
     "launch": "same_code messages handshakes vigil escort lifeline launch begin",
     "config": "options",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.job import make_schedule
-from motley.length import Length, Position
 from motley.options import read_config, training_parser
+from motley.plan.length import Length, Position
 
 
 def walk(length: Length, start: Position, until: int | None = None) -> list[Position]:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley import traffic
-from motley.balance import Speed
-from motley.forecast import choose_machines
-from motley.links import Flow, Links, Port, rounds
-from motley.wire import Wire
+from motley.plan.forecast import choose_machines
+from motley.plan.links import Flow, Links, Port, rounds
+from motley.plan.split import Speed
+from motley.plan.wire import Wire
 
 WORD = b"0123456789abcdef"
 

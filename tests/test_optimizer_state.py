@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from motley.checkpoint import Checkpoints, load_checkpoint
 from motley.errors import MotleyError
-from motley.length import Position
 from motley.named_state import load_model_state, model_state
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import OptimizerMemory, State
 from motley.optimizer_trial import try_optimizer
 from motley.options import Config, read_config, training_parser
+from motley.plan.length import Position
 
 CPU = torch.device("cpu")
 NAMES = [*timm.optim.list_optimizers(), "lookahead_adamw", "lookahead_sgd", "lookahead_lamb"]

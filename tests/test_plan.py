@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.plan import (
+from motley.plan.plan import (
     Plan,
     Seat,
     apportion,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.precision import LossScale, best_precision, parse_loss_scale, parse_precision
+from motley.plan.precision import LossScale, best_precision, parse_loss_scale, parse_precision
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))

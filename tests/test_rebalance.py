@@ -5,8 +5,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motley.balance import Speed, limit_s, split
-from motley.rebalance import Watch
+from motley.plan.replan import Watch
+from motley.plan.split import Speed, limit_s, split
 
 SIZES = (1, 2, 4, 8, 16, 32)
 

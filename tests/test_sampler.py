@@ -26,7 +26,7 @@ from motley.data import Images, load_images, prepare
 from motley.errors import MotleyError
 from motley.options import Config, read_config, training_parser
 from motley.order import Order, seeds_of, slices
-from motley.plan import Plan
+from motley.plan.plan import Plan
 from motley.sampler import Loader
 
 CPU = torch.device("cpu")

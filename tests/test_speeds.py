@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from motley import speeds
-from motley.balance import Speed, split
 from motley.measure_team import Measured, refine
-from motley.wire import EXACT, Wire
+from motley.plan.split import Speed, split
+from motley.plan.wire import EXACT, Wire
 
 
 @dataclass

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.advice import better_engine, better_modes, larger_batch
-from motley.balance import Speed
 from motley.buckets import buckets_of
 from motley.errors import MotleyError
-from motley.forecast import arrange, choose_machines, forecast
 from motley.measure_wire import _tensors
 from motley.model import vit_digits
-from motley.planning import _best_mode
-from motley.wire import (
+from motley.plan.advice import better_engine, better_modes, larger_batch
+from motley.plan.forecast import arrange, choose_machines, forecast
+from motley.plan.split import Speed
+from motley.plan.wire import (
     BF16,
     EXACT,
     LOST_POINTS,
@@ -35,6 +34,7 @@ from motley.wire import (
     rounded_as,
     rounded_too,
 )
+from motley.planning import _best_mode
 
 TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 

@@ -35,9 +35,9 @@ from motley.launch import die_with_parent
 from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
 from motley.options import training_parser
 from motley.outcome import DONE
+from motley.plan.wire import parse_wire
 from motley.progress import clock
 from motley.text import nearest
-from motley.wire import parse_wire
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate

@@ -17,8 +17,8 @@ from motley.errors import NoMemoryError
 from motley.losses import sample_losses
 from motley.memory import out_of_memory, shortage
 from motley.model import Classifier
+from motley.plan.wire import SIXTEEN, Sending
 from motley.senders import make_sender
-from motley.wire import SIXTEEN, Sending
 
 
 class DdpEngine(GroupEngine):

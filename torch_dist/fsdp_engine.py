@@ -21,7 +21,7 @@ from motley.model import AUTOCAST, Classifier, blocks_of
 from motley.named_state import on_cpu
 from motley.optimizer_state import State
 from motley.optimizer_trial import Sharding
-from motley.wire import SIXTEEN, Sending
+from motley.plan.wire import SIXTEEN, Sending
 
 
 class FsdpEngine(GroupEngine):

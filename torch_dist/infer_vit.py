@@ -26,7 +26,7 @@ from motley.errors import MotleyError
 from motley.launch import die_with_parent, launched_local_rank, launched_rank
 from motley.leases import Leases
 from motley.options import OneVoice
-from motley.precision import PRECISIONS
+from motley.plan.precision import PRECISIONS
 from motley.shards import MERGED, Shards
 
 _WORKER = "MOTLEY_INFER_WORKER"

@@ -26,8 +26,8 @@ from motley.gradients import gradient_norm, unscale_and_clip
 from motley.losses import sample_losses
 from motley.model import Classifier
 from motley.optimizer_state import State
-from motley.plan import Plan
-from motley.wire import Sending
+from motley.plan.plan import Plan
+from motley.plan.wire import Sending
 
 _TOLD = 4  # numbers that each rank tells at a meeting
 

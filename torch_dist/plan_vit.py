@@ -16,15 +16,15 @@ from rich.table import Table
 from motley import launch
 from motley.data import prepare
 from motley.errors import MotleyError
-from motley.forecast import what_if
-from motley.links import Links
 from motley.model import model_name
 from motley.options import Config, read_config, training_parser
 from motley.parts import open_parts
+from motley.plan.forecast import what_if
+from motley.plan.links import Links
+from motley.plan.wire import EXACT
 from motley.planning import Planned, plan_batch
 from motley.progress import console
 from motley.team import Team, join_team, leave_team
-from motley.wire import EXACT
 
 
 def main(world: launch.World, config: Config) -> None:

@@ -18,7 +18,7 @@ from motley.errors import MotleyError
 from motley.launch import World
 from motley.measure import KernelSpeed, kernel_speed
 from motley.options import OneVoice
-from motley.precision import PRECISIONS, best_precision
+from motley.plan.precision import PRECISIONS, best_precision
 from motley.progress import console
 from motley.records.run_folder import to_json
 

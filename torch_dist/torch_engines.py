@@ -10,7 +10,7 @@ from motley.engine import Engine, Seating
 from motley.errors import MotleyError
 from motley.model import Classifier
 from motley.options import Config
-from motley.wire import Sending
+from motley.plan.wire import Sending
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ from motley.collectives import everyone
 from motley.engine import Engine
 from motley.errors import MotleyError
 from motley.job import Job
-from motley.length import Position
 from motley.optimizer_state import State
+from motley.plan.length import Position
 from motley.recorder import Recorder
 from motley.state import spread
 from motley.team import Member

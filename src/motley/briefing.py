@@ -7,11 +7,11 @@ from typing import Any
 from motley.launch import World
 from motley.model import image_size
 from motley.options import Config
-from motley.plan import Plan
+from motley.plan.plan import Plan
+from motley.plan.wire import Sending
 from motley.planning import Planned
 from motley.runs import Run
 from motley.team import Team
-from motley.wire import Sending
 
 
 def records_of(

@@ -10,7 +10,7 @@ from motley.errors import MotleyError
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import OptimizerMemory
 from motley.options import Config
-from motley.plan import Plan
+from motley.plan.plan import Plan
 from motley.progress import clock
 
 _USUAL_SLOTS = 2.0  # Adam's

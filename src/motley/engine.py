@@ -17,9 +17,9 @@ from motley.clock import Clock
 from motley.model import Classifier
 from motley.optimizer_state import State
 from motley.options import Config
-from motley.plan import Plan
-from motley.precision import LossScale
-from motley.wire import Sending
+from motley.plan.plan import Plan
+from motley.plan.precision import LossScale
+from motley.plan.wire import Sending
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from motley.named_state import (
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import OptimizerMemory, State
 from motley.optimizer_trial import Sharding, try_optimizer
-from motley.plan import Plan
-from motley.wire import Sending
+from motley.plan.plan import Plan
+from motley.plan.wire import Sending
 
 
 class EngineBase:

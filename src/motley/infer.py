@@ -26,7 +26,7 @@ from motley.errors import MotleyError
 from motley.memory import in_halves
 from motley.model import Classifier, build_model, set_matmul_precision
 from motley.options import Config
-from motley.precision import best_precision
+from motley.plan.precision import best_precision
 from motley.team import confirmed
 
 COLUMNS = ("index", "image", "label", "predicted", "confidence")

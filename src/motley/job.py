@@ -11,15 +11,15 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint import Checkpoints, free_bytes
 from motley.engine import Engine, EngineMaker, Seating
-from motley.length import Length, Position
 from motley.model import Classifier, image_size
 from motley.options import Config
 from motley.order import seed_of
 from motley.parts import Parts
-from motley.plan import Plan
+from motley.plan.length import Length, Position
+from motley.plan.plan import Plan
+from motley.plan.precision import parse_loss_scale
+from motley.plan.replan import Watch
 from motley.planning import Planned
-from motley.precision import parse_loss_scale
-from motley.rebalance import Watch
 from motley.runs import Run
 from motley.sampler import Loader
 from motley.scale_search import search_scale

@@ -33,7 +33,7 @@ from typing import Any
 
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError
-from motley.precision import PRECISIONS
+from motley.plan.precision import PRECISIONS
 from motley.text import nearest
 
 DDP, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from motley.balance import Speed
 from motley.clock import Clock
 from motley.errors import NoMemoryError
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.model import AUTOCAST, Classifier, set_matmul_precision
 from motley.named_state import load_random_state, random_state
+from motley.plan.split import Speed
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from motley.balance import Speed
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.forecast import arrange
 from motley.launch import World
-from motley.links import Links
 from motley.measure import has_room
 from motley.measure_wire import measure_wire
 from motley.model import Classifier
 from motley.options import Config
-from motley.plan import cut
-from motley.speeds import speed_of, with_sizes
-from motley.team import Team
-from motley.traffic import measure_links
-from motley.vigil import PATIENCE
-from motley.wire import (
+from motley.plan.forecast import arrange
+from motley.plan.links import Links
+from motley.plan.plan import cut
+from motley.plan.split import Speed
+from motley.plan.wire import (
     BF16,
     EXACT,
     OFFERED,
@@ -30,6 +26,10 @@ from motley.wire import (
     rounded_as,
     rounded_too,
 )
+from motley.speeds import speed_of, with_sizes
+from motley.team import Team
+from motley.traffic import measure_links
+from motley.vigil import PATIENCE
 
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another

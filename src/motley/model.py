@@ -154,7 +154,7 @@ class Classifier(nn.Module):
 
     Args:
         net: the timm model.
-        precision: this rank's; see motley.precision.
+        precision: this rank's; see motley.plan.precision.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from motley.plan import Plan
+from motley.plan.plan import Plan
 
 
 def seed_of(*numbers: int) -> int:

@@ -4,23 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from motley.advice import better_engine, better_modes, larger_batch
-from motley.balance import Speed
 from motley.errors import MotleyError
-from motley.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.launch import World
-from motley.links import Links
 from motley.measure_team import Measured, can_overlap, measure_team, refine, wires_of
 from motley.model import (
     Classifier,
 )
 from motley.options import Config
 from motley.parts import Parts
-from motley.plan import Plan, make_plan, parse_micro_batches, parse_shares
+from motley.plan.advice import better_engine, better_modes, larger_batch
+from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
+from motley.plan.links import Links
+from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
+from motley.plan.split import Speed
+from motley.plan.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
 from motley.runs import Run
 from motley.speeds import remember
 from motley.team import Team, narrow_team, narrowed
-from motley.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
 
 
 @dataclass(frozen=True)

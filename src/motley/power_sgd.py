@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from motley.buckets import Bucket, Sender, add_up, in_thread
 from motley.collectives import leave_group
-from motley.wire import WireMode
+from motley.plan.wire import WireMode
 
 _LANES = 2  # a third was no faster
 _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets

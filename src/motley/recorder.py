@@ -14,7 +14,7 @@ from motley.collectives import everyone, exchange
 from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.options import Config
-from motley.plan import Plan
+from motley.plan.plan import Plan
 from motley.progress import Reporter
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord

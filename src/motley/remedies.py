@@ -10,11 +10,11 @@ from motley.collectives import everyone
 from motley.engine import StepResult
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.job import Job
-from motley.length import Position
 from motley.options import Config
 from motley.overflow import find_overflow
-from motley.plan import Plan
-from motley.rebalance import Proposal
+from motley.plan.length import Position
+from motley.plan.plan import Plan
+from motley.plan.replan import Proposal
 from motley.recorder import Recorder
 from motley.runs import Run
 

@@ -22,7 +22,7 @@ from motley.errors import MotleyError
 from motley.launch import die_with_parent
 from motley.options import Config
 from motley.order import Order, seed_of, seeds_of, slices
-from motley.plan import Plan
+from motley.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from motley.gradients import gradient_norm
 from motley.losses import sample_losses
 from motley.model import Classifier
 from motley.named_state import load_random_state, random_state
-from motley.plan import Plan
+from motley.plan.plan import Plan
 from motley.sampler import Loader
 from motley.team import Team
 

@@ -10,8 +10,8 @@ from torch.futures import Future
 
 from motley.buckets import Bucket, Sender, add_up
 from motley.leaf import LeafSender
+from motley.plan.wire import WireMode
 from motley.power_sgd import PowerSgdSender
-from motley.wire import WireMode
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

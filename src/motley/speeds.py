@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from motley.balance import Speed
 from motley.launch import cache_folder
 from motley.measure import measure_speed, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.optimizer import a_part, make_optimizer
 from motley.optimizer_trial import try_optimizer
 from motley.options import Config
+from motley.plan.split import Speed
+from motley.plan.wire import Sending
 from motley.runs import versions
 from motley.team import Team
-from motley.wire import Sending
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes

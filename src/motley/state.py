@@ -11,10 +11,10 @@ from torch import Tensor
 from motley.checkpoint import Checkpoints, newest_whole
 from motley.engine import Engine
 from motley.errors import MotleyError
-from motley.length import Position
 from motley.optimizer_state import State
 from motley.options import AT_RESUME, MUST, SAID, Config
 from motley.order import seed_of
+from motley.plan.length import Position
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
 

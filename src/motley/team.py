@@ -12,8 +12,8 @@ from motley.collectives import leave_group
 from motley.errors import MotleyError
 from motley.launch import World
 from motley.measure import kernel_speed
-from motley.plan import LeftOut, Seat, choose_participants, parse_hosts
-from motley.precision import PRECISIONS, best_precision, parse_precision
+from motley.plan.plan import LeftOut, Seat, choose_participants, parse_hosts
+from motley.plan.precision import PRECISIONS, best_precision, parse_precision
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 from motley.vigil import PATIENCE

@@ -14,7 +14,7 @@ import psutil
 
 from motley.cluster.network import VIRTUAL
 from motley.launch import World
-from motley.links import Flow, Links, Port, rounds
+from motley.plan.links import Flow, Links, Port, rounds
 
 _SECONDS = 0.2  # of sending, each way
 _CHUNK = 1 << 16  # bytes

@@ -21,12 +21,12 @@ from motley.errors import NotFiniteError
 from motley.faults import Phase
 from motley.job import Job, assemble, budget_of
 from motley.launch import World
-from motley.length import Position
 from motley.memory import release
 from motley.model import model_name
 from motley.options import Config
 from motley.parts import open_parts
-from motley.plan import Plan
+from motley.plan.length import Position
+from motley.plan.plan import Plan
 from motley.planning import plan_batch
 from motley.recorder import Recorder
 from motley.records.run_folder import EpochRecord

@@ -22,8 +22,8 @@ from motley import launch
 from motley.engine import Engine, Seating, StepResult
 from motley.model import Classifier
 from motley.options import read_config, training_parser
+from motley.plan.wire import Sending
 from motley.train import train
-from motley.wire import Sending
 
 
 class Flipped:

@@ -22,8 +22,8 @@ from motley.launch import World
 from motley.losses import sample_losses
 from motley.model import Classifier, build_model
 from motley.options import read_config, training_parser
-from motley.plan import make_plan
-from motley.precision import LossScale
+from motley.plan.plan import make_plan
+from motley.plan.precision import LossScale
 from motley.sampler import Loader
 from motley.team import join_team, leave_team
 

@@ -23,10 +23,10 @@ from motley.gradients import gradient_norm, unscale_and_clip
 from motley.model import Classifier, build_model
 from motley.optimizer import make_optimizer
 from motley.options import read_config, training_parser
-from motley.plan import make_plan
-from motley.precision import LossScale
+from motley.plan.plan import make_plan
+from motley.plan.precision import LossScale
+from motley.plan.wire import WireMode
 from motley.team import join_team, leave_team
-from motley.wire import WireMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from local_engine import LocalEngine

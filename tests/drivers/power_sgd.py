@@ -13,9 +13,9 @@ from torch import Tensor
 
 from motley import launch
 from motley.buckets import Sender, buckets_of
+from motley.plan.wire import parse_wire
 from motley.senders import make_sender
 from motley.team import join_team, leave_team
-from motley.wire import parse_wire
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
 STEPS, LONG = 8, 100

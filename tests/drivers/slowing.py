@@ -17,7 +17,7 @@ from motley import job, launch, parts, train
 from motley.batch import Batch
 from motley.model import Classifier
 from motley.options import read_config, training_parser
-from motley.rebalance import Watch
+from motley.plan.replan import Watch
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 

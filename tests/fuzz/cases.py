@@ -9,7 +9,7 @@ from fuzz.model import NAME, PIXELS
 from timm.optim import list_optimizers
 
 from motley.errors import MotleyError
-from motley.precision import PRECISIONS
+from motley.plan.precision import PRECISIONS
 from motley.text import nearest
 
 ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")

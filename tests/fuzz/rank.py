@@ -27,7 +27,7 @@ import motley.power_sgd
 from motley import launch
 from motley.batch import Batch
 from motley.options import read_config, training_parser
-from motley.rebalance import Proposal, Watch
+from motley.plan.replan import Proposal, Watch
 from motley.train import train
 
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (fuzz)"

@@ -18,7 +18,7 @@ from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer
 from motley.options import Config
 from motley.order import Order
-from motley.plan import make_plan
+from motley.plan.plan import make_plan
 from motley.sampler import Loader
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from motley.balance import Speed, split
+from motley.plan.split import Speed, split
 
 WINDOW = 8  # steps; their median forgives single slow ones
 SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from motley.balance import Speed, limit_s, split
-from motley.links import Links
-from motley.wire import Wire
+from motley.plan.links import Links
+from motley.plan.split import Speed, limit_s, split
+from motley.plan.wire import Wire
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
 _WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecasts are that good

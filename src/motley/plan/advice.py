@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from motley.balance import Speed
-from motley.forecast import Choice, Forecast, arrange, choose_machines
-from motley.links import Links
-from motley.wire import Sending, Wire, WireMode
+from motley.plan.forecast import Choice, Forecast, arrange, choose_machines
+from motley.plan.links import Links
+from motley.plan.split import Speed
+from motley.plan.wire import Sending, Wire, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be

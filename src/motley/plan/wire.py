@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from motley.errors import MotleyError
-from motley.links import Links
+from motley.plan.links import Links
 from motley.text import nearest
 
 SIXTEEN = ("bf16", "fp16")

@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from motley.errors import MotleyError
+from motley.plan.wire import EXACT, WireMode
 from motley.text import nearest
-from motley.wire import EXACT, WireMode
 
 
 @dataclass(frozen=True)
