@@ -21,10 +21,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plot_training import PARTS
 
-from motley.baseline_rows import Row, read_rows
-from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
-from motley.outcome import DONE
+from motley.sweep.outcome import DONE
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import Row, read_rows
 
 RATE, LIMIT = PARTS["t_compute"][1], "#333333"
 # What a step loses against the limit, as in the pictures of single runs.

@@ -27,12 +27,12 @@ from plot_training import draw_run
 from report_words import verdict
 from run_steps import median, read_training, title
 
-from motley.baseline_rows import Row, read_rows
-from motley.baseline_table import HEAD, shown
-from motley.baselines import BaselineFolder
 from motley.errors import MotleyError
-from motley.outcome import DONE
 from motley.records.run_folder import RunFolder, find_gpu_logs, find_runs
+from motley.sweep.outcome import DONE
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import Row, read_rows
+from motley.sweep.table import HEAD, shown
 
 _DPI = 110
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, environment
 
-from motley.baseline_rows import joules, leak, read_rows
-from motley.baseline_table import markdown
-from motley.baselines import BaselineFolder
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
-from motley.matrix import read_matrix
-from motley.outcome import judge
 from motley.records.run_folder import RunFolder
+from motley.sweep.cells import read_matrix
+from motley.sweep.outcome import judge
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import joules, leak, read_rows
+from motley.sweep.table import markdown
 
 HOSTS = (Host("a", 2), Host("b"), Host("c"))
 PRESETS = ROOT / "torch_dist" / "presets"

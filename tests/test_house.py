@@ -19,7 +19,7 @@ ROOMS = {
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "precision split links wire forecast advice replan plan length",
-    "sweep": "matrix outcome baselines baseline_rows baseline_table",
+    "sweep": "cells outcome results rows table",
     "launch": "same_code messages handshakes vigil escort lifeline launch begin",
     "config": "options",
     "data": "data batch order sampler",

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from motley.baseline_rows import read_rows
-from motley.baselines import BaselineFolder
 from motley.cluster.hostfile import Host
-from motley.matrix import read_matrix
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
 from motley.records.run_folder import EpochRecord, RunFolder, StepRecord
+from motley.sweep.cells import read_matrix
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import read_rows
 
 ROOT = Path(__file__).parent.parent
 START = 1763693554.0

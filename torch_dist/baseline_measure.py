@@ -9,7 +9,7 @@ Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and 
 its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
 An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
 wrong one shows. What has ended stays, and the same command goes on after a break. What follows
-``--`` is given to every run. src/motley/matrix.py shows the form of a matrix file; the presets are
+``--`` is given to every run. src/motley/sweep/cells.py shows the form of a matrix file; presets are
 in torch_dist/presets/.
 """
 
@@ -26,17 +26,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from motley.baseline_rows import read_rows
-from motley.baseline_table import HEAD, shown, write_rows
-from motley.baselines import BaselineFolder
 from motley.cluster.hostfile import read_hosts
 from motley.errors import MotleyError
 from motley.launch import die_with_parent
-from motley.matrix import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
 from motley.options import training_parser
-from motley.outcome import DONE
 from motley.plan.wire import parse_wire
 from motley.progress import clock
+from motley.sweep.cells import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
+from motley.sweep.outcome import DONE
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import read_rows
+from motley.sweep.table import HEAD, shown, write_rows
 from motley.text import nearest
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from motley.baselines import BaselineFolder
-from motley.matrix import REFERENCE, Cell
-from motley.outcome import DONE, Outcome
 from motley.records.gpu_csv import read_gpu_log
 from motley.records.lines import JsonDict
 from motley.records.run_folder import (
     RunFolder,
     find_gpu_logs,
 )
+from motley.sweep.cells import REFERENCE, Cell
+from motley.sweep.outcome import DONE, Outcome
+from motley.sweep.results import BaselineFolder
 
 _PARTS = ("data", "compute", "wait", "comm", "opt")
 _WARM = 1 / 3  # of a run's steps come before those that count

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from motley.baseline_rows import Row
-from motley.baselines import BaselineFolder
-from motley.outcome import DONE
+from motley.sweep.outcome import DONE
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import Row
 
 _SHOWN = (
     ("cell", "name"), ("hosts", "machines"), ("precision", "precision"), ("batch", "batch"),

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TextIO
 
 from motley.errors import MotleyError
-from motley.matrix import Cell, Matrix
-from motley.outcome import DONE, Outcome, judge
 from motley.records.run_folder import (
     RunFolder,
     read_json,
     take_folder,
     write_json,
 )
+from motley.sweep.cells import Cell, Matrix
+from motley.sweep.outcome import DONE, Outcome, judge
 
 
 class BaselineFolder:
