@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import launch
 from motley.batch import Batch
 from motley.clock import Laps
 from motley.data import load_images
 from motley.engine import EngineMaker, Seating
+from motley.launch.world import World
 from motley.measure import measure_speed
 from motley.measure_team import Measured, refine
 from motley.measure_wire import measure_wire
@@ -47,9 +47,7 @@ class Bench(ABC):
         warm, steps: not timed, and timed.
     """
 
-    def __init__(
-        self, world: launch.World, team: Team, words: list[str], warm: int, steps: int
-    ) -> None:
+    def __init__(self, world: World, team: Team, words: list[str], warm: int, steps: int) -> None:
         assert team.rank is not None
         self.world, self.team, self.rank, self.warm, self.steps = (
             world,

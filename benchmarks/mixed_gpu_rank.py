@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from mixed import Bench
 
-from motley import launch
+from motley.launch.world import World, run
 from motley.model import Classifier, build_model, image_size
 from motley.plan.split import limit_s
 from motley.team import Team, join_team, leave_team
@@ -25,7 +25,7 @@ from motley.team import Team, join_team, leave_team
 class GpuBench(Bench):
     """A timm model on the rank's own GPU."""
 
-    def __init__(self, world: launch.World, team: Team, options: argparse.Namespace) -> None:
+    def __init__(self, world: World, team: Team, options: argparse.Namespace) -> None:
         # A learning rate that changes next to nothing: noise has no labels to learn.
         words = ["--dataset", "synthetic", "--model", options.model, "--lr", "1e-6"]
         super().__init__(world, team, words, options.warm, options.steps)
@@ -46,7 +46,7 @@ def only_processors(count: int) -> object:
     return context
 
 
-def main(world: launch.World, options: argparse.Namespace) -> None:
+def main(world: World, options: argparse.Namespace) -> None:
     """For each repeat: the limit, all modes at each batch in turn, and the limit again."""
     precisions, _, processors = zip(*(rank.partition("@") for rank in options.ranks), strict=True)
     team = join_team(world, ",".join(precisions))
@@ -112,4 +112,4 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = arguments()
-    launch.run(lambda world: main(world, given))
+    run(lambda world: main(world, given))

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "deepspeed"))
 import quiet  # noqa: F401 - before deepspeed
 from zero_engine import ZeroEngines
 
-from motley import launch
 from motley.batch import Batch
+from motley.launch.world import World, run
 from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer
 from motley.plan.split import Speed, limit_s
@@ -40,7 +40,7 @@ PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")
 class LabBench(Bench):
     """Hosts that are paced, or have a part of a processor each; and the other peers."""
 
-    def __init__(self, world: launch.World, team: Team, options: argparse.Namespace) -> None:
+    def __init__(self, world: World, team: Team, options: argparse.Namespace) -> None:
         words = ["--batch-size", str(options.n), "--no-augment", "--img-size", options.img_size]
         super().__init__(world, team, words, options.warm, options.steps)
         self.options = options
@@ -125,7 +125,7 @@ def cpu_seconds() -> tuple[float, float]:
     return times.steal, sum(times) - times.guest - times.guest_nice  # in user and nice already
 
 
-def main(world: launch.World, options: argparse.Namespace) -> None:
+def main(world: World, options: argparse.Namespace) -> None:
     """Measure the limit, all modes in turn, and the limit again, for each repeat."""
     torch.set_num_threads(1)
     bench = LabBench(world, join_team(world, "fp32"), options)
@@ -182,4 +182,4 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = arguments()
-    launch.run(lambda world: main(world, given))
+    run(lambda world: main(world, given))

@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import engine_base, launch, measure, parts, speeds
+from motley import engine_base, measure, parts, speeds
+from motley.launch.world import World
 from motley.options import Config, read_config, training_parser
 from motley.train import train
 
@@ -45,7 +46,7 @@ def main() -> None:
     given, rest = parser.parse_known_args()
     config = read_config(training_parser(str(__doc__)), rest)
 
-    def run(world: launch.World) -> None:
+    def run(world: World) -> None:
         torch.set_num_threads(1)
         speeds.measure_speed = partial(  # type: ignore[assignment]
             measure.measure_speed, budget_s=measure.BUDGET_S * given.slower
@@ -67,7 +68,7 @@ def main() -> None:
         )
         train(world, config, make)
 
-    launch.run(run)
+    run(run)
 
 
 class Changing:

@@ -21,9 +21,8 @@ import torch
 from deepspeed import comm
 from rich.table import Table
 
-from motley import launch
 from motley.errors import MotleyError
-from motley.launch import World
+from motley.launch.world import World, run
 from motley.model import set_matmul_precision
 from motley.options import OneVoice
 from motley.plan.plan import apportion
@@ -126,4 +125,4 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=5, help="timed products, default 5")
     parser.add_argument("--logs", type=Path, default=Path("logs"), help="default: logs")
     options = parser.parse_args()
-    launch.run(lambda world: main(world, options.size, options.repeats, options.logs))
+    run(lambda world: main(world, options.size, options.repeats, options.logs))

@@ -11,7 +11,7 @@ configuration that is "auto" comes from the plan.
 from zero_config import add_options
 from zero_engine import ZeroEngines
 
-from motley import launch
+from motley.launch.world import run
 from motley.options import read_config, training_parser
 from motley.train import train
 
@@ -19,4 +19,4 @@ if __name__ == "__main__":
     parser = training_parser(str(__doc__))
     add_options(parser)
     config = read_config(parser)
-    launch.run(lambda world: train(world, config, ZeroEngines(config)))
+    run(lambda world: train(world, config, ZeroEngines(config)))

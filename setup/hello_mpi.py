@@ -4,12 +4,12 @@ machines find out what the links between them carry.
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh setup/hello_mpi.py
 """
 
-from motley import launch
 from motley.errors import MotleyError
+from motley.launch.world import World, run
 from motley.traffic import measure_links
 
 
-def main(world: launch.World) -> None:
+def main(world: World) -> None:
     """Print one line, whole."""
     total = sum(world.allgather(world.rank + 1))
     if total != world.size * (world.size + 1) // 2:
@@ -24,4 +24,4 @@ def main(world: launch.World) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run(main)

@@ -65,7 +65,7 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
 
 FAILING = """
 import os, sys, torch.distributed as dist, torch
-from motley import launch
+from motley.launch.world import run
 from motley.team import join_team
 
 def main(world):
@@ -77,7 +77,7 @@ def main(world):
         {failure}
     dist.all_reduce(torch.ones(9))  # the others wait here for rank 1
 
-launch.run(main)
+run(main)
 """
 
 

@@ -20,7 +20,7 @@ ROOMS = {
     "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "precision split links wire forecast advice replan plan length",
     "sweep": "cells outcome results rows table",
-    "launch": "same_code messages handshakes vigil escort lifeline launch begin",
+    "launch": ("same_code messages handshakes watchdog launcher_reaper supervisor world __main__"),
     "config": "options",
     "data": "data batch order sampler",
     "tasks": "model losses",
@@ -39,7 +39,7 @@ ROOMS = {
 }
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
-OWNERS = {"mpi4py": "launch", "paramiko": "ssh", "GPUtil": "gpus", "pynvml": "gpus"}
+OWNERS = {"mpi4py": "world", "paramiko": "ssh", "GPUtil": "gpus", "pynvml": "gpus"}
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them
 
 
@@ -123,7 +123,7 @@ def test_what_breaks_the_order_is_named(
 
 @pytest.mark.parametrize("room", [*PURE, "launch"])
 def test_a_light_room_loads_nothing_heavy(room: str) -> None:
-    paths = [file_of(room, name) for name in ROOMS[room].split() if name not in ("begin",)]
+    paths = [file_of(room, name) for name in ROOMS[room].split() if name not in ("__main__",)]
     parts = [path.relative_to(LIBRARY.parent).with_suffix("").parts for path in paths]
     heavy = HEAVY if room == "launch" else HEAVY | {"mpi4py"}
     code = f"import sys, {', '.join(map('.'.join, parts))}; print(*({heavy} & sys.modules.keys()))"
@@ -137,7 +137,7 @@ def test_a_light_room_loads_nothing_heavy(room: str) -> None:
 @pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.py")), ids=lambda path: path.stem)
 def test_launch_alone_knows_the_variables_of_a_rank(path: Path) -> None:
     text = path.read_text()
-    if path.stem != "launch":
+    if path.stem != "world":
         assert not [name for name in VARIABLES if f'"{name}"' in text]
 
 

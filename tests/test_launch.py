@@ -8,7 +8,7 @@ import pytest
 
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
-from motley.launch import (
+from motley.launch.world import (
     check_slurm,
     keep_caches_local,
     launched_rank,

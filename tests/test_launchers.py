@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 WHO = """
 import os
 import torch.distributed
-from motley import launch
+from motley.launch.world import run
 from motley.team import join_team, leave_team
 
 def main(world):
@@ -28,7 +28,7 @@ def main(world):
     torch.distributed.barrier()  # who leaves while others still connect breaks their group
     leave_team()
 
-launch.run(main)
+run(main)
 """
 
 

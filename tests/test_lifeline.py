@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.faults import fault_of
-from motley.handshakes import MOST_STRANGERS, TIMEOUT_S, Arrival, Handshakes, greeting
-from motley.messages import MOST_BYTES, Messages, encode
+from motley.launch.handshakes import MOST_STRANGERS, TIMEOUT_S, Arrival, Handshakes, greeting
+from motley.launch.messages import MOST_BYTES, Messages, encode
 
 RANK = """
 import sys
-from motley.lifeline import Lifeline
+from motley.launch.supervisor import Lifeline
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 lifeline = Lifeline(rank, size, f"host{rank}")

@@ -12,7 +12,7 @@ NARROW = """
 import os
 import torch
 import torch.distributed as dist
-from motley import launch
+from motley.launch.world import run
 from motley.team import join_team, leave_team, narrow_team
 
 def main(world):
@@ -28,7 +28,7 @@ def main(world):
     print(f"launched {world.rank} is {own}, the sum {total.item():g}", flush=True)
     leave_team()
 
-launch.run(main)
+run(main)
 """
 
 

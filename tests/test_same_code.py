@@ -11,7 +11,7 @@ import pytest
 from conftest import DDP, ROOT, Jobs, venv
 
 from motley.errors import MotleyError
-from motley.same_code import Code, check_same, compare_code, read_code
+from motley.launch.same_code import Code, check_same, compare_code, read_code
 
 ORDER, PLAN = "src/motley/order.py", "src/motley/plan/plan.py"
 

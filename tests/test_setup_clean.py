@@ -90,7 +90,7 @@ def clean(lab: Door, *words: object) -> Done:
 def lingering(lab: Door, host: str) -> dict[str, int]:
     """Pids of the ranks on a host, by the mark in their command line."""
     lines = lab.do("exec", "--root", host, "--", "ps", "-e", "-o", "pid=,args=").splitlines()
-    ranks = [line.split() for line in lines if "-m motley.begin" in line and LINGER in line]
+    ranks = [line.split() for line in lines if "-m motley.launch" in line and LINGER in line]
     return {words[-1]: int(words[0]) for words in ranks}
 
 

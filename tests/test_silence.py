@@ -27,7 +27,12 @@ PROFILE = "".join(
 # When mpirun looks after a cut cable: after Motley, as make_env.sh sets it, or before.
 LATE, EARLY = (10, 5, 4), (5, 2, 3)
 
-MARKS = ("motley.begin", "prte", "ssh -o BatchMode", "motley.escort")  # in their command lines
+MARKS = (
+    "motley.launch",
+    "prte",
+    "ssh -o BatchMode",
+    "motley.launch.launcher_reaper",
+)  # in their command lines
 
 RUN = """
 export PATH={venv}/bin:$PATH OMP_NUM_THREADS=1
@@ -41,7 +46,7 @@ echo ${{PIPESTATUS[0]}}
 LOOP = """
 import sys, time, torch, torch.distributed as dist
 from pathlib import Path
-from motley import launch
+from motley.launch.world import run
 from motley.faults import Phase
 from motley.team import join_team
 
@@ -57,7 +62,7 @@ def main(world):
             (Path.home() / f"{sys.argv[1]}.begun").touch()
         time.sleep(0.05)
 
-launch.run(main)
+run(main)
 """
 
 
@@ -158,7 +163,7 @@ def test_a_stopped_rank_is_named_and_a_short_stop_is_not(jobs: Jobs) -> None:
 
 HANGING = """
 import time, torch, torch.distributed as dist
-from motley import launch
+from motley.launch.world import run
 from motley.faults import Phase
 from motley.team import join_team
 
@@ -171,7 +176,7 @@ def main(world):
     world.lifeline.enter(Phase.ALL_REDUCE, 3)
     dist.all_reduce(torch.ones(9))
 
-launch.run(main)
+run(main)
 """
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from motley.faults import FaultKind, Phase
-from motley.vigil import SILENCE, SUSPECT, Awake, Peer, Pulse, Vigil, step_patience
+from motley.launch.watchdog import SILENCE, SUSPECT, Awake, Peer, Pulse, Vigil, step_patience
 
 
 class Hand:

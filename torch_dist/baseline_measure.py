@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from motley.cluster.hostfile import read_hosts
 from motley.errors import MotleyError
-from motley.launch import die_with_parent
+from motley.launch.world import die_with_parent
 from motley.options import training_parser
 from motley.plan.wire import parse_wire
 from motley.progress import clock

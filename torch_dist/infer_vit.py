@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.launch import die_with_parent, launched_local_rank, launched_rank
+from motley.launch.world import die_with_parent, launched_local_rank, launched_rank
 from motley.leases import Leases
 from motley.options import OneVoice
 from motley.plan.precision import PRECISIONS

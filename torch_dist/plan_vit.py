@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from motley import launch
 from motley.data import prepare
 from motley.errors import MotleyError
+from motley.launch.world import World, run
 from motley.model import model_name
 from motley.options import Config, read_config, training_parser
 from motley.parts import open_parts
@@ -27,7 +27,7 @@ from motley.progress import console
 from motley.team import Team, join_team, leave_team
 
 
-def main(world: launch.World, config: Config) -> None:
+def main(world: World, config: Config) -> None:
     """Plan on all ranks, print on rank 0."""
     if config.shares is not None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
@@ -103,4 +103,4 @@ def show_links(links: Links) -> None:
 
 if __name__ == "__main__":
     chosen = read_config(training_parser(str(__doc__)))
-    launch.run(lambda world: main(world, chosen))
+    run(lambda world: main(world, chosen))

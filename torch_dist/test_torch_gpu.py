@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.table import Table
 
-from motley import launch
 from motley.errors import MotleyError
-from motley.launch import World
+from motley.launch.world import World, run
 from motley.measure import KernelSpeed, kernel_speed
 from motley.options import OneVoice
 from motley.plan.precision import PRECISIONS, best_precision
@@ -134,4 +133,4 @@ if __name__ == "__main__":
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     as_json = parser.parse_args().json
-    launch.run(lambda world: main(world, as_json))
+    run(lambda world: main(world, as_json))

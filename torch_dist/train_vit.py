@@ -8,7 +8,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume
 
 from torch_engines import TorchEngines, add_options
 
-from motley import launch
+from motley.launch.world import run
 from motley.options import read_config, training_parser
 from motley.train import train
 
@@ -16,4 +16,4 @@ if __name__ == "__main__":
     parser = training_parser(str(__doc__))
     add_options(parser)
     config = read_config(parser)
-    launch.run(lambda world: train(world, config, TorchEngines(config)))
+    run(lambda world: train(world, config, TorchEngines(config)))

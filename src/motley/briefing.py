@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from motley.launch import World
+from motley.launch.world import World
 from motley.model import image_size
 from motley.options import Config
 from motley.plan.plan import Plan

@@ -13,7 +13,10 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
-_MOST_DETAILS, _MOST_WORDS = 75_000, 10_000  # characters, of 12 bytes at most; motley.messages
+_MOST_DETAILS, _MOST_WORDS = (
+    75_000,
+    10_000,
+)  # characters, of 12 bytes at most; motley.launch.messages
 _NO_MEMORY = (
     r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc|"
     "MemoryError"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from motley.launch import launched_rank, stop_usage
+from motley.launch.world import launched_rank, stop_usage
 from motley.text import nearest
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder", "synthetic")

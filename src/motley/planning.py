@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.launch import World
+from motley.launch.world import World
 from motley.measure_team import Measured, can_overlap, measure_team, refine, wires_of
 from motley.model import (
     Classifier,

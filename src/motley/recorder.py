@@ -13,6 +13,7 @@ from motley.clock import Laps
 from motley.collectives import everyone, exchange
 from motley.engine import StepResult
 from motley.errors import MotleyError
+from motley.launch.watchdog import PATIENCE, step_patience
 from motley.options import Config
 from motley.plan.plan import Plan
 from motley.progress import Reporter
@@ -20,7 +21,6 @@ from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
 from motley.runs import Run
 from motley.team import Team
-from motley.vigil import PATIENCE, step_patience
 
 
 class Recorder:
@@ -67,7 +67,7 @@ class Recorder:
 
     @property
     def patience(self) -> float:
-        """Seconds in which some rank should move within a step; see motley.vigil."""
+        """Seconds in which some rank should move within a step; see motley.launch.watchdog."""
         # First steps build kernels; a compiled model is built again for each size of batch. And
         # a usual local step says nothing of the one that waits for the wire.
         if self._compiles or self._local or len(self._seconds) < 3:

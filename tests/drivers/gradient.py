@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from motley import launch
 from motley.data import load_images
 from motley.engine import Seating
-from motley.launch import World
+from motley.launch.world import World, run
 from motley.losses import sample_losses
 from motley.model import Classifier, build_model
 from motley.options import read_config, training_parser
@@ -93,4 +92,4 @@ def main(world: World) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run(main)

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 from ddp_engine import DdpEngine
 
-from motley import launch, train
+from motley import train
+from motley.launch.world import run
 from motley.options import read_config, training_parser
 
 if __name__ == "__main__":
@@ -34,4 +35,4 @@ if __name__ == "__main__":
 
     train.evaluate = killed
     config = read_config(training_parser(str(__doc__)), rest)
-    launch.run(lambda world: train.train(world, config, DdpEngine))
+    run(lambda world: train.train(world, config, DdpEngine))

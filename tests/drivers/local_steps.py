@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from motley import launch
 from motley.agreement import digests
 from motley.batch import Batch
 from motley.data import load_images
 from motley.engine import Seating
 from motley.gradients import gradient_norm, unscale_and_clip
+from motley.launch.world import World, run
 from motley.model import Classifier, build_model
 from motley.optimizer import make_optimizer
 from motley.options import read_config, training_parser
@@ -57,7 +57,7 @@ def assign(net: nn.Module, values: Tensor) -> None:
         parameter.copy_(part.view_as(parameter))
 
 
-def main(world: launch.World) -> None:
+def main(world: World) -> None:
     """Train both ways, compare."""
     options = ["--model", "vit_digits", "--opt", "sgd", "--lr", "0.05", "--clip-grad", "1.0"]
     config = read_config(training_parser(""), options)
@@ -132,4 +132,4 @@ def main(world: launch.World) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run(main)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley import launch
 from motley.buckets import Sender, buckets_of
+from motley.launch.world import World, run
 from motley.plan.wire import parse_wire
 from motley.senders import make_sender
 from motley.team import join_team, leave_team
@@ -81,7 +81,7 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
     return worst
 
 
-def main(world: launch.World) -> None:
+def main(world: World) -> None:
     """What travels in fp32; and in bf16, of numbers up to about 6."""
     device = join_team(world, "fp32").device
     assert compare("powersgd:2", world.rank, device) < 1e-5
@@ -93,4 +93,4 @@ def main(world: launch.World) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    run(main)

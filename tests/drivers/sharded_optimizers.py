@@ -13,15 +13,15 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from fsdp_engine import FsdpEngine
 
-from motley import launch
 from motley.errors import MotleyError
+from motley.launch.world import World, run
 from motley.optimizer_trial import Sharding, try_optimizer
 from motley.options import read_config, training_parser
 from motley.team import join_team, leave_team
 
 if __name__ == "__main__":
 
-    def main(world: launch.World) -> None:
+    def main(world: World) -> None:
         """Try each, but those that the whole tensor's test tries slowly, or cannot."""
         team = join_team(world, "fp32")
         engine = object.__new__(FsdpEngine)
@@ -44,4 +44,4 @@ if __name__ == "__main__":
                 print(f"{name}: {said}", flush=True)
         leave_team()
 
-    launch.run(main)
+    run(main)

@@ -13,8 +13,8 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import launch, parts, train
-from motley.launch import launched_rank
+from motley import parts, train
+from motley.launch.world import launched_rank, run
 from motley.model import Classifier
 from motley.options import read_config, training_parser
 
@@ -34,4 +34,4 @@ class Slow(Classifier):
 if __name__ == "__main__":
     parts.Classifier = Slow
     config = read_config(training_parser(str(__doc__)))
-    launch.run(lambda world: train.train(world, config, DdpEngine))
+    run(lambda world: train.train(world, config, DdpEngine))

@@ -13,8 +13,9 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import job, launch, parts, train
+from motley import job, parts, train
 from motley.batch import Batch
+from motley.launch.world import run
 from motley.model import Classifier
 from motley.options import read_config, training_parser
 from motley.plan.replan import Watch
@@ -57,4 +58,4 @@ if __name__ == "__main__":
     # CPU ranks of one machine count as equal, which these are not.
     job.Watch = lambda speeds, kinds: Watch(speeds, range(len(kinds)))
     config = read_config(training_parser(str(__doc__)))
-    launch.run(lambda world: train.train(world, config, Counting))
+    run(lambda world: train.train(world, config, Counting))

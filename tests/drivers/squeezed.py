@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motley import launch
 from motley.batch import Batch
 from motley.engine import StepResult
+from motley.launch.world import run
 from motley.model import Classifier
 from motley.options import read_config, training_parser
 from motley.train import train
@@ -87,4 +87,4 @@ if __name__ == "__main__":
     config = read_config(parser)
     if config.stage is not None:
         Squeezed.sending = ENGINES.SENDING[config.stage]
-    launch.run(lambda world: train(world, config, Squeezed))
+    run(lambda world: train(world, config, Squeezed))

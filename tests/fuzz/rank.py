@@ -24,8 +24,8 @@ from torch import Tensor
 
 import motley.job
 import motley.power_sgd
-from motley import launch
 from motley.batch import Batch
+from motley.launch.world import Launched, World, run
 from motley.options import read_config, training_parser
 from motley.plan.replan import Proposal, Watch
 from motley.train import train
@@ -50,7 +50,7 @@ class Probe:
         self._sizes: list[int] = []
         self._begun = False
         self._done: set[int] = set()  # faults, by their place
-        self.world: launch.World
+        self.world: World
 
     def write(self, **content: Any) -> None:
         """Add a line to the trace."""
@@ -223,7 +223,7 @@ class Makers:
         return engine
 
 
-def main(launched: launch.Launched, argument: dict[str, Any]) -> None:
+def main(launched: Launched, argument: dict[str, Any]) -> None:
     """Train as the argument's command line says."""
     torch.set_num_threads(1)
     words = argument["arguments"]
@@ -239,10 +239,10 @@ def main(launched: launch.Launched, argument: dict[str, Any]) -> None:
         if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
             probe.kill_at(fault)
 
-    def work(world: launch.World) -> None:
+    def work(world: World) -> None:
         probe.world = world
         makers = (zero_engine.ZeroEngines if zero else torch_engines.TorchEngines)(config)
         train(world, config, Makers(makers, probe))
         probe.digest()
 
-    launch.run(work, launched)
+    run(work, launched)

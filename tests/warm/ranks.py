@@ -80,7 +80,7 @@ class WarmRanks:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            # Its ranks ask the kernel to die with it (motley.launch.die_with_parent).
+            # Its ranks ask the kernel to die with it (motley.launch.world.die_with_parent).
             self._process.kill()
             self._process.wait()
 

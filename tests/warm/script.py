@@ -7,8 +7,8 @@ from typing import Any
 
 from warm.ranks import ROOT
 
-import motley.launch
-from motley.launch import Launched
+import motley.launch.world
+from motley.launch.world import Launched
 
 # What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
 MODULES = (
@@ -30,5 +30,5 @@ def main(launched: Launched, words: list[Any]) -> None:
     os.chdir(ROOT)
     script, *_ = sys.argv = words
     sys.path.insert(0, str((ROOT / script).parent))
-    motley.launch.MpiRanks = lambda: launched  # type: ignore[assignment, misc]
+    motley.launch.world.MpiRanks = lambda: launched  # type: ignore[assignment, misc]
     runpy.run_path(script, run_name="__main__")

@@ -27,7 +27,7 @@ _DAEMONS = {"prted", "orted", "slurmstepd"}
 # Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do
 # not, and there a rank is known by the daemon that is its parent.
 _JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
-_BEGIN = "motley.begin"  # what entry_cn.sh has Python run
+_BEGIN = "motley.launch"  # what entry_cn.sh has Python run
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 

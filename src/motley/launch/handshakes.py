@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from motley.messages import Messages, encode
+from motley.launch.messages import Messages, encode
 
 TIMEOUT_S = 5.0  # for the greeting; a rank sends it in the moment that it connects
 MOST_STRANGERS = 64

@@ -22,8 +22,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from motley.cluster.facts import NodeFacts, read_node
 from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
-from motley.lifeline import Lifeline
-from motley.same_code import compare_code
+from motley.launch.same_code import compare_code
+from motley.launch.supervisor import Lifeline
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def run(main: Callable[["World"], None], launched: Launched | None = None) -> No
     Args:
         launched: by something else than MPI, as tests do.
     """
-    gc.freeze()  # see motley.begin
+    gc.freeze()  # see motley.launch
     gc.enable()
     atexit.register(gc.disable)
     atexit.register(gc.unfreeze)  # else libraries take what is set aside for their leaks

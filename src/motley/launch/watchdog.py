@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from motley.faults import Fault, Phase, alone, silent, stuck
-from motley.messages import Messages
+from motley.launch.messages import Messages
 
 TICK = 0.5  # seconds between beats, and between looks at deadlines
 

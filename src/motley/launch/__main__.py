@@ -1,9 +1,9 @@
-"""Begins a rank: ``python -m motley.begin SCRIPT.py [ARGS...]``, as entry_cn.sh does.
+"""Begins a rank: ``python -m motley.launch SCRIPT.py [ARGS...]``, as entry_cn.sh does.
 
 mpi4py's runner runs the script, and ends all ranks when one raises. Python looks for garbage
 whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,
 none of them garbage: looking took a fifth of a short run. So Python does not look before
-``motley.launch.run``, which sets these objects aside, nor when all is freed at the end.
+``motley.launch.world.run``, which sets these objects aside, nor when all is freed at the end.
 """
 
 import gc

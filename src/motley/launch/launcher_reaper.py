@@ -33,7 +33,7 @@ class Escort:
                 with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
                     errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "motley.escort", str(launcher.pid)],
+                [sys.executable, "-m", "motley.launch.launcher_reaper", str(launcher.pid)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
                 start_new_session=True,
             )  # fmt: skip

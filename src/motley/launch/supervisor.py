@@ -7,7 +7,7 @@ that breaks without a word, a rank that falls silent and a job that stands still
 the first cause in one line and ends the job. A rank that hears nothing of rank 0 ends itself.
 
     rank k                                rank 0
-    {"beat": {"step": 17}}  ------------> remembered; no beat for 15 s: see motley.vigil
+    {"beat": {"step": 17}}  ------------> remembered; no beat for 15 s: see motley.launch.watchdog
                             <------------ {"beat": null}, or who may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
@@ -28,11 +28,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
-from motley.escort import Escort
 from motley.faults import Fault, FaultKind, Phase, died, fault_of, silent
-from motley.handshakes import Handshakes, greeting
-from motley.messages import Messages, encode
-from motley.vigil import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil, whereabouts
+from motley.launch.handshakes import Handshakes, greeting
+from motley.launch.launcher_reaper import Escort
+from motley.launch.messages import Messages, encode
+from motley.launch.watchdog import SILENCE, SUSPECT, TICK, Awake, Peer, Pulse, Vigil, whereabouts
 
 _PATIENCE = 2.0  # seconds that a failure which looks like an echo waits for the first cause
 _NOW = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
@@ -74,7 +74,7 @@ class Lifeline:
     def listen(self, address: str) -> tuple[int, str, str]:
         """Rank 0: open the door; returns its port, the word that opens it, and the host.
 
-        Nobody is heard who has not said it: see motley.handshakes.
+        Nobody is heard who has not said it: see motley.launch.handshakes.
         """
         self._door = socket.create_server((address, 0), backlog=1024)
         self._handshakes = Handshakes(self._door, range(1, self.size))
@@ -123,7 +123,7 @@ class Lifeline:
         """Say what this rank is at from now on, or that it has got on with it.
 
         Args:
-            patience: seconds in which some rank should move; see motley.vigil.
+            patience: seconds in which some rank should move; see motley.launch.watchdog.
             detail: as in "rank 3 is measuring links", in place of the phase's own words.
         """
         self._pulse = Pulse(self.step, phase, self._pulse.moves + 1, patience, detail)
