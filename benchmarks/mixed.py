@@ -23,6 +23,7 @@ from torch_engines import TorchEngines
 
 from motley.batch import Batch
 from motley.clock import Laps
+from motley.config.options import Config, read_config, training_parser
 from motley.data import load_images
 from motley.engine import EngineMaker, Seating
 from motley.launch.world import World
@@ -31,7 +32,6 @@ from motley.measure_team import Measured, refine
 from motley.measure_wire import measure_wire
 from motley.model import Classifier, image_size, model_name, set_matmul_precision
 from motley.optimizer import make_optimizer
-from motley.options import Config, read_config, training_parser
 from motley.plan.precision import parse_loss_scale
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, WireMode

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 from torch_engines import TorchEngines
 
 from motley import engine_base, measure, parts, speeds
+from motley.config.options import Config, read_config, training_parser
 from motley.launch.world import World
-from motley.options import Config, read_config, training_parser
 from motley.train import train
 
 

@@ -21,10 +21,10 @@ import torch
 from deepspeed import comm
 from rich.table import Table
 
+from motley.config.options import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.model import set_matmul_precision
-from motley.options import OneVoice
 from motley.plan.plan import apportion
 from motley.progress import console
 from motley.records.run_folder import RunFolder

@@ -11,8 +11,8 @@ configuration that is "auto" comes from the plan.
 from zero_config import add_options
 from zero_engine import ZeroEngines
 
+from motley.config.options import read_config, training_parser
 from motley.launch.world import run
-from motley.options import read_config, training_parser
 from motley.train import train
 
 if __name__ == "__main__":

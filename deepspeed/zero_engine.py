@@ -23,6 +23,7 @@ from zero_state import cut_state, is_elementwise, whole_state
 
 from motley.batch import Batch
 from motley.collectives import exchange, gather
+from motley.config.options import Config
 from motley.engine import Engine, Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.errors import MotleyError
@@ -33,7 +34,6 @@ from motley.memory import out_of_memory
 from motley.model import Classifier
 from motley.named_state import load_model_state, model_state
 from motley.optimizer_state import State
-from motley.options import Config
 from motley.plan.wire import SIXTEEN, Sending
 
 _COUNTS_ALL = Version("0.18.4")

@@ -18,10 +18,10 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from motley.config.options import Config
 from motley.named_state import load_model_state, model_state
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import State, slots_of
-from motley.options import Config
 
 Optimizer = torch.optim.Optimizer
 

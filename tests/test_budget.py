@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.budget import Budget, checkpoint_bytes
+from motley.config.options import read_config, training_parser
 from motley.errors import MotleyError
-from motley.options import read_config, training_parser
 from motley.plan.plan import make_plan
 from motley.plan.wire import EXACT, parse_wire
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from motley.config.options import read_config, training_parser
 from motley.job import make_schedule
-from motley.options import read_config, training_parser
 from motley.plan.length import Length, Position
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from motley.config.options import read_config, training_parser
 from motley.data import load_images
 from motley.errors import MotleyError
 from motley.model import Classifier, blocks_of, build_model, recompute, set_attention
-from motley.options import read_config, training_parser
 
 
 def classifier(*words: str) -> Classifier:

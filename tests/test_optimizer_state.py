@@ -14,12 +14,12 @@ from conftest import DDP, ROOT, ZERO, Jobs
 from torch import Tensor, nn
 
 from motley.checkpoint import Checkpoints, load_checkpoint
+from motley.config.options import Config, read_config, training_parser
 from motley.errors import MotleyError
 from motley.named_state import load_model_state, model_state
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import OptimizerMemory, State
 from motley.optimizer_trial import try_optimizer
-from motley.options import Config, read_config, training_parser
 from motley.plan.length import Position
 
 CPU = torch.device("cpu")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from motley.batch import Batch
+from motley.config.options import read_config, training_parser
 from motley.data import load_images
 from motley.model import Classifier, build_model
-from motley.options import read_config, training_parser
 from motley.overflow import find_overflow
 
 

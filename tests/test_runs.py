@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from motley.checkpoint import Checkpoints
+from motley.config.options import Config, read_config, training_parser
 from motley.errors import MotleyError
-from motley.options import Config, read_config, training_parser
 from motley.records.run_folder import RunFolder
 from motley.runs import find_run
 

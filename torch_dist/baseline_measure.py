@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from motley.cluster.hostfile import read_hosts
+from motley.config.options import training_parser
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
-from motley.options import training_parser
 from motley.plan.wire import parse_wire
 from motley.progress import clock
 from motley.sweep.cells import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter

@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from motley.config.options import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent, launched_local_rank, launched_rank
 from motley.leases import Leases
-from motley.options import OneVoice
 from motley.plan.precision import PRECISIONS
 from motley.shards import MERGED, Shards
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from motley.config.options import Config, read_config, training_parser
 from motley.data import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.model import model_name
-from motley.options import Config, read_config, training_parser
 from motley.parts import open_parts
 from motley.plan.forecast import what_if
 from motley.plan.links import Links

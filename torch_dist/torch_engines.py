@@ -6,10 +6,10 @@ from ddp_engine import DdpEngine
 from fsdp_engine import FsdpEngine
 from local_engine import LocalEngine
 
+from motley.config.options import Config
 from motley.engine import Engine, Seating
 from motley.errors import MotleyError
 from motley.model import Classifier
-from motley.options import Config
 from motley.plan.wire import Sending
 
 

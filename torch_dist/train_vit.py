@@ -8,8 +8,8 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume
 
 from torch_engines import TorchEngines, add_options
 
+from motley.config.options import read_config, training_parser
 from motley.launch.world import run
-from motley.options import read_config, training_parser
 from motley.train import train
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ import dataclasses
 import sys
 from typing import Any
 
+from motley.config.options import Config
 from motley.launch.world import World
 from motley.model import image_size
-from motley.options import Config
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
 from motley.planning import Planned

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import OptimizerMemory
-from motley.options import Config
 from motley.plan.plan import Plan
 from motley.progress import clock
 

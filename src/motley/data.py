@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from motley.config.options import Config
 from motley.errors import MotleyError
-from motley.options import Config
 
 Transform = Callable[[Any], Any]
 NO_LABEL = -1

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from motley.batch import Batch
 from motley.clock import Clock
+from motley.config.options import Config
 from motley.model import Classifier
 from motley.optimizer_state import State
-from motley.options import Config
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import Sending

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from motley.checkpoint import checkpoints_at, newest_whole
+from motley.config.options import Config
 from motley.data import (
     NO_LABEL,
     Images,
@@ -25,7 +26,6 @@ from motley.data import (
 from motley.errors import MotleyError
 from motley.memory import in_halves
 from motley.model import Classifier, build_model, set_matmul_precision
-from motley.options import Config
 from motley.plan.precision import best_precision
 from motley.team import confirmed
 

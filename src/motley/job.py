@@ -10,9 +10,9 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 
 from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint import Checkpoints, free_bytes
+from motley.config.options import Config
 from motley.engine import Engine, EngineMaker, Seating
 from motley.model import Classifier, image_size
-from motley.options import Config
 from motley.order import seed_of
 from motley.parts import Parts
 from motley.plan.length import Length, Position

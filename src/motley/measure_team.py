@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PATIENCE
@@ -11,7 +12,6 @@ from motley.launch.world import World
 from motley.measure import has_room
 from motley.measure_wire import measure_wire
 from motley.model import Classifier
-from motley.options import Config
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut

@@ -12,9 +12,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from motley.config.options import Config
 from motley.data import Images
 from motley.errors import MotleyError
-from motley.options import Config
 from motley.text import nearest
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

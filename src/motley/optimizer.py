@@ -7,8 +7,8 @@ import torch
 from timm.optim._optim_factory import create_optimizer_v2
 from torch import nn
 
+from motley.config.options import Config
 from motley.errors import MotleyError
-from motley.options import Config
 
 
 def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.optim.Optimizer:

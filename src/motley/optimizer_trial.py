@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.memory import out_of_memory
 from motley.named_state import (
@@ -18,7 +19,6 @@ from motley.named_state import (
 )
 from motley.optimizer import make_optimizer
 from motley.optimizer_state import OptimizerMemory, State
-from motley.options import Config
 
 _STEPS = 7  # Lookahead looks back at the sixth
 _MORE = 2

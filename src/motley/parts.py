@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from motley.config.options import Config
 from motley.data import Images, load_images
 from motley.model import (
     Classifier,
@@ -10,7 +11,6 @@ from motley.model import (
     set_attention,
     set_matmul_precision,
 )
-from motley.options import Config
 from motley.team import Team
 
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure_team import Measured, can_overlap, measure_team, refine, wires_of
 from motley.model import (
     Classifier,
 )
-from motley.options import Config
 from motley.parts import Parts
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines

@@ -11,10 +11,10 @@ import torch
 
 from motley.clock import Laps
 from motley.collectives import everyone, exchange
+from motley.config.options import Config
 from motley.engine import StepResult
 from motley.errors import MotleyError
 from motley.launch.watchdog import PATIENCE, step_patience
-from motley.options import Config
 from motley.plan.plan import Plan
 from motley.progress import Reporter
 from motley.records.gpu_logger import Progress

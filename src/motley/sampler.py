@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from motley.batch import Batch
+from motley.config.options import Config
 from motley.data import (
     Images,
     Source,
@@ -20,7 +21,6 @@ from motley.data import (
 )
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
-from motley.options import Config
 from motley.order import Order, seed_of, seeds_of, slices
 from motley.plan.plan import Plan
 

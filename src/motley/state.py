@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.checkpoint import Checkpoints, newest_whole
+from motley.config.options import AT_RESUME, MUST, SAID, Config
 from motley.engine import Engine
 from motley.errors import MotleyError
 from motley.optimizer_state import State
-from motley.options import AT_RESUME, MUST, SAID, Config
 from motley.order import seed_of
 from motley.plan.length import Position
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from motley.agreement import Agreement
 from motley.briefing import announce, records_of
 from motley.collectives import exchange, release_groups
+from motley.config.options import Config
 from motley.data import prepare
 from motley.engine import EngineMaker
 from motley.errors import NotFiniteError
@@ -24,7 +25,6 @@ from motley.launch.watchdog import DATA, PATIENCE
 from motley.launch.world import World
 from motley.memory import release
 from motley.model import model_name
-from motley.options import Config
 from motley.parts import open_parts
 from motley.plan.length import Position
 from motley.plan.plan import Plan

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from torch_engines import DdpEngine, LocalEngine
 
 import motley.agreement
+from motley.config.options import read_config, training_parser
 from motley.engine import Engine, Seating, StepResult
 from motley.launch.world import run
 from motley.model import Classifier
-from motley.options import read_config, training_parser
 from motley.plan.wire import Sending
 from motley.train import train
 

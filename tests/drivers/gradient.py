@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
+from motley.config.options import read_config, training_parser
 from motley.data import load_images
 from motley.engine import Seating
 from motley.launch.world import World, run
 from motley.losses import sample_losses
 from motley.model import Classifier, build_model
-from motley.options import read_config, training_parser
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
 from motley.sampler import Loader

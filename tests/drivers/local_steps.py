@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from motley.agreement import digests
 from motley.batch import Batch
+from motley.config.options import read_config, training_parser
 from motley.data import load_images
 from motley.engine import Seating
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.launch.world import World, run
 from motley.model import Classifier, build_model
 from motley.optimizer import make_optimizer
-from motley.options import read_config, training_parser
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import WireMode

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from motley import job, parts, train
 from motley.batch import Batch
+from motley.config.options import read_config, training_parser
 from motley.launch.world import run
 from motley.model import Classifier
-from motley.options import read_config, training_parser
 from motley.plan.replan import Watch
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from motley.batch import Batch
+from motley.config.options import read_config, training_parser
 from motley.engine import StepResult
 from motley.launch.world import run
 from motley.model import Classifier
-from motley.options import read_config, training_parser
 from motley.train import train
 
 if "--stage" in sys.argv:

@@ -21,7 +21,7 @@ from PIL import Image
 from warm.ranks import Ended, WarmRanks
 from warm.script import MODULES as RANK_MODULES
 
-from motley.options import Config, training_parser
+from motley.config.options import Config, training_parser
 
 BODY = "fuzz.rank:main"
 MODULES = ("fuzz.rank", *RANK_MODULES)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from motley.config.options import Config
 from motley.data import load_images
 from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer
-from motley.options import Config
 from motley.order import Order
 from motley.plan.plan import make_plan
 from motley.sampler import Loader

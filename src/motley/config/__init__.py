@@ -1,0 +1,1 @@
+"""The options of the training scripts, grouped and typed once."""
