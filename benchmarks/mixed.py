@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley.batch import Batch
 from motley.clock import Laps
 from motley.config.options import Config, read_config, training_parser
-from motley.data import load_images
+from motley.data.batch import Batch
+from motley.data.datasets import load_images
 from motley.engine import EngineMaker, Seating
 from motley.launch.world import World
 from motley.measure import measure_speed

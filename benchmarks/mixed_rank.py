@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "deepspeed"))
 import quiet  # noqa: F401 - before deepspeed
 from zero_engine import ZeroEngines
 
-from motley.batch import Batch
+from motley.data.batch import Batch
 from motley.launch.world import World, run
 from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer

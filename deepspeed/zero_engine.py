@@ -21,9 +21,9 @@ from torch import Tensor
 from zero_config import read_config, read_stage
 from zero_state import cut_state, is_elementwise, whole_state
 
-from motley.batch import Batch
 from motley.collectives import exchange, gather
 from motley.config.options import Config
+from motley.data.batch import Batch
 from motley.engine import Engine, Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.errors import MotleyError

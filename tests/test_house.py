@@ -22,7 +22,7 @@ ROOMS = {
     "sweep": "cells outcome results rows table",
     "launch": ("same_code messages handshakes watchdog launcher_reaper supervisor world __main__"),
     "config": "options",
-    "data": "data batch order sampler",
+    "data": "datasets batch order loader",
     "tasks": "model losses",
     "comm": "collectives buckets leaf power_sgd senders",
     "engines": (

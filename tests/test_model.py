@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from motley.config.options import read_config, training_parser
-from motley.data import load_images
+from motley.data.datasets import load_images
 from motley.errors import MotleyError
 from motley.model import Classifier, blocks_of, build_model, recompute, set_attention
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from motley.batch import Batch
 from motley.config.options import read_config, training_parser
-from motley.data import load_images
+from motley.data.batch import Batch
+from motley.data.datasets import load_images
 from motley.model import Classifier, build_model
 from motley.overflow import find_overflow
 

@@ -13,7 +13,7 @@ from conftest import DDP, ROOT, Jobs, venv
 from motley.errors import MotleyError
 from motley.launch.same_code import Code, check_same, compare_code, read_code
 
-ORDER, PLAN = "src/motley/order.py", "src/motley/plan/plan.py"
+ORDER, PLAN = "src/motley/data/order.py", "src/motley/plan/plan.py"
 
 
 def code(host: str, files: dict[str, str] | None = None, **versions: str) -> Code:

@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from motley.batch import Batch
 from motley.config.options import Config, read_config, training_parser
-from motley.data import Images, load_images, prepare
+from motley.data.batch import Batch
+from motley.data.datasets import Images, load_images, prepare
+from motley.data.loader import Loader
+from motley.data.order import Order, seeds_of, slices
 from motley.errors import MotleyError
-from motley.order import Order, seeds_of, slices
 from motley.plan.plan import Plan
-from motley.sampler import Loader
 
 CPU = torch.device("cpu")
 
@@ -221,7 +221,7 @@ def test_large_photos_are_no_reason_to_warn(tmp_path: Path) -> None:
     code = """
 import sys
 from PIL import Image
-from motley.data import load_images
+from motley.data.datasets import load_images
 from motley.config.options import read_config, training_parser
 Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
 load_images(read_config(training_parser(""), ["--dataset", "folder", "--data-dir", sys.argv[1]]),

@@ -10,8 +10,8 @@ from group_engine import GroupEngine
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.batch import Batch
 from motley.buckets import Bucket, Sender
+from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.errors import NoMemoryError
 from motley.losses import sample_losses

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from motley.batch import Batch
+from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.engine_base import check_offload
 from motley.memory import out_of_memory

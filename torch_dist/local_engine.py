@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.batch import Batch
 from motley.collectives import exchange
+from motley.data.batch import Batch
 from motley.engine import Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.errors import MotleyError, NotFiniteError

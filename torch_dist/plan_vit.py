@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from motley.config.options import Config, read_config, training_parser
-from motley.data import prepare
+from motley.data.datasets import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.model import model_name

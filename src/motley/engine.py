@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from motley.batch import Batch
 from motley.clock import Clock
 from motley.config.options import Config
+from motley.data.batch import Batch
 from motley.model import Classifier
 from motley.optimizer_state import State
 from motley.plan.plan import Plan

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.batch import Batch
 from motley.clock import Clock
 from motley.collectives import everyone
+from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase

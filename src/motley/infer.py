@@ -13,7 +13,7 @@ from torch import Tensor
 
 from motley.checkpoint import checkpoints_at, newest_whole
 from motley.config.options import Config
-from motley.data import (
+from motley.data.datasets import (
     NO_LABEL,
     Images,
     Source,

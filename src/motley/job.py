@@ -11,9 +11,10 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint import Checkpoints, free_bytes
 from motley.config.options import Config
+from motley.data.loader import Loader
+from motley.data.order import seed_of
 from motley.engine import Engine, EngineMaker, Seating
 from motley.model import Classifier, image_size
-from motley.order import seed_of
 from motley.parts import Parts
 from motley.plan.length import Length, Position
 from motley.plan.plan import Plan
@@ -21,7 +22,6 @@ from motley.plan.precision import parse_loss_scale
 from motley.plan.replan import Watch
 from motley.planning import Planned
 from motley.runs import Run
-from motley.sampler import Loader
 from motley.scale_search import search_scale
 from motley.state import resume
 from motley.team import Member, Team

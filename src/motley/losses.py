@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.batch import Batch
+from motley.data.batch import Batch
 
 
 def sample_losses(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:

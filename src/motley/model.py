@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motley.config.options import Config
-from motley.data import Images
+from motley.data.datasets import Images
 from motley.errors import MotleyError
 from motley.text import nearest
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.batch import Batch
+from motley.data.batch import Batch
 from motley.losses import sample_losses
 from motley.model import Classifier
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from motley.config.options import Config
-from motley.data import Images, load_images
+from motley.data.datasets import Images, load_images
 from motley.model import (
     Classifier,
     build_model,

@@ -5,9 +5,9 @@ import math
 
 from torch import Tensor
 
-from motley.batch import Batch
 from motley.collectives import everyone
 from motley.config.options import Config
+from motley.data.batch import Batch
 from motley.engine import StepResult
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.job import Job

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from motley.batch import Batch
 from motley.collectives import exchange
+from motley.data.batch import Batch
+from motley.data.loader import Loader
 from motley.gradients import gradient_norm
 from motley.losses import sample_losses
 from motley.model import Classifier
 from motley.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
-from motley.sampler import Loader
 from motley.team import Team
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow

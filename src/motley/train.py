@@ -16,7 +16,7 @@ from motley.agreement import Agreement
 from motley.briefing import announce, records_of
 from motley.collectives import exchange, release_groups
 from motley.config.options import Config
-from motley.data import prepare
+from motley.data.datasets import prepare
 from motley.engine import EngineMaker
 from motley.errors import NotFiniteError
 from motley.faults import Phase

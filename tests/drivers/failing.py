@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 from ddp_engine import DdpEngine
 
-from motley.batch import Batch
 from motley.config.options import read_config, training_parser
+from motley.data.batch import Batch
 from motley.launch.world import run
 from motley.train import train
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from motley.config.options import read_config, training_parser
-from motley.data import load_images
+from motley.data.datasets import load_images
+from motley.data.loader import Loader
 from motley.engine import Seating
 from motley.launch.world import World, run
 from motley.losses import sample_losses
 from motley.model import Classifier, build_model
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
-from motley.sampler import Loader
 from motley.team import join_team, leave_team
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from motley.agreement import digests
-from motley.batch import Batch
 from motley.config.options import read_config, training_parser
-from motley.data import load_images
+from motley.data.batch import Batch
+from motley.data.datasets import load_images
 from motley.engine import Seating
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.launch.world import World, run

@@ -14,8 +14,8 @@ from ddp_engine import DdpEngine
 from torch import Tensor
 
 from motley import job, parts, train
-from motley.batch import Batch
 from motley.config.options import read_config, training_parser
+from motley.data.batch import Batch
 from motley.launch.world import run
 from motley.model import Classifier
 from motley.plan.replan import Watch

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motley.batch import Batch
 from motley.config.options import read_config, training_parser
+from motley.data.batch import Batch
 from motley.engine import StepResult
 from motley.launch.world import run
 from motley.model import Classifier

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import motley.job
 import motley.power_sgd
-from motley.batch import Batch
 from motley.config.options import read_config, training_parser
+from motley.data.batch import Batch
 from motley.launch.world import Launched, World, run
 from motley.plan.replan import Proposal, Watch
 from motley.train import train

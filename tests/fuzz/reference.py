@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from motley.config.options import Config
-from motley.data import load_images
+from motley.data.datasets import load_images
+from motley.data.loader import Loader
+from motley.data.order import Order
 from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer
-from motley.order import Order
 from motley.plan.plan import make_plan
-from motley.sampler import Loader
 
 
 @dataclass

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from motley.batch import Batch
 from motley.config.options import Config
-from motley.data import (
+from motley.data.batch import Batch
+from motley.data.datasets import (
     Images,
     Source,
     Transform,
@@ -19,9 +19,9 @@ from motley.data import (
     read,
     training_transform,
 )
+from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
-from motley.order import Order, seed_of, seeds_of, slices
 from motley.plan.plan import Plan
 
 

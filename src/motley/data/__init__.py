@@ -1,0 +1,1 @@
+"""Where samples come from, in which order, and how each rank reads its own."""
