@@ -30,12 +30,12 @@ from motley.launch.world import World
 from motley.measure import measure_speed
 from motley.measure_team import Measured, refine
 from motley.measure_wire import measure_wire
-from motley.model import Classifier, image_size, model_name, set_matmul_precision
 from motley.optimizer import make_optimizer
 from motley.plan.precision import parse_loss_scale
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, WireMode
 from motley.planning import balance
+from motley.tasks.model import Classifier, image_size, model_name, set_matmul_precision
 from motley.team import Team
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from mixed import Bench
 
 from motley.launch.world import World, run
-from motley.model import Classifier, build_model, image_size
 from motley.plan.split import limit_s
+from motley.tasks.model import Classifier, build_model, image_size
 from motley.team import Team, join_team, leave_team
 
 

@@ -27,10 +27,10 @@ from zero_engine import ZeroEngines
 
 from motley.data.batch import Batch
 from motley.launch.world import World, run
-from motley.model import Classifier, build_model, image_size
 from motley.optimizer import make_optimizer
 from motley.plan.split import Speed, limit_s
 from motley.plan.wire import EXACT, parse_wire
+from motley.tasks.model import Classifier, build_model, image_size
 from motley.team import Team, join_team, leave_team
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.datasets import Images
-from motley.model import Classifier
+from motley.tasks.model import Classifier
 
 FORWARD = 1 / 3  # of a micro-batch's time; the backward pass does twice the work
 _LEARN = 0.3  # of how late a layer was, it begins earlier the next time

@@ -24,10 +24,10 @@ from rich.table import Table
 from motley.config.options import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.model import set_matmul_precision
 from motley.plan.plan import apportion
 from motley.progress import console
 from motley.records.run_folder import RunFolder
+from motley.tasks.model import set_matmul_precision
 from motley.team import Team, gpu_logger, join_team, leave_team
 
 

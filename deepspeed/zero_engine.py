@@ -29,12 +29,12 @@ from motley.engine_base import EngineBase
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.gradients import gradient_norm, unscale_and_clip
-from motley.losses import sample_losses
 from motley.memory import out_of_memory
-from motley.model import Classifier
 from motley.named_state import load_model_state, model_state
 from motley.optimizer_state import State
 from motley.plan.wire import SIXTEEN, Sending
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier
 
 _COUNTS_ALL = Version("0.18.4")
 

@@ -8,7 +8,7 @@ import torch
 from motley.config.options import read_config, training_parser
 from motley.data.datasets import load_images
 from motley.errors import MotleyError
-from motley.model import Classifier, blocks_of, build_model, recompute, set_attention
+from motley.tasks.model import Classifier, blocks_of, build_model, recompute, set_attention
 
 
 def classifier(*words: str) -> Classifier:

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.buckets import buckets_of
 from motley.errors import MotleyError
 from motley.measure_wire import _tensors
-from motley.model import vit_digits
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import arrange, choose_machines, forecast
 from motley.plan.split import Speed
@@ -35,6 +34,7 @@ from motley.plan.wire import (
     rounded_too,
 )
 from motley.planning import _best_mode
+from motley.tasks.model import vit_digits
 
 TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
 

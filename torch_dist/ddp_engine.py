@@ -14,11 +14,11 @@ from motley.buckets import Bucket, Sender
 from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.errors import NoMemoryError
-from motley.losses import sample_losses
 from motley.memory import out_of_memory, shortage
-from motley.model import Classifier
 from motley.plan.wire import SIXTEEN, Sending
 from motley.senders import make_sender
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier
 
 
 class DdpEngine(GroupEngine):

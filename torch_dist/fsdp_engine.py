@@ -17,11 +17,11 @@ from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.engine_base import check_offload
 from motley.memory import out_of_memory
-from motley.model import AUTOCAST, Classifier, blocks_of
 from motley.named_state import on_cpu
 from motley.optimizer_state import State
 from motley.optimizer_trial import Sharding
 from motley.plan.wire import SIXTEEN, Sending
+from motley.tasks.model import AUTOCAST, Classifier, blocks_of
 
 
 class FsdpEngine(GroupEngine):

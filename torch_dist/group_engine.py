@@ -9,7 +9,7 @@ from motley.collectives import begin_copy, gather
 from motley.engine import Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.gradients import gradient_norm, unscale_and_clip
-from motley.model import Classifier
+from motley.tasks.model import Classifier
 
 
 class GroupEngine(EngineBase):

@@ -23,11 +23,11 @@ from motley.engine import Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.errors import MotleyError, NotFiniteError
 from motley.gradients import gradient_norm, unscale_and_clip
-from motley.losses import sample_losses
-from motley.model import Classifier
 from motley.optimizer_state import State
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier
 
 _TOLD = 4  # numbers that each rank tells at a meeting
 

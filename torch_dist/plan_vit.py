@@ -17,13 +17,13 @@ from motley.config.options import Config, read_config, training_parser
 from motley.data.datasets import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.model import model_name
 from motley.parts import open_parts
 from motley.plan.forecast import what_if
 from motley.plan.links import Links
 from motley.plan.wire import EXACT
 from motley.planning import Planned, plan_batch
 from motley.progress import console
+from motley.tasks.model import model_name
 from motley.team import Team, join_team, leave_team
 
 

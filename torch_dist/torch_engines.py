@@ -9,8 +9,8 @@ from local_engine import LocalEngine
 from motley.config.options import Config
 from motley.engine import Engine, Seating
 from motley.errors import MotleyError
-from motley.model import Classifier
 from motley.plan.wire import Sending
+from motley.tasks.model import Classifier
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from motley.clock import Clock
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.model import Classifier
 from motley.optimizer_state import State
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import Sending
+from motley.tasks.model import Classifier
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
-from motley.losses import sample_losses, score
 from motley.memory import in_halves, out_of_memory, release, shortage
-from motley.model import Classifier
 from motley.named_state import (
     load_model_state,
     load_random_state,
@@ -28,6 +26,8 @@ from motley.optimizer_state import OptimizerMemory, State
 from motley.optimizer_trial import Sharding, try_optimizer
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
+from motley.tasks.losses import sample_losses, score
+from motley.tasks.model import Classifier
 
 
 class EngineBase:

@@ -25,8 +25,8 @@ from motley.data.datasets import (
 )
 from motley.errors import MotleyError
 from motley.memory import in_halves
-from motley.model import Classifier, build_model, set_matmul_precision
 from motley.plan.precision import best_precision
+from motley.tasks.model import Classifier, build_model, set_matmul_precision
 from motley.team import confirmed
 
 COLUMNS = ("index", "image", "label", "predicted", "confidence")

@@ -14,7 +14,6 @@ from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
 from motley.engine import Engine, EngineMaker, Seating
-from motley.model import Classifier, image_size
 from motley.parts import Parts
 from motley.plan.length import Length, Position
 from motley.plan.plan import Plan
@@ -24,6 +23,7 @@ from motley.planning import Planned
 from motley.runs import Run
 from motley.scale_search import search_scale
 from motley.state import resume
+from motley.tasks.model import Classifier, image_size
 from motley.team import Member, Team
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content

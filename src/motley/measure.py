@@ -12,9 +12,9 @@ from torch.nn import functional
 from motley.clock import Clock
 from motley.errors import NoMemoryError
 from motley.gradients import gradient_norm, unscale_and_clip
-from motley.model import AUTOCAST, Classifier, set_matmul_precision
 from motley.named_state import load_random_state, random_state
 from motley.plan.split import Speed
+from motley.tasks.model import AUTOCAST, Classifier, set_matmul_precision
 
 
 @dataclass(frozen=True)

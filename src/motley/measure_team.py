@@ -11,7 +11,6 @@ from motley.launch.watchdog import PATIENCE
 from motley.launch.world import World
 from motley.measure import has_room
 from motley.measure_wire import measure_wire
-from motley.model import Classifier
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut
@@ -28,6 +27,7 @@ from motley.plan.wire import (
     rounded_too,
 )
 from motley.speeds import speed_of, with_sizes
+from motley.tasks.model import Classifier
 from motley.team import Team
 from motley.traffic import measure_links
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Batch
-from motley.losses import sample_losses
-from motley.model import Classifier
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier
 
 _SHOWN = 8  # samples, at most
 

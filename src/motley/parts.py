@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from motley.config.options import Config
 from motley.data.datasets import Images, load_images
-from motley.model import (
+from motley.tasks.model import (
     Classifier,
     build_model,
     image_size,

@@ -8,9 +8,6 @@ from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure_team import Measured, can_overlap, measure_team, refine, wires_of
-from motley.model import (
-    Classifier,
-)
 from motley.parts import Parts
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
@@ -20,6 +17,9 @@ from motley.plan.split import Speed
 from motley.plan.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
 from motley.runs import Run
 from motley.speeds import remember
+from motley.tasks.model import (
+    Classifier,
+)
 from motley.team import Team, narrow_team, narrowed
 
 

@@ -13,10 +13,10 @@ from motley.collectives import exchange
 from motley.data.batch import Batch
 from motley.data.loader import Loader
 from motley.gradients import gradient_norm
-from motley.losses import sample_losses
-from motley.model import Classifier
 from motley.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier
 from motley.team import Team
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow

@@ -12,12 +12,12 @@ import torch
 from motley.config.options import Config
 from motley.launch.world import cache_folder
 from motley.measure import measure_speed, time_micro_batch
-from motley.model import Classifier, image_size
 from motley.optimizer import a_part, make_optimizer
 from motley.optimizer_trial import try_optimizer
 from motley.plan.split import Speed
 from motley.plan.wire import Sending
 from motley.runs import versions
+from motley.tasks.model import Classifier, image_size
 from motley.team import Team
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this

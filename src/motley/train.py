@@ -24,7 +24,6 @@ from motley.job import Job, assemble, budget_of
 from motley.launch.watchdog import DATA, PATIENCE
 from motley.launch.world import World
 from motley.memory import release
-from motley.model import model_name
 from motley.parts import open_parts
 from motley.plan.length import Position
 from motley.plan.plan import Plan
@@ -34,6 +33,7 @@ from motley.records.run_folder import EpochRecord
 from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.runs import Run
 from motley.state import save
+from motley.tasks.model import model_name
 from motley.team import gpu_logger, join_team, leave_team
 
 

@@ -21,8 +21,8 @@ import motley.agreement
 from motley.config.options import read_config, training_parser
 from motley.engine import Engine, Seating, StepResult
 from motley.launch.world import run
-from motley.model import Classifier
 from motley.plan.wire import Sending
+from motley.tasks.model import Classifier
 from motley.train import train
 
 

@@ -20,10 +20,10 @@ from motley.data.datasets import load_images
 from motley.data.loader import Loader
 from motley.engine import Seating
 from motley.launch.world import World, run
-from motley.losses import sample_losses
-from motley.model import Classifier, build_model
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier, build_model
 from motley.team import join_team, leave_team
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,11 +21,11 @@ from motley.data.datasets import load_images
 from motley.engine import Seating
 from motley.gradients import gradient_norm, unscale_and_clip
 from motley.launch.world import World, run
-from motley.model import Classifier, build_model
 from motley.optimizer import make_optimizer
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import WireMode
+from motley.tasks.model import Classifier, build_model
 from motley.team import join_team, leave_team
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))

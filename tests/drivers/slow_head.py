@@ -16,7 +16,7 @@ from torch import Tensor
 from motley import parts, train
 from motley.config.options import read_config, training_parser
 from motley.launch.world import launched_rank, run
-from motley.model import Classifier
+from motley.tasks.model import Classifier
 
 SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
 

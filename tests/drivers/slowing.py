@@ -17,8 +17,8 @@ from motley import job, parts, train
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.launch.world import run
-from motley.model import Classifier
 from motley.plan.replan import Watch
+from motley.tasks.model import Classifier
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 

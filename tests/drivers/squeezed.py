@@ -20,7 +20,7 @@ from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engine import StepResult
 from motley.launch.world import run
-from motley.model import Classifier
+from motley.tasks.model import Classifier
 from motley.train import train
 
 if "--stage" in sys.argv:

@@ -1,6 +1,6 @@
 """Datasets and transforms: where images come from, and what is done to each.
 
-Images stay uint8 and are normalised on the device (motley.model): a quarter of the bytes
+Images stay uint8 and are normalised on the device (motley.tasks.model): a quarter of the bytes
 through worker processes and over the PCI bus.
 """
 

@@ -1,0 +1,1 @@
+"""What is learnt: the model, and what a batch costs."""
