@@ -21,7 +21,7 @@ from torch import Tensor
 from zero_config import read_config, read_stage
 from zero_state import cut_state, is_elementwise, whole_state
 
-from motley.collectives import exchange, gather
+from motley.comm.collectives import exchange, gather
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engine import Engine, Seating, StepResult

@@ -24,7 +24,7 @@ ROOMS = {
     "config": "options",
     "data": "datasets batch order loader",
     "tasks": "model losses",
-    "comm": "collectives buckets leaf power_sgd senders",
+    "comm": "collectives reducer slow_rank power_sgd senders",
     "engines": (
         "named_state optimizer optimizer_state optimizer_trial gradients memory clock engine "
         "engine_base"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.buckets import buckets_of
+from motley.comm.reducer import buckets_of
 from motley.errors import MotleyError
 from motley.measure_wire import _tensors
 from motley.plan.advice import better_engine, better_modes, larger_batch

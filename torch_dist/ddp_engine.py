@@ -10,13 +10,13 @@ from group_engine import GroupEngine
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.buckets import Bucket, Sender
+from motley.comm.reducer import Bucket, Sender
+from motley.comm.senders import make_sender
 from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.errors import NoMemoryError
 from motley.memory import out_of_memory, shortage
 from motley.plan.wire import SIXTEEN, Sending
-from motley.senders import make_sender
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 

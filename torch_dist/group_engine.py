@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from motley.collectives import begin_copy, gather
+from motley.comm.collectives import begin_copy, gather
 from motley.engine import Seating, StepResult
 from motley.engine_base import EngineBase
 from motley.gradients import gradient_norm, unscale_and_clip

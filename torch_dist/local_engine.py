@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.collectives import exchange
+from motley.comm.collectives import exchange
 from motley.data.batch import Batch
 from motley.engine import Seating, StepResult
 from motley.engine_base import EngineBase

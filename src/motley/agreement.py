@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley.collectives import everyone
+from motley.comm.collectives import everyone
 from motley.engine import Engine
 from motley.errors import MotleyError
 from motley.job import Job

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.clock import Clock
-from motley.collectives import everyone
+from motley.comm.collectives import everyone
 from motley.data.batch import Batch
 from motley.engine import Seating
 from motley.errors import MotleyError, NoMemoryError

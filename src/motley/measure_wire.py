@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from motley.buckets import Bucket, buckets_of
+from motley.comm.reducer import Bucket, buckets_of
+from motley.comm.senders import make_sender
 from motley.measure import wait_for
 from motley.plan.wire import EXACT, Wire, WireMode
-from motley.senders import make_sender
 
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from motley.clock import Laps
-from motley.collectives import everyone, exchange
+from motley.comm.collectives import everyone, exchange
 from motley.config.options import Config
 from motley.engine import StepResult
 from motley.errors import MotleyError

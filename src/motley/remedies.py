@@ -5,7 +5,7 @@ import math
 
 from torch import Tensor
 
-from motley.collectives import everyone
+from motley.comm.collectives import everyone
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engine import StepResult

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from motley.collectives import exchange
+from motley.comm.collectives import exchange
 from motley.data.batch import Batch
 from motley.data.loader import Loader
 from motley.gradients import gradient_norm

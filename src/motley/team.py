@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from motley.collectives import leave_group
+from motley.comm.collectives import leave_group
 from motley.errors import MotleyError
 from motley.launch.watchdog import PATIENCE
 from motley.launch.world import World

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motley.agreement import Agreement
 from motley.briefing import announce, records_of
-from motley.collectives import exchange, release_groups
+from motley.comm.collectives import exchange, release_groups
 from motley.config.options import Config
 from motley.data.datasets import prepare
 from motley.engine import EngineMaker

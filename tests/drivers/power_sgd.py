@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.buckets import Sender, buckets_of
+from motley.comm.reducer import Sender, buckets_of
+from motley.comm.senders import make_sender
 from motley.launch.world import World, run
 from motley.plan.wire import parse_wire
-from motley.senders import make_sender
 from motley.team import join_team, leave_team
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))

@@ -22,8 +22,8 @@ import zero_config
 import zero_engine
 from torch import Tensor
 
+import motley.comm.power_sgd
 import motley.job
-import motley.power_sgd
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.launch.world import Launched, World, run
@@ -137,7 +137,7 @@ class Probe:
         def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError(NO_MEMORY)
 
-        motley.power_sgd.add_up = fail
+        motley.comm.power_sgd.add_up = fail
         dist.all_reduce = dist.isend = fail
 
     def _visit(self, words: bytes) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from motley.buckets import Bucket, Sender, add_up
-from motley.leaf import LeafSender
+from motley.comm.power_sgd import PowerSgdSender
+from motley.comm.reducer import Bucket, Sender, add_up
+from motley.comm.slow_rank import LeafSender
 from motley.plan.wire import WireMode
-from motley.power_sgd import PowerSgdSender
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

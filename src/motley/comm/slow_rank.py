@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from motley.buckets import Bucket, Sender, in_thread
-from motley.collectives import leave_group
+from motley.comm.collectives import leave_group
+from motley.comm.reducer import Bucket, Sender, in_thread
 
 # Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
 # not hidden by others; but each costs the other ranks an all-reduce.

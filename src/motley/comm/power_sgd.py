@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 )
 from torch.futures import Future
 
-from motley.buckets import Bucket, Sender, add_up, in_thread
-from motley.collectives import leave_group
+from motley.comm.collectives import leave_group
+from motley.comm.reducer import Bucket, Sender, add_up, in_thread
 from motley.plan.wire import WireMode
 
 _LANES = 2  # a third was no faster
