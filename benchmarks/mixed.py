@@ -21,16 +21,16 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley.clock import Laps
 from motley.config.options import Config, read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
-from motley.engine import EngineMaker, Seating
+from motley.engines.optimizer import make_optimizer
+from motley.engines.protocol import EngineMaker, Seating
+from motley.engines.step_timer import Laps
 from motley.launch.world import World
 from motley.measure import measure_speed
 from motley.measure_team import Measured, refine
 from motley.measure_wire import measure_wire
-from motley.optimizer import make_optimizer
 from motley.plan.precision import parse_loss_scale
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, WireMode

@@ -26,8 +26,8 @@ import quiet  # noqa: F401 - before deepspeed
 from zero_engine import ZeroEngines
 
 from motley.data.batch import Batch
+from motley.engines.optimizer import make_optimizer
 from motley.launch.world import World, run
-from motley.optimizer import make_optimizer
 from motley.plan.split import Speed, limit_s
 from motley.plan.wire import EXACT, parse_wire
 from motley.tasks.model import Classifier, build_model, image_size

@@ -24,8 +24,9 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import engine_base, measure, parts, speeds
+from motley import measure, parts, speeds
 from motley.config.options import Config, read_config, training_parser
+from motley.engines import base as engine_base
 from motley.launch.world import World
 from motley.train import train
 

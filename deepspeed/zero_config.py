@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from motley.engine import Seating
-from motley.engine_base import check_offload
+from motley.engines.base import check_offload
+from motley.engines.protocol import Seating
 from motley.errors import MotleyError
 from motley.plan.wire import SIXTEEN
 from motley.text import nearest

@@ -24,14 +24,14 @@ from zero_state import cut_state, is_elementwise, whole_state
 from motley.comm.collectives import exchange, gather
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.engine import Engine, Seating, StepResult
-from motley.engine_base import EngineBase
+from motley.engines.base import EngineBase
+from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.memory import out_of_memory
+from motley.engines.named_state import load_model_state, model_state
+from motley.engines.optimizer_state import State
+from motley.engines.protocol import Engine, Seating, StepResult
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.gradients import gradient_norm, unscale_and_clip
-from motley.memory import out_of_memory
-from motley.named_state import load_model_state, model_state
-from motley.optimizer_state import State
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
@@ -60,7 +60,7 @@ SENDING = (  # by stage
 
 
 class ZeroEngines:
-    """Implements motley.engine.EngineMaker: DeepSpeed at the stage that the user has chosen."""
+    """Implements motley.engines.protocol.EngineMaker: DeepSpeed at the stage that the user has chosen."""
 
     def __init__(self, config: Config) -> None:
         path = config_path(config)
@@ -79,7 +79,7 @@ class ZeroEngines:
 
 
 class ZeroEngine(EngineBase):
-    """Implements motley.engine.Engine.
+    """Implements motley.engines.protocol.Engine.
 
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
     ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
@@ -200,7 +200,7 @@ class ZeroEngine(EngineBase):
             raise
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         scale = self.scale.value
         told = [loss_sum, ready_s, float(bool(self._short))]
         if self._stage == 0:
@@ -243,7 +243,7 @@ class ZeroEngine(EngineBase):
         return heard.tolist(), overflow
 
     def state(self) -> State:
-        """See motley.engine.Engine. Stages 1 to 3 put their partitions together."""
+        """See motley.engines.protocol.Engine. Stages 1 to 3 put their partitions together."""
         if self._stage == 0:
             return super().state()
         state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
@@ -251,20 +251,20 @@ class ZeroEngine(EngineBase):
         return state if self._seating.rank == 0 else State()
 
     def alike(self) -> State:
-        """See motley.engine.Engine. From stage 1 on no rank has another's part of the optimizer."""
+        """See motley.engines.protocol.Engine. From stage 1 on no rank has another's part of the optimizer."""
         if self._stage == 0:
             return super().alike()
         return State(model_state(self._model.net, Tensor.detach))
 
     def load_alike(self, state: State) -> None:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         if self._stage == 0:
             super().load_alike(state)
         else:
             load_model_state(self._model.net, state.tensors)
 
     def load_state(self, state: State) -> None:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         if self._stage == 0:
             super().load_state(state)
             return

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from motley.config.options import Config
-from motley.named_state import load_model_state, model_state
-from motley.optimizer import make_optimizer
-from motley.optimizer_state import State, slots_of
+from motley.engines.named_state import load_model_state, model_state
+from motley.engines.optimizer import make_optimizer
+from motley.engines.optimizer_state import State, slots_of
 
 Optimizer = torch.optim.Optimizer
 

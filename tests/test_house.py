@@ -26,8 +26,8 @@ ROOMS = {
     "tasks": "model losses",
     "comm": "collectives reducer slow_rank power_sgd senders",
     "engines": (
-        "named_state optimizer optimizer_state optimizer_trial gradients memory clock engine "
-        "engine_base"
+        "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
+        "protocol base"
     ),
     "checkpoint": "checkpoint state runs",
     "measure": "measure measure_wire traffic",

@@ -6,7 +6,7 @@ from conftest import DDP, Jobs, Trained
 from torch import Tensor, nn
 
 from motley.data.batch import Batch
-from motley.engine_base import EngineBase
+from motley.engines.base import EngineBase
 
 OPTIONS = ("--precision", "fp32", "--shares", "1,1", "--batch-size", 512, "--max-steps", 12)
 

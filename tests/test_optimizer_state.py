@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from motley.checkpoint import Checkpoints, load_checkpoint
 from motley.config.options import Config, read_config, training_parser
+from motley.engines.named_state import load_model_state, model_state
+from motley.engines.optimizer import make_optimizer
+from motley.engines.optimizer_state import OptimizerMemory, State
+from motley.engines.optimizer_trial import try_optimizer
 from motley.errors import MotleyError
-from motley.named_state import load_model_state, model_state
-from motley.optimizer import make_optimizer
-from motley.optimizer_state import OptimizerMemory, State
-from motley.optimizer_trial import try_optimizer
 from motley.plan.length import Position
 
 CPU = torch.device("cpu")
@@ -140,7 +140,8 @@ def test_what_cannot_go_on_is_refused(
     kind: type[torch.optim.SGD], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "motley.optimizer_trial.make_optimizer", lambda net, *_: kind(net.parameters(), lr=0.1)
+        "motley.engines.optimizer_trial.make_optimizer",
+        lambda net, *_: kind(net.parameters(), lr=0.1),
     )
     before: Tensor = torch.get_rng_state()
     with pytest.raises(MotleyError, match=says):

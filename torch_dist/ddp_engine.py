@@ -13,16 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.comm.reducer import Bucket, Sender
 from motley.comm.senders import make_sender
 from motley.data.batch import Batch
-from motley.engine import Seating
+from motley.engines.memory import out_of_memory, shortage
+from motley.engines.protocol import Seating
 from motley.errors import NoMemoryError
-from motley.memory import out_of_memory, shortage
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 
 class DdpEngine(GroupEngine):
-    """Implements motley.engine.Engine.
+    """Implements motley.engines.protocol.Engine.
 
     The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so the
     communication hook sums and never divides: no rank's share enters anywhere else, and
@@ -124,14 +124,14 @@ class DdpEngine(GroupEngine):
             raise NoMemoryError(f"{found}; no room is left for the gradients themselves") from error
 
     def own_state(self) -> dict[str, Tensor]:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         kept = self._sender.state()
         if kept:  # in the unit of the loss scale
             kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
         return super().own_state() | {self._keeps + name: value for name, value in kept.items()}
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         notes = super().load_own_state(state)
         kept = {
             name.removeprefix(self._keeps): value

@@ -14,18 +14,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
-from motley.engine import Seating
-from motley.engine_base import check_offload
-from motley.memory import out_of_memory
-from motley.named_state import on_cpu
-from motley.optimizer_state import State
-from motley.optimizer_trial import Sharding
+from motley.engines.base import check_offload
+from motley.engines.memory import out_of_memory
+from motley.engines.named_state import on_cpu
+from motley.engines.optimizer_state import State
+from motley.engines.optimizer_trial import Sharding
+from motley.engines.protocol import Seating
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.model import AUTOCAST, Classifier, blocks_of
 
 
 class FsdpEngine(GroupEngine):
-    """Implements motley.engine.Engine.
+    """Implements motley.engines.protocol.Engine.
 
     FSDP averages gradients over ranks, so each loss carries a factor W/N. With ``--wire bf16``
     or ``fp16`` gradients are scattered in that, and parameters gathered in it too where all ranks
@@ -77,12 +77,12 @@ class FsdpEngine(GroupEngine):
         return norms.square().sum().sqrt()  # each rank's is of its part
 
     def state(self) -> State:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         state = self._whole_state(on_cpu)
         return state if self._seating.rank == 0 else State()
 
     def load_state(self, state: State) -> None:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         super().load_state(self._share(self._model.net, state))
 
     def _share(self, net: nn.Module, state: State) -> State:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from motley.comm.collectives import begin_copy, gather
-from motley.engine import Seating, StepResult
-from motley.engine_base import EngineBase
-from motley.gradients import gradient_norm, unscale_and_clip
+from motley.engines.base import EngineBase
+from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.protocol import Seating, StepResult
 from motley.tasks.model import Classifier
 
 
 class GroupEngine(EngineBase):
-    """What remains of motley.engine.Engine is how gradients are made and added up."""
+    """What remains of motley.engines.protocol.Engine is how gradients are made and added up."""
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         super().__init__(model, seating)
@@ -43,7 +43,7 @@ class GroupEngine(EngineBase):
         """
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         scale = self.scale.value
         if self._copies:
             torch.cuda.synchronize(self._seating.device)

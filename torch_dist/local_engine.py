@@ -19,11 +19,11 @@ from torch import Tensor
 
 from motley.comm.collectives import exchange
 from motley.data.batch import Batch
-from motley.engine import Seating, StepResult
-from motley.engine_base import EngineBase
+from motley.engines.base import EngineBase
+from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.optimizer_state import State
+from motley.engines.protocol import Seating, StepResult
 from motley.errors import MotleyError, NotFiniteError
-from motley.gradients import gradient_norm, unscale_and_clip
-from motley.optimizer_state import State
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
 from motley.tasks.losses import sample_losses
@@ -33,7 +33,7 @@ _TOLD = 4  # numbers that each rank tells at a meeting
 
 
 class LocalEngine(EngineBase):
-    """Implements motley.engine.Engine."""
+    """Implements motley.engines.protocol.Engine."""
 
     sending = Sending(kinds=("local",), leaf=False)
     loss_weight = 1
@@ -86,7 +86,7 @@ class LocalEngine(EngineBase):
         return losses.detach()
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         scale, samples, self._samples = self.scale.value, self._samples, 0
         norm, overflow = None, False
         if samples and not self._short:
@@ -161,7 +161,7 @@ class LocalEngine(EngineBase):
         self._news = table
 
     def unite(self) -> None:
-        """See motley.engine.Engine: a meeting that waits for its sum. The optimizer's memory is
+        """See motley.engines.protocol.Engine: a meeting that waits for its sum. The optimizer's memory is
         averaged too, for whoever goes on from a checkpoint."""
         if self._steps == 0 and self._sum is None:
             return
@@ -209,13 +209,13 @@ class LocalEngine(EngineBase):
         self._take(self._agreed)  # MADGRAD's parameters are a mean, which rounds
 
     def reconfigure(self, plan: Plan) -> None:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         self._plan = plan
 
     # -- checkpoints
 
     def load_state(self, state: State) -> None:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         super().load_state(state)
         self._news = None
         self._agreed = self._vector()

@@ -7,7 +7,7 @@ from fsdp_engine import FsdpEngine
 from local_engine import LocalEngine
 
 from motley.config.options import Config
-from motley.engine import Engine, Seating
+from motley.engines.protocol import Engine, Seating
 from motley.errors import MotleyError
 from motley.plan.wire import Sending
 from motley.tasks.model import Classifier
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class TorchEngines:
-    """Implements motley.engine.EngineMaker: FSDP where ``--strategy`` says so; local steps where
+    """Implements motley.engines.protocol.EngineMaker: FSDP where ``--strategy`` says so; local steps where
     ``--wire`` does; else DDP."""
 
     def __init__(self, config: Config) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from motley.comm.collectives import everyone
-from motley.engine import Engine
+from motley.engines.optimizer_state import State
+from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.job import Job
-from motley.optimizer_state import State
 from motley.plan.length import Position
 from motley.recorder import Recorder
 from motley.state import spread

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from motley.config.options import Config
+from motley.engines.optimizer import make_optimizer
+from motley.engines.optimizer_state import OptimizerMemory
 from motley.errors import MotleyError
-from motley.optimizer import make_optimizer
-from motley.optimizer_state import OptimizerMemory
 from motley.plan.plan import Plan
 from motley.progress import clock
 

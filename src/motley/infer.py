@@ -23,8 +23,8 @@ from motley.data.datasets import (
     of_files,
     read,
 )
+from motley.engines.memory import in_halves
 from motley.errors import MotleyError
-from motley.memory import in_halves
 from motley.plan.precision import best_precision
 from motley.tasks.model import Classifier, build_model, set_matmul_precision
 from motley.team import confirmed

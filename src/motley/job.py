@@ -13,7 +13,7 @@ from motley.checkpoint import Checkpoints, free_bytes
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
-from motley.engine import Engine, EngineMaker, Seating
+from motley.engines.protocol import Engine, EngineMaker, Seating
 from motley.parts import Parts
 from motley.plan.length import Length, Position
 from motley.plan.plan import Plan

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from motley.clock import Clock
+from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.named_state import load_random_state, random_state
+from motley.engines.step_timer import Clock
 from motley.errors import NoMemoryError
-from motley.gradients import gradient_norm, unscale_and_clip
-from motley.named_state import load_random_state, random_state
 from motley.plan.split import Speed
 from motley.tasks.model import AUTOCAST, Classifier, set_matmul_precision
 

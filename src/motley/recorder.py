@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from motley.clock import Laps
 from motley.comm.collectives import everyone, exchange
 from motley.config.options import Config
-from motley.engine import StepResult
+from motley.engines.protocol import StepResult
+from motley.engines.step_timer import Laps
 from motley.errors import MotleyError
 from motley.launch.watchdog import PATIENCE, step_patience
 from motley.plan.plan import Plan

@@ -8,7 +8,7 @@ from torch import Tensor
 from motley.comm.collectives import everyone
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.engine import StepResult
+from motley.engines.protocol import StepResult
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.job import Job
 from motley.overflow import find_overflow

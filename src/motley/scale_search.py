@@ -12,8 +12,8 @@ import torch
 from motley.comm.collectives import exchange
 from motley.data.batch import Batch
 from motley.data.loader import Loader
-from motley.gradients import gradient_norm
-from motley.named_state import load_random_state, random_state
+from motley.engines.gradients import gradient_norm
+from motley.engines.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier

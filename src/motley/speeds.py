@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from motley.config.options import Config
+from motley.engines.optimizer import a_part, make_optimizer
+from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.world import cache_folder
 from motley.measure import measure_speed, time_micro_batch
-from motley.optimizer import a_part, make_optimizer
-from motley.optimizer_trial import try_optimizer
 from motley.plan.split import Speed
 from motley.plan.wire import Sending
 from motley.runs import versions

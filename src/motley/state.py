@@ -11,9 +11,9 @@ from torch import Tensor
 from motley.checkpoint import Checkpoints, newest_whole
 from motley.config.options import AT_RESUME, MUST, SAID, Config
 from motley.data.order import seed_of
-from motley.engine import Engine
+from motley.engines.optimizer_state import State
+from motley.engines.protocol import Engine
 from motley.errors import MotleyError
-from motley.optimizer_state import State
 from motley.plan.length import Position
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell

@@ -17,13 +17,13 @@ from motley.briefing import announce, records_of
 from motley.comm.collectives import exchange, release_groups
 from motley.config.options import Config
 from motley.data.datasets import prepare
-from motley.engine import EngineMaker
+from motley.engines.memory import release
+from motley.engines.protocol import EngineMaker
 from motley.errors import NotFiniteError
 from motley.faults import Phase
 from motley.job import Job, assemble, budget_of
 from motley.launch.watchdog import DATA, PATIENCE
 from motley.launch.world import World
-from motley.memory import release
 from motley.parts import open_parts
 from motley.plan.length import Position
 from motley.plan.plan import Plan

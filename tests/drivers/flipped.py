@@ -19,7 +19,7 @@ from torch_engines import DdpEngine, LocalEngine
 
 import motley.agreement
 from motley.config.options import read_config, training_parser
-from motley.engine import Engine, Seating, StepResult
+from motley.engines.protocol import Engine, Seating, StepResult
 from motley.launch.world import run
 from motley.plan.wire import Sending
 from motley.tasks.model import Classifier
@@ -34,13 +34,13 @@ class Flipped:
     _taken = 0
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         self._taken += 1
         return super().step(loss_sum, ready_s)  # type: ignore[misc, no-any-return]
 
     @torch.no_grad()
     def unite(self) -> None:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         super().unite()  # type: ignore[misc]
         rank, what, step = self.flip
         due = self._taken == step or (self.again and self._taken > step)
@@ -63,7 +63,7 @@ class FlippedLocal(Flipped, LocalEngine):
 
 
 class Engines:
-    """Implements motley.engine.EngineMaker."""
+    """Implements motley.engines.protocol.EngineMaker."""
 
     sending = Sending()
 

@@ -18,7 +18,7 @@ import torch
 from motley.config.options import read_config, training_parser
 from motley.data.datasets import load_images
 from motley.data.loader import Loader
-from motley.engine import Seating
+from motley.engines.protocol import Seating
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale

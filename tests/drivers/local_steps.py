@@ -18,10 +18,10 @@ from motley.agreement import digests
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
-from motley.engine import Seating
-from motley.gradients import gradient_norm, unscale_and_clip
+from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.optimizer import make_optimizer
+from motley.engines.protocol import Seating
 from motley.launch.world import World, run
-from motley.optimizer import make_optimizer
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import WireMode

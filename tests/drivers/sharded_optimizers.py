@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from fsdp_engine import FsdpEngine
 
 from motley.config.options import read_config, training_parser
+from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.optimizer_trial import Sharding, try_optimizer
 from motley.team import join_team, leave_team
 
 if __name__ == "__main__":

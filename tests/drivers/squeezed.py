@@ -18,7 +18,7 @@ from torch import Tensor
 
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
-from motley.engine import StepResult
+from motley.engines.protocol import StepResult
 from motley.launch.world import run
 from motley.tasks.model import Classifier
 from motley.train import train
@@ -56,7 +56,7 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
         self._ballast: Tensor | None = None
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         if self._seating.rank == 1 and self.step_number == 3:
             leave(_SPARE)
         self.step_number += last
@@ -74,7 +74,7 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
             leave(0)
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engine.Engine."""
+        """See motley.engines.protocol.Engine."""
         if self._ballast is not None:
             self._ballast = torch.empty(0)
         return super().step(loss_sum, ready_s)

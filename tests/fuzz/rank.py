@@ -217,7 +217,7 @@ class Makers:
         self._makers, self._probe, self.sending = makers, probe, makers.sending
 
     def __call__(self, model: Any, seating: Any) -> Any:
-        """See motley.engine.EngineMaker."""
+        """See motley.engines.protocol.EngineMaker."""
         engine = self._makers(model, seating)
         self._probe.attach(engine, model)
         return engine

@@ -17,7 +17,7 @@ from motley.config.options import Config
 from motley.data.datasets import load_images
 from motley.data.loader import Loader
 from motley.data.order import Order
-from motley.optimizer import make_optimizer
+from motley.engines.optimizer import make_optimizer
 from motley.plan.plan import make_plan
 from motley.tasks.model import Classifier, build_model, image_size
 

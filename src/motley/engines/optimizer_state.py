@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.named_state import on_cpu
+from motley.engines.named_state import on_cpu
 
 JsonDict = dict[str, Any]
 

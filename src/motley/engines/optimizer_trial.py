@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from motley.config.options import Config
-from motley.errors import MotleyError
-from motley.memory import out_of_memory
-from motley.named_state import (
+from motley.engines.memory import out_of_memory
+from motley.engines.named_state import (
     load_model_state,
     load_random_state,
     model_state,
     random_state,
 )
-from motley.optimizer import make_optimizer
-from motley.optimizer_state import OptimizerMemory, State
+from motley.engines.optimizer import make_optimizer
+from motley.engines.optimizer_state import OptimizerMemory, State
+from motley.errors import MotleyError
 
 _STEPS = 7  # Lookahead looks back at the sixth
 _MORE = 2

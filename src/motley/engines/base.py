@@ -1,4 +1,4 @@
-"""What all engines share of motley.engine.Engine, whatever the wire between ranks."""
+"""What all engines share of motley.engines.protocol.Engine, whatever the wire between ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -7,23 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.clock import Clock
 from motley.comm.collectives import everyone
 from motley.data.batch import Batch
-from motley.engine import Seating
-from motley.errors import MotleyError, NoMemoryError
-from motley.faults import Phase
-from motley.memory import in_halves, out_of_memory, release, shortage
-from motley.named_state import (
+from motley.engines.memory import in_halves, out_of_memory, release, shortage
+from motley.engines.named_state import (
     load_model_state,
     load_random_state,
     model_state,
     on_cpu,
     random_state,
 )
-from motley.optimizer import make_optimizer
-from motley.optimizer_state import OptimizerMemory, State
-from motley.optimizer_trial import Sharding, try_optimizer
+from motley.engines.optimizer import make_optimizer
+from motley.engines.optimizer_state import OptimizerMemory, State
+from motley.engines.optimizer_trial import Sharding, try_optimizer
+from motley.engines.protocol import Seating
+from motley.engines.step_timer import Clock
+from motley.errors import MotleyError, NoMemoryError
+from motley.faults import Phase
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
 from motley.tasks.losses import sample_losses, score

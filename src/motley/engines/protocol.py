@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from motley.clock import Clock
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.optimizer_state import State
+from motley.engines.optimizer_state import State
+from motley.engines.step_timer import Clock
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import Sending
