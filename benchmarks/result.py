@@ -19,7 +19,7 @@ def write(path: Path, rows: list[dict[str, Any]], started: float, **more: Any) -
         started: when it began, seconds since the epoch.
         more: what else there is to say of the whole.
     """
-    from motley.runs import commit, versions  # which loads torch: not for -h
+    from motley.checkpoint.run import commit, versions  # which loads torch: not for -h
 
     content = {
         "rows": rows, "versions": versions(), "commit": commit(),

@@ -29,7 +29,7 @@ ROOMS = {
         "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
         "protocol base"
     ),
-    "checkpoint": "checkpoint state runs",
+    "checkpoint": "store transfer run",
     "measure": "measure measure_wire traffic",
     "planner": "team parts speeds measure_team planning",
     "train": (

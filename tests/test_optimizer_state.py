@@ -13,7 +13,7 @@ import torch
 from conftest import DDP, ROOT, ZERO, Jobs
 from torch import Tensor, nn
 
-from motley.checkpoint import Checkpoints, load_checkpoint
+from motley.checkpoint.store import Checkpoints, load_checkpoint
 from motley.config.options import Config, read_config, training_parser
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer import make_optimizer
@@ -53,7 +53,7 @@ class Training:
             self.optimizer.step()
 
     def save(self, folder: Path) -> Path:
-        """As motley.state does it."""
+        """As motley.checkpoint.transfer does it."""
         kept = self.memory.state()
         progress = {**asdict(Position(1)), "optimizer": kept.plain}
         return Checkpoints(folder, 1).save(model_state(self.net) | kept.tensors, progress)

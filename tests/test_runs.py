@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from motley.checkpoint import Checkpoints
+from motley.checkpoint.run import find_run
+from motley.checkpoint.store import Checkpoints
 from motley.config.options import Config, read_config, training_parser
 from motley.errors import MotleyError
 from motley.records.run_folder import RunFolder
-from motley.runs import find_run
 
 
 def config(logs: Path, *words: str) -> Config:

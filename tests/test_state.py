@@ -4,9 +4,9 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
+from motley.checkpoint.transfer import _differences
 from motley.config.options import AT_RESUME, FREE, MUST, SAID, Config, read_config, training_parser
 from motley.errors import MotleyError
-from motley.state import _differences
 
 CONFIG = replace(read_config(training_parser(""), []), model="vit_digits", img_size=8)
 

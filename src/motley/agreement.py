@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motley.checkpoint.transfer import spread
 from motley.comm.collectives import everyone
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
@@ -18,7 +19,6 @@ from motley.errors import MotleyError
 from motley.job import Job
 from motley.plan.length import Position
 from motley.recorder import Recorder
-from motley.state import spread
 from motley.team import Member
 
 

@@ -4,12 +4,12 @@ import dataclasses
 import sys
 from typing import Any
 
+from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.launch.world import World
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
 from motley.planning import Planned
-from motley.runs import Run
 from motley.tasks.model import image_size
 from motley.team import Team
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from motley.checkpoint import checkpoints_at, newest_whole
+from motley.checkpoint.store import checkpoints_at, newest_whole
 from motley.config.options import Config
 from motley.data.datasets import (
     NO_LABEL,

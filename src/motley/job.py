@@ -9,7 +9,9 @@ import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 
 from motley.budget import Budget, checkpoint_bytes
-from motley.checkpoint import Checkpoints, free_bytes
+from motley.checkpoint.run import Run
+from motley.checkpoint.store import Checkpoints, free_bytes
+from motley.checkpoint.transfer import resume
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
@@ -20,9 +22,7 @@ from motley.plan.plan import Plan
 from motley.plan.precision import parse_loss_scale
 from motley.plan.replan import Watch
 from motley.planning import Planned
-from motley.runs import Run
 from motley.scale_search import search_scale
-from motley.state import resume
 from motley.tasks.model import Classifier, image_size
 from motley.team import Member, Team
 
@@ -60,7 +60,7 @@ class Job:
         """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
         Returns:
-            As motley.state.resume.
+            As motley.checkpoint.transfer.resume.
         """
         position, notes = resume(self.engine, folders, self.saved_config, self.engine.device)
         return self.length.at(position), notes  # the data set may have become smaller

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
@@ -15,7 +16,6 @@ from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
-from motley.runs import Run
 from motley.speeds import remember
 from motley.tasks.model import (
     Classifier,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from motley.checkpoint.run import Run
 from motley.comm.collectives import everyone, exchange
 from motley.config.options import Config
 from motley.engines.protocol import StepResult
@@ -19,7 +20,6 @@ from motley.plan.plan import Plan
 from motley.progress import Reporter
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
-from motley.runs import Run
 from motley.team import Team
 
 

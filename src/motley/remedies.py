@@ -5,6 +5,7 @@ import math
 
 from torch import Tensor
 
+from motley.checkpoint.run import Run
 from motley.comm.collectives import everyone
 from motley.config.options import Config
 from motley.data.batch import Batch
@@ -16,7 +17,6 @@ from motley.plan.length import Position
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
 from motley.recorder import Recorder
-from motley.runs import Run
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from motley.checkpoint.run import versions
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
@@ -16,7 +17,6 @@ from motley.launch.world import cache_folder
 from motley.measure import measure_speed, time_micro_batch
 from motley.plan.split import Speed
 from motley.plan.wire import Sending
-from motley.runs import versions
 from motley.tasks.model import Classifier, image_size
 from motley.team import Team
 

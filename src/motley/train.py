@@ -14,6 +14,8 @@ from torch import Tensor
 
 from motley.agreement import Agreement
 from motley.briefing import announce, records_of
+from motley.checkpoint.run import Run
+from motley.checkpoint.transfer import save
 from motley.comm.collectives import exchange, release_groups
 from motley.config.options import Config
 from motley.data.datasets import prepare
@@ -31,8 +33,6 @@ from motley.planning import plan_batch
 from motley.recorder import Recorder
 from motley.records.run_folder import EpochRecord
 from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
-from motley.runs import Run
-from motley.state import save
 from motley.tasks.model import model_name
 from motley.team import gpu_logger, join_team, leave_team
 

@@ -152,7 +152,7 @@ def damage(played: Played, kind: str, dice: random.Random) -> None:
 
 def _vouch(checkpoint: Path) -> None:
     """Write a manifest that says of each file what it is."""
-    from motley.checkpoint import _describe
+    from motley.checkpoint.store import _describe
 
     names = [path for path in checkpoint.iterdir() if path.name != "manifest.json"]
     manifest = {path.name: _describe(path) for path in names}

@@ -5,7 +5,7 @@
     epochs.jsonl          one line an evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
-    checkpoints/          see motley.checkpoint
+    checkpoints/          see motley.checkpoint.store
 
 An unknown value is empty (null in JSON), never 0. A line that a crash cut short costs itself
 alone: see motley.records.lines.

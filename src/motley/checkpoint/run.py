@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from motley.checkpoint import checkpoints_at
+from motley.checkpoint.store import checkpoints_at
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault

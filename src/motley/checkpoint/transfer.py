@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.checkpoint import Checkpoints, newest_whole
+from motley.checkpoint.store import Checkpoints, newest_whole
 from motley.config.options import AT_RESUME, MUST, SAID, Config
 from motley.data.order import seed_of
 from motley.engines.optimizer_state import State
