@@ -28,9 +28,9 @@ from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineMaker, Seating
 from motley.engines.step_timer import Laps
 from motley.launch.world import World
-from motley.measure import measure_speed
+from motley.measure.all_reduce import measure_wire
+from motley.measure.device import measure_speed
 from motley.measure_team import Measured, refine
-from motley.measure_wire import measure_wire
 from motley.plan.precision import parse_loss_scale
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, WireMode

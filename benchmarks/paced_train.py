@@ -24,10 +24,11 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import measure, parts, speeds
+from motley import parts, speeds
 from motley.config.options import Config, read_config, training_parser
 from motley.engines import base as engine_base
 from motley.launch.world import World
+from motley.measure import device as measure
 from motley.train import train
 
 

@@ -30,7 +30,7 @@ ROOMS = {
         "protocol base"
     ),
     "checkpoint": "store transfer run",
-    "measure": "measure measure_wire traffic",
+    "measure": "device all_reduce links",
     "planner": "team parts speeds measure_team planning",
     "train": (
         "progress budget scale_search briefing recorder overflow job agreement remedies train"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.reducer import buckets_of
 from motley.errors import MotleyError
-from motley.measure_wire import _tensors
+from motley.measure.all_reduce import _tensors
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import arrange, choose_machines, forecast
 from motley.plan.split import Speed

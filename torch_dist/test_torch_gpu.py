@@ -16,7 +16,7 @@ from rich.table import Table
 from motley.config.options import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.measure import KernelSpeed, kernel_speed
+from motley.measure.device import KernelSpeed, kernel_speed
 from motley.plan.precision import PRECISIONS, best_precision
 from motley.progress import console
 from motley.records.run_folder import to_json

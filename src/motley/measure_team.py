@@ -9,8 +9,9 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PATIENCE
 from motley.launch.world import World
-from motley.measure import has_room
-from motley.measure_wire import measure_wire
+from motley.measure.all_reduce import measure_wire
+from motley.measure.device import has_room
+from motley.measure.links import measure_links
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut
@@ -29,7 +30,6 @@ from motley.plan.wire import (
 from motley.speeds import speed_of, with_sizes
 from motley.tasks.model import Classifier
 from motley.team import Team
-from motley.traffic import measure_links
 
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another

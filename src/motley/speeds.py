@@ -14,7 +14,7 @@ from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.world import cache_folder
-from motley.measure import measure_speed, time_micro_batch
+from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.split import Speed
 from motley.plan.wire import Sending
 from motley.tasks.model import Classifier, image_size

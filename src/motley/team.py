@@ -12,7 +12,7 @@ from motley.comm.collectives import leave_group
 from motley.errors import MotleyError
 from motley.launch.watchdog import PATIENCE
 from motley.launch.world import World
-from motley.measure import kernel_speed
+from motley.measure.device import kernel_speed
 from motley.plan.plan import LeftOut, Seat, choose_participants, parse_hosts
 from motley.plan.precision import PRECISIONS, best_precision, parse_precision
 from motley.records.gpu_logger import GpuLogger, Progress

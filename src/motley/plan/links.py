@@ -1,6 +1,6 @@
 """What the links between machines carry, as measured, and what follows from it. Pure.
 
-The measurement is in motley.traffic.
+The measurement is in motley.measure.links.
 """
 
 from collections.abc import Collection, Mapping, Sequence

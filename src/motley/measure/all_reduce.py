@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from motley.comm.reducer import Bucket, buckets_of
 from motley.comm.senders import make_sender
-from motley.measure import wait_for
+from motley.measure.device import wait_for
 from motley.plan.wire import EXACT, Wire, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and

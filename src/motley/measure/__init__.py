@@ -1,0 +1,1 @@
+"""What is timed: a device, an all-reduce, the links between machines."""
