@@ -30,13 +30,13 @@ from motley.engines.step_timer import Laps
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
-from motley.measure_team import Measured, refine
 from motley.plan.precision import parse_loss_scale
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, WireMode
-from motley.planning import balance
+from motley.planner.planner import balance
+from motley.planner.process_group import Team
+from motley.planner.profile import Measured, refine
 from motley.tasks.model import Classifier, image_size, model_name, set_matmul_precision
-from motley.team import Team
 
 
 class Bench(ABC):

@@ -18,8 +18,8 @@ from mixed import Bench
 
 from motley.launch.world import World, run
 from motley.plan.split import limit_s
+from motley.planner.process_group import Team, join_team, leave_team
 from motley.tasks.model import Classifier, build_model, image_size
-from motley.team import Team, join_team, leave_team
 
 
 class GpuBench(Bench):

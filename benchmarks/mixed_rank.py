@@ -30,8 +30,8 @@ from motley.engines.optimizer import make_optimizer
 from motley.launch.world import World, run
 from motley.plan.split import Speed, limit_s
 from motley.plan.wire import EXACT, parse_wire
+from motley.planner.process_group import Team, join_team, leave_team
 from motley.tasks.model import Classifier, build_model, image_size
-from motley.team import Team, join_team, leave_team
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
 PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")

@@ -24,11 +24,12 @@ sys.path.insert(0, str(ROOT / "torch_dist"))
 
 from torch_engines import TorchEngines
 
-from motley import parts, speeds
 from motley.config.options import Config, read_config, training_parser
 from motley.engines import base as engine_base
 from motley.launch.world import World
 from motley.measure import device as measure
+from motley.planner import parts
+from motley.planner import speed_cache as speeds
 from motley.train import train
 
 

@@ -66,7 +66,7 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
 FAILING = """
 import os, sys, torch.distributed as dist, torch
 from motley.launch.world import run
-from motley.team import join_team
+from motley.planner.process_group import join_team
 
 def main(world):
     join_team(world)

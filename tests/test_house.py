@@ -31,7 +31,7 @@ ROOMS = {
     ),
     "checkpoint": "store transfer run",
     "measure": "device all_reduce links",
-    "planner": "team parts speeds measure_team planning",
+    "planner": "process_group parts speed_cache profile planner",
     "train": (
         "progress budget scale_search briefing recorder overflow job agreement remedies train"
     ),

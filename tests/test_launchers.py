@@ -19,7 +19,7 @@ WHO = """
 import os
 import torch.distributed
 from motley.launch.world import run
-from motley.team import join_team, leave_team
+from motley.planner.process_group import join_team, leave_team
 
 def main(world):
     team = join_team(world)

@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 from motley.launch.world import run
-from motley.team import join_team, leave_team, narrow_team
+from motley.planner.process_group import join_team, leave_team, narrow_team
 
 def main(world):
     team = join_team(world)

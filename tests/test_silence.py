@@ -48,7 +48,7 @@ import sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from motley.launch.world import run
 from motley.faults import Phase
-from motley.team import join_team
+from motley.planner.process_group import join_team
 
 def main(world):
     join_team(world)
@@ -165,7 +165,7 @@ HANGING = """
 import time, torch, torch.distributed as dist
 from motley.launch.world import run
 from motley.faults import Phase
-from motley.team import join_team
+from motley.planner.process_group import join_team
 
 def main(world):
     join_team(world)

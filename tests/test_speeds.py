@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from motley import speeds
-from motley.measure_team import Measured, refine
 from motley.plan.split import Speed, split
 from motley.plan.wire import EXACT, Wire
+from motley.planner import speed_cache as speeds
+from motley.planner.profile import Measured, refine
 
 
 @dataclass

@@ -33,7 +33,7 @@ from motley.plan.wire import (
     rounded_as,
     rounded_too,
 )
-from motley.planning import _best_mode
+from motley.planner.planner import _best_mode
 from motley.tasks.model import vit_digits
 
 TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))

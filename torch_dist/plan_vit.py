@@ -17,14 +17,14 @@ from motley.config.options import Config, read_config, training_parser
 from motley.data.datasets import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.parts import open_parts
 from motley.plan.forecast import what_if
 from motley.plan.links import Links
 from motley.plan.wire import EXACT
-from motley.planning import Planned, plan_batch
+from motley.planner.parts import open_parts
+from motley.planner.planner import Planned, plan_batch
+from motley.planner.process_group import Team, join_team, leave_team
 from motley.progress import console
 from motley.tasks.model import model_name
-from motley.team import Team, join_team, leave_team
 
 
 def main(world: World, config: Config) -> None:

@@ -18,8 +18,8 @@ from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.job import Job
 from motley.plan.length import Position
+from motley.planner.process_group import Member
 from motley.recorder import Recorder
-from motley.team import Member
 
 
 class Agreement:

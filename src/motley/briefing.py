@@ -9,9 +9,9 @@ from motley.config.options import Config
 from motley.launch.world import World
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
-from motley.planning import Planned
+from motley.planner.planner import Planned
+from motley.planner.process_group import Team
 from motley.tasks.model import image_size
-from motley.team import Team
 
 
 def records_of(

@@ -26,8 +26,8 @@ from motley.data.datasets import (
 from motley.engines.memory import in_halves
 from motley.errors import MotleyError
 from motley.plan.precision import best_precision
+from motley.planner.process_group import confirmed
 from motley.tasks.model import Classifier, build_model, set_matmul_precision
-from motley.team import confirmed
 
 COLUMNS = ("index", "image", "label", "predicted", "confidence")
 

@@ -16,15 +16,15 @@ from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
 from motley.engines.protocol import Engine, EngineMaker, Seating
-from motley.parts import Parts
 from motley.plan.length import Length, Position
 from motley.plan.plan import Plan
 from motley.plan.precision import parse_loss_scale
 from motley.plan.replan import Watch
-from motley.planning import Planned
+from motley.planner.parts import Parts
+from motley.planner.planner import Planned
+from motley.planner.process_group import Member, Team
 from motley.scale_search import search_scale
 from motley.tasks.model import Classifier, image_size
-from motley.team import Member, Team
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 

@@ -15,9 +15,9 @@ from motley.data.loader import Loader
 from motley.engines.gradients import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
+from motley.planner.process_group import Team
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
-from motley.team import Team
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow
 MARGIN = 2  # powers of two: gradients of later batches may be larger

@@ -26,15 +26,15 @@ from motley.faults import Phase
 from motley.job import Job, assemble, budget_of
 from motley.launch.watchdog import DATA, PATIENCE
 from motley.launch.world import World
-from motley.parts import open_parts
 from motley.plan.length import Position
 from motley.plan.plan import Plan
-from motley.planning import plan_batch
+from motley.planner.parts import open_parts
+from motley.planner.planner import plan_batch
+from motley.planner.process_group import gpu_logger, join_team, leave_team
 from motley.recorder import Recorder
 from motley.records.run_folder import EpochRecord
 from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.tasks.model import model_name
-from motley.team import gpu_logger, join_team, leave_team
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:

@@ -22,9 +22,9 @@ from motley.engines.protocol import Seating
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
+from motley.planner.process_group import join_team, leave_team
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier, build_model
-from motley.team import join_team, leave_team
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = sys.argv[1]

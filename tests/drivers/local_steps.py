@@ -25,8 +25,8 @@ from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import WireMode
+from motley.planner.process_group import join_team, leave_team
 from motley.tasks.model import Classifier, build_model
-from motley.team import join_team, leave_team
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from local_engine import LocalEngine

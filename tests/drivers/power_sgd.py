@@ -15,7 +15,7 @@ from motley.comm.reducer import Sender, buckets_of
 from motley.comm.senders import make_sender
 from motley.launch.world import World, run
 from motley.plan.wire import parse_wire
-from motley.team import join_team, leave_team
+from motley.planner.process_group import join_team, leave_team
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
 STEPS, LONG = 8, 100

@@ -17,7 +17,7 @@ from motley.config.options import read_config, training_parser
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.team import join_team, leave_team
+from motley.planner.process_group import join_team, leave_team
 
 if __name__ == "__main__":
 

@@ -13,11 +13,12 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import job, parts, train
+from motley import job, train
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.launch.world import run
 from motley.plan.replan import Watch
+from motley.planner import parts
 from motley.tasks.model import Classifier
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little

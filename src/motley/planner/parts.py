@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from motley.config.options import Config
 from motley.data.datasets import Images, load_images
+from motley.planner.process_group import Team
 from motley.tasks.model import (
     Classifier,
     build_model,
@@ -11,7 +12,6 @@ from motley.tasks.model import (
     set_attention,
     set_matmul_precision,
 )
-from motley.team import Team
 
 
 @dataclass(frozen=True)

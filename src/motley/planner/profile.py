@@ -27,9 +27,9 @@ from motley.plan.wire import (
     rounded_as,
     rounded_too,
 )
-from motley.speeds import speed_of, with_sizes
+from motley.planner.process_group import Team
+from motley.planner.speed_cache import speed_of, with_sizes
 from motley.tasks.model import Classifier
-from motley.team import Team
 
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another

@@ -17,8 +17,8 @@ from motley.launch.world import cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.split import Speed
 from motley.plan.wire import Sending
+from motley.planner.process_group import Team
 from motley.tasks.model import Classifier, image_size
-from motley.team import Team
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes

@@ -8,19 +8,19 @@ from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
-from motley.measure_team import Measured, can_overlap, measure_team, refine, wires_of
-from motley.parts import Parts
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
-from motley.speeds import remember
+from motley.planner.parts import Parts
+from motley.planner.process_group import Team, narrow_team, narrowed
+from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
+from motley.planner.speed_cache import remember
 from motley.tasks.model import (
     Classifier,
 )
-from motley.team import Team, narrow_team, narrowed
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""From timings to a plan: who takes part, and how much each computes."""
