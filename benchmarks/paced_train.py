@@ -30,7 +30,7 @@ from motley.launch.world import World
 from motley.measure import device as measure
 from motley.planner import parts
 from motley.planner import speed_cache as speeds
-from motley.train import train
+from motley.train.loop import train
 
 
 def numbers(text: str) -> list[float]:

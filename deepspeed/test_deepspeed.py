@@ -26,9 +26,9 @@ from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.plan.plan import apportion
 from motley.planner.process_group import Team, gpu_logger, join_team, leave_team
-from motley.progress import console
 from motley.records.run_folder import RunFolder
 from motley.tasks.model import set_matmul_precision
+from motley.train.progress import console
 
 
 def main(world: World, size: int, repeats: int, logs: Path) -> None:

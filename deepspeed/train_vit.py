@@ -13,7 +13,7 @@ from zero_engine import ZeroEngines
 
 from motley.config.options import read_config, training_parser
 from motley.launch.world import run
-from motley.train import train
+from motley.train.loop import train
 
 if __name__ == "__main__":
     parser = training_parser(str(__doc__))

@@ -3,7 +3,7 @@
 import pytest
 from conftest import DDP, Jobs, Trained
 
-from motley.agreement import vote
+from motley.train.agreement import vote
 
 FLIPPED = "tests/drivers/flipped.py"
 WORDS = ("--precision", "fp32", "--shares", "equal", "--max-steps", 12, "--save-every", 4)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.budget import Budget, checkpoint_bytes
 from motley.config.options import read_config, training_parser
 from motley.errors import MotleyError
 from motley.plan.plan import make_plan
 from motley.plan.wire import EXACT, parse_wire
+from motley.train.budget import Budget, checkpoint_bytes
 
 BUDGET = Budget(360, 0.5, 2.0**30, 30, 2, 0, 4.0 * 2**30, Path("/logs/run/checkpoints"))
 

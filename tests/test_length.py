@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.config.options import read_config, training_parser
-from motley.job import make_schedule
 from motley.plan.length import Length, Position
+from motley.train.setup import make_schedule
 
 
 def walk(length: Length, start: Position, until: int | None = None) -> list[Position]:

@@ -6,8 +6,8 @@ import torch
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
-from motley.overflow import find_overflow
 from motley.tasks.model import Classifier, build_model
+from motley.train.overflow import find_overflow
 
 
 @pytest.fixture

@@ -31,13 +31,13 @@ from motley.config.options import training_parser
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
 from motley.plan.wire import parse_wire
-from motley.progress import clock
 from motley.sweep.cells import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
 from motley.sweep.table import HEAD, shown, write_rows
 from motley.text import nearest
+from motley.train.progress import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate

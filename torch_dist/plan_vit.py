@@ -23,8 +23,8 @@ from motley.plan.wire import EXACT
 from motley.planner.parts import open_parts
 from motley.planner.planner import Planned, plan_batch
 from motley.planner.process_group import Team, join_team, leave_team
-from motley.progress import console
 from motley.tasks.model import model_name
+from motley.train.progress import console
 
 
 def main(world: World, config: Config) -> None:

@@ -22,7 +22,7 @@ from ddp_engine import DdpEngine
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.launch.world import run
-from motley.train import train
+from motley.train.loop import train
 
 STEP = 3
 FAILURES = {

@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 from torch_engines import DdpEngine, LocalEngine
 
-import motley.agreement
+import motley.train.agreement
 from motley.config.options import read_config, training_parser
 from motley.engines.protocol import Engine, Seating, StepResult
 from motley.launch.world import run
 from motley.plan.wire import Sending
 from motley.tasks.model import Classifier
-from motley.train import train
+from motley.train.loop import train
 
 
 class Flipped:
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     own.add_argument("--unlike", action="store_true")
     given, rest = own.parse_known_args()
     if given.unlike:
-        Flipped.again, motley.agreement._unlike = True, lambda members: True
+        Flipped.again, motley.train.agreement._unlike = True, lambda members: True
     rank, what, step = given.flip.split(":")
     Flipped.flip = (int(rank), what, int(step))
     config = read_config(training_parser(str(__doc__)), rest)

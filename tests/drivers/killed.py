@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 from ddp_engine import DdpEngine
 
-from motley import train
 from motley.config.options import read_config, training_parser
 from motley.launch.world import run
+from motley.train import loop as train
 
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)

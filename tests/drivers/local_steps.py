@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from motley.agreement import digests
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
@@ -27,6 +26,7 @@ from motley.plan.precision import LossScale
 from motley.plan.wire import WireMode
 from motley.planner.process_group import join_team, leave_team
 from motley.tasks.model import Classifier, build_model
+from motley.train.agreement import digests
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 from local_engine import LocalEngine

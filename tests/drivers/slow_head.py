@@ -13,11 +13,11 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import train
 from motley.config.options import read_config, training_parser
 from motley.launch.world import launched_rank, run
 from motley.planner import parts
 from motley.tasks.model import Classifier
+from motley.train import loop as train
 
 SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
 

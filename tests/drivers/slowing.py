@@ -13,13 +13,14 @@ import torch
 from ddp_engine import DdpEngine
 from torch import Tensor
 
-from motley import job, train
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.launch.world import run
 from motley.plan.replan import Watch
 from motley.planner import parts
 from motley.tasks.model import Classifier
+from motley.train import loop as train
+from motley.train import setup as job
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 

@@ -21,7 +21,7 @@ from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
 from motley.launch.world import run
 from motley.tasks.model import Classifier
-from motley.train import train
+from motley.train.loop import train
 
 if "--stage" in sys.argv:
     FOLDER, MODULE, NAME = "deepspeed", "zero_engine", "ZeroEngine"

@@ -23,12 +23,12 @@ import zero_engine
 from torch import Tensor
 
 import motley.comm.power_sgd
-import motley.job
+import motley.train.setup
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.launch.world import Launched, World, run
 from motley.plan.replan import Proposal, Watch
-from motley.train import train
+from motley.train.loop import train
 
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (fuzz)"
 # What somebody says to rank 0 who has no token.
@@ -234,7 +234,7 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
     config = read_config(parser)
     faults = argument["faults"]
     probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
-    motley.job.Watch = lambda speeds, _: Told(probe, speeds)
+    motley.train.setup.Watch = lambda speeds, _: Told(probe, speeds)
     for fault in faults:
         if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
             probe.kill_at(fault)

@@ -13,7 +13,7 @@ from motley.launch.world import Launched
 # What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
 MODULES = (
     "warm.script",
-    "motley.train",
+    "motley.train.loop",
     "torch_engines",
     "zero_engine",
     "sklearn.datasets",

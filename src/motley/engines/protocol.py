@@ -84,7 +84,7 @@ class Engine(Protocol):
 
         Args:
             loss_sum: this rank's losses of the step summed, a scalar.
-            ready_s: a time that travels along to all ranks; see motley.recorder.
+            ready_s: a time that travels along to all ranks; see motley.train.recorder.
         """
 
     def unite(self) -> None:

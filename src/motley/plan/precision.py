@@ -52,7 +52,7 @@ def parse_loss_scale(text: str, precisions: tuple[str, ...]) -> "LossScale":
     """Read ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24.
 
     A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
-    for good unless some rank computes in fp16; then motley.scale_search finds its start.
+    for good unless some rank computes in fp16; then motley.train.loss_scale finds its start.
     """
     fp16 = "fp16" in precisions
     if text == "auto":

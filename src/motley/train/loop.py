@@ -12,8 +12,6 @@ import time
 import torch
 from torch import Tensor
 
-from motley.agreement import Agreement
-from motley.briefing import announce, records_of
 from motley.checkpoint.run import Run
 from motley.checkpoint.transfer import save
 from motley.comm.collectives import exchange, release_groups
@@ -23,7 +21,6 @@ from motley.engines.memory import release
 from motley.engines.protocol import EngineMaker
 from motley.errors import NotFiniteError
 from motley.faults import Phase
-from motley.job import Job, assemble, budget_of
 from motley.launch.watchdog import DATA, PATIENCE
 from motley.launch.world import World
 from motley.plan.length import Position
@@ -31,10 +28,13 @@ from motley.plan.plan import Plan
 from motley.planner.parts import open_parts
 from motley.planner.planner import plan_batch
 from motley.planner.process_group import gpu_logger, join_team, leave_team
-from motley.recorder import Recorder
 from motley.records.run_folder import EpochRecord
-from motley.remedies import check_finite, give_room, hopeless, readable, rebalance
 from motley.tasks.model import model_name
+from motley.train.agreement import Agreement
+from motley.train.recorder import Recorder
+from motley.train.recovery import check_finite, give_room, hopeless, readable, rebalance
+from motley.train.setup import Job, assemble, budget_of
+from motley.train.summary import announce, records_of
 
 
 def train(world: World, config: Config, make_engine: EngineMaker) -> None:

@@ -11,12 +11,12 @@ from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
-from motley.job import Job
-from motley.overflow import find_overflow
 from motley.plan.length import Position
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
-from motley.recorder import Recorder
+from motley.train.overflow import find_overflow
+from motley.train.recorder import Recorder
+from motley.train.setup import Job
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 
-from motley.budget import Budget, checkpoint_bytes
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.checkpoint.transfer import resume
@@ -23,8 +22,9 @@ from motley.plan.replan import Watch
 from motley.planner.parts import Parts
 from motley.planner.planner import Planned
 from motley.planner.process_group import Member, Team
-from motley.scale_search import search_scale
 from motley.tasks.model import Classifier, image_size
+from motley.train.budget import Budget, checkpoint_bytes
+from motley.train.loss_scale import search_scale
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 

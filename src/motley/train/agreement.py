@@ -16,10 +16,10 @@ from motley.comm.collectives import everyone
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
-from motley.job import Job
 from motley.plan.length import Position
 from motley.planner.process_group import Member
-from motley.recorder import Recorder
+from motley.train.recorder import Recorder
+from motley.train.setup import Job
 
 
 class Agreement:

@@ -11,7 +11,7 @@ from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
-from motley.progress import clock
+from motley.train.progress import clock
 
 _USUAL_SLOTS = 2.0  # Adam's
 _STEPS = 6  # when Lookahead keeps a copy

@@ -18,9 +18,9 @@ from motley.errors import MotleyError
 from motley.launch.watchdog import PATIENCE, step_patience
 from motley.plan.plan import Plan
 from motley.planner.process_group import Team
-from motley.progress import Reporter
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
+from motley.train.progress import Reporter
 
 
 class Recorder:
