@@ -33,7 +33,7 @@ ROOMS = {
     "measure": "device all_reduce links",
     "planner": "process_group parts speed_cache profile planner",
     "train": ("progress budget loss_scale summary recorder overflow setup agreement recovery loop"),
-    "infer": "leases shards infer",
+    "infer": "leases shards predictor",
 }
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from motley.errors import MotleyError
-from motley.leases import Leases
-from motley.shards import MERGED, Shards
+from motley.infer.leases import Leases
+from motley.infer.shards import MERGED, Shards
 
 INFER = "torch_dist/infer_vit.py"
 
@@ -68,7 +68,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_lease(
 RACE = """
 import sys, time
 from pathlib import Path
-from motley.leases import Leases
+from motley.infer.leases import Leases
 
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 leases = Leases(folder)

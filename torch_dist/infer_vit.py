@@ -24,10 +24,10 @@ from typing import Any
 
 from motley.config.options import OneVoice
 from motley.errors import MotleyError
+from motley.infer.leases import Leases
+from motley.infer.shards import MERGED, Shards
 from motley.launch.world import die_with_parent, launched_local_rank, launched_rank
-from motley.leases import Leases
 from motley.plan.precision import PRECISIONS
-from motley.shards import MERGED, Shards
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
@@ -92,7 +92,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     """See :func:`work`."""
     import torch  # slow, and of no use to who only watches
 
-    from motley.infer import COLUMNS, Predictor, open_trained, precision_of
+    from motley.infer.predictor import COLUMNS, Predictor, open_trained, precision_of
 
     device = choose_device(leases, torch)
     if device is None:

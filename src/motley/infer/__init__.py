@@ -1,0 +1,1 @@
+"""One rank's part of an inference, in shards that survive it."""
