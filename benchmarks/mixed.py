@@ -4,7 +4,6 @@ Each mode builds the same model from the same seed. A subclass says which model.
 """
 
 import statistics
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,14 +11,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from result import ROOT
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(ROOT / "torch_dist"))
-
-from torch_engines import TorchEngines
 
 from motley.config.options import Config, read_config, training_parser
 from motley.data.batch import Batch
@@ -27,6 +21,7 @@ from motley.data.datasets import load_images
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineMaker, Seating
 from motley.engines.step_timer import Laps
+from motley.engines.torch_engines import TorchEngines
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed

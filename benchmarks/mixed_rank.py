@@ -7,7 +7,6 @@ builds the same model from the same seed. Rank 0 prints one line of JSON a measu
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,17 +15,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from mixed import ROOT, Bench
+from mixed import Bench
 from paced import Pace, Paced
 from torch.nn import functional
 
-sys.path.insert(0, str(ROOT / "deepspeed"))
-
-import quiet  # noqa: F401 - before deepspeed
-from zero_engine import ZeroEngines
-
 from motley.data.batch import Batch
 from motley.engines.optimizer import make_optimizer
+from motley.engines.zero import ZeroEngines
 from motley.launch.world import World, run
 from motley.plan.split import Speed, limit_s
 from motley.plan.wire import EXACT, parse_wire

@@ -11,21 +11,16 @@ the precision of a rank is called, it computes in fp32 here; the plan goes by th
 """
 
 import argparse
-import sys
 import time
 from functools import partial
 from typing import Any
 
 import torch
 from paced import Pace, Paced
-from result import ROOT
-
-sys.path.insert(0, str(ROOT / "torch_dist"))
-
-from torch_engines import TorchEngines
 
 from motley.config.options import Config, read_config, training_parser
 from motley.engines import base as engine_base
+from motley.engines.torch_engines import TorchEngines
 from motley.launch.world import World
 from motley.measure import device as measure
 from motley.planner import parts
@@ -57,9 +52,7 @@ def main() -> None:
         pace = Pace(1 / given.rates[world.rank])
         make: Any = TorchEngines(config)
         if given.engine == "deepspeed":
-            sys.path.insert(0, str(ROOT / "deepspeed"))
-            import quiet  # noqa: F401 - before deepspeed
-            from zero_engine import ZeroEngines
+            from motley.engines.zero import ZeroEngines
 
             make = ZeroEngines(config)
         if given.slow:

@@ -9,19 +9,15 @@ alone. Timed after a warm-up, with all ranks and devices synchronised before eac
 is read; the GPUs are recorded meanwhile in logs/.
 """
 
-import quiet  # noqa: F401
-
-# isort: split
 import argparse
 import time
 from pathlib import Path
 
-import deepspeed
 import torch
-from deepspeed import comm
 from rich.table import Table
 
 from motley.config.options import OneVoice
+from motley.engines.import_deepspeed import comm, deepspeed
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.plan.plan import apportion

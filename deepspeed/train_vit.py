@@ -8,10 +8,9 @@ The options are those of torch_dist/train_vit.py, but for --strategy. Every numb
 configuration that is "auto" comes from the plan.
 """
 
-from zero_config import add_options
-from zero_engine import ZeroEngines
-
 from motley.config.options import read_config, training_parser
+from motley.engines.zero import ZeroEngines
+from motley.engines.zero_config import add_options
 from motley.launch.world import run
 from motley.train.loop import train
 

@@ -27,7 +27,8 @@ ROOMS = {
     "comm": "collectives reducer slow_rank power_sgd senders",
     "engines": (
         "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
-        "protocol base"
+        "protocol base synchronous ddp fsdp local_sgd torch_engines zero zero_config zero_state "
+        "zero_engine import_deepspeed"
     ),
     "checkpoint": "store transfer run",
     "measure": "device all_reduce links",
@@ -37,7 +38,13 @@ ROOMS = {
 }
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
-OWNERS = {"mpi4py": "world", "paramiko": "ssh", "GPUtil": "gpus", "pynvml": "gpus"}
+OWNERS = {
+    "mpi4py": "world",
+    "paramiko": "ssh",
+    "GPUtil": "gpus",
+    "pynvml": "gpus",
+    "deepspeed": "import_deepspeed",
+}
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them
 
 

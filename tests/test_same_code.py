@@ -77,7 +77,7 @@ def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of_script = {name for name in files if name.startswith(f"{folder}/") or name == str(config)}
     assert of_script == {f"{folder}/mine.py", f"{folder}/helper.py", str(config)}
     ours = read_code("a", [str(ROOT / DDP)])[1]
-    assert {"torch_dist/ddp_engine.py", "torch_dist/train_vit.py", ORDER} <= ours.keys()
+    assert {"torch_dist/plan_vit.py", "torch_dist/train_vit.py", ORDER} <= ours.keys()
     lock = ROOT / "src" / "motley" / ".#plan.py"  # as Emacs makes one
     lock.symlink_to(f"somebody@somewhere.{os.getpid()}")
     try:
@@ -99,7 +99,7 @@ exec "$root/entry_cn.sh" "$root/$script" "$@"
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("edited", [ORDER, "torch_dist/ddp_engine.py"])
+@pytest.mark.parametrize("edited", [ORDER, "torch_dist/train_vit.py"])
 def test_a_host_with_an_edited_file_is_refused(jobs: Jobs, tmp_path: Path, edited: str) -> None:
     other = tmp_path / "home" / "motley"
     for name in ("src", "torch_dist", "entry_cn.sh"):

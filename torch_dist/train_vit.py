@@ -6,9 +6,8 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --strate
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume auto
 """
 
-from torch_engines import TorchEngines, add_options
-
 from motley.config.options import read_config, training_parser
+from motley.engines.torch_engines import TorchEngines, add_options
 from motley.launch.world import run
 from motley.train.loop import train
 

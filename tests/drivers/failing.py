@@ -9,18 +9,13 @@ import argparse
 import ctypes
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
-
-from ddp_engine import DdpEngine
-
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
+from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.train.loop import train
 

@@ -7,18 +7,14 @@ RANK:WHAT:STEP, where WHAT is a ``parameter``, a ``moment`` of the optimizer, or
 """
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
-
-from torch_engines import DdpEngine, LocalEngine
-
 import motley.train.agreement
 from motley.config.options import read_config, training_parser
+from motley.engines.ddp import DdpEngine
+from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, Seating, StepResult
 from motley.launch.world import run
 from motley.plan.wire import Sending

@@ -8,16 +8,15 @@ through DDP, in fp32 through DeepSpeed, which refuses to reduce fp64 gradients.
 """
 
 import gc
-import importlib
 import random
 import sys
-from pathlib import Path
 
 import torch
 
 from motley.config.options import read_config, training_parser
 from motley.data.datasets import load_images
 from motley.data.loader import Loader
+from motley.engines.ddp import DdpEngine
 from motley.engines.protocol import Seating
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
@@ -26,17 +25,15 @@ from motley.planner.process_group import join_team, leave_team
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier, build_model
 
-ROOT = Path(__file__).resolve().parents[2]
 ENGINE = sys.argv[1]
 
 
 def engine_class() -> type:
-    folder, module, name = {
-        "ddp": ("torch_dist", "ddp_engine", "DdpEngine"),
-        "zero": ("deepspeed", "zero_engine", "ZeroEngine"),
-    }[ENGINE]
-    sys.path.insert(0, str(ROOT / folder))
-    return getattr(importlib.import_module(module), name)
+    if ENGINE == "zero":
+        from motley.engines.zero_engine import ZeroEngine
+
+        return ZeroEngine
+    return DdpEngine
 
 
 def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:

@@ -8,15 +8,10 @@ mpirun -np 1 --hostfile hosts.txt ./entry_cn.sh tests/drivers/killed.py --before
 import argparse
 import os
 import signal
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
-
-from ddp_engine import DdpEngine
-
 from motley.config.options import read_config, training_parser
+from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.train import loop as train
 

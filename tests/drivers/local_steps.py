@@ -1,4 +1,4 @@
-"""Local steps do what torch_dist/local_engine.py says: here against all ranks in one process.
+"""Local steps do what src/motley/engines/local_sgd.py says: here against all ranks in one process.
 
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/drivers/local_steps.py
 
@@ -7,9 +7,7 @@ period. SGD with momentum, whose memory differs between ranks until they unite.
 """
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
 from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import Seating
 from motley.launch.world import World, run
@@ -27,9 +26,6 @@ from motley.plan.wire import WireMode
 from motley.planner.process_group import join_team, leave_team
 from motley.tasks.model import Classifier, build_model
 from motley.train.agreement import digests
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
-from local_engine import LocalEngine
 
 STEPS, EVERY, N = 11, 4, 24
 SHARES = (5, 3, 0)

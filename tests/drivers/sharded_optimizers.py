@@ -3,17 +3,12 @@
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/sharded_optimizers.py
 """
 
-import sys
-from pathlib import Path
-
 import timm.optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
-from fsdp_engine import FsdpEngine
-
 from motley.config.options import read_config, training_parser
+from motley.engines.fsdp import FsdpEngine
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.errors import MotleyError
 from motley.launch.world import World, run

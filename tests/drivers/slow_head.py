@@ -3,17 +3,13 @@
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh tests/drivers/slow_head.py [OPTIONS of train_vit.py]
 """
 
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 import torch
-from ddp_engine import DdpEngine
 from torch import Tensor
 
 from motley.config.options import read_config, training_parser
+from motley.engines.ddp import DdpEngine
 from motley.launch.world import launched_rank, run
 from motley.planner import parts
 from motley.tasks.model import Classifier

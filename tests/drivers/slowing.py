@@ -3,18 +3,14 @@
 mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/drivers/slowing.py [OPTIONS of train_vit.py]
 """
 
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "torch_dist"))
 
 import torch
-from ddp_engine import DdpEngine
 from torch import Tensor
 
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
+from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.plan.replan import Watch
 from motley.planner import parts

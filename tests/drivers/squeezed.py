@@ -8,7 +8,6 @@ The limit is the kernel's own (RLIMIT_AS), the error that of torch's allocator.
 """
 
 import ctypes
-import importlib
 import resource
 import sys
 from pathlib import Path
@@ -19,19 +18,17 @@ from torch import Tensor
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
+from motley.engines.zero import SENDING
 from motley.launch.world import run
 from motley.tasks.model import Classifier
 from motley.train.loop import train
 
 if "--stage" in sys.argv:
-    FOLDER, MODULE, NAME = "deepspeed", "zero_engine", "ZeroEngine"
+    from motley.engines.zero_engine import ZeroEngine as Engine
 elif "local:2" in sys.argv:
-    FOLDER, MODULE, NAME = "torch_dist", "local_engine", "LocalEngine"
+    from motley.engines.local_sgd import LocalEngine as Engine
 else:
-    FOLDER, MODULE, NAME = "torch_dist", "ddp_engine", "DdpEngine"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / FOLDER))
-ENGINES = importlib.import_module(MODULE)
-Engine = getattr(ENGINES, NAME)
+    from motley.engines.ddp import DdpEngine as Engine
 
 _M_MMAP_THRESHOLD, _SMALL = -3, 1 << 16  # malloc gives larger blocks back when they are freed
 _SPARE = 28 << 20  # bytes; a pass of 256 digits takes 32 MiB, of 128 half of it
@@ -86,5 +83,5 @@ if __name__ == "__main__":
     parser.add_argument("--stage", type=int)
     config = read_config(parser)
     if config.stage is not None:
-        Squeezed.sending = ENGINES.SENDING[config.stage]
+        Squeezed.sending = SENDING[config.stage]
     run(lambda world: train(world, config, Squeezed))

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_engines
-import zero_config
 from fuzz.cases import BAD_IMAGES, Case, Segment
 from fuzz.reference import Reference
 from PIL import Image
@@ -22,6 +20,7 @@ from warm.ranks import Ended, WarmRanks
 from warm.script import MODULES as RANK_MODULES
 
 from motley.config.options import Config, training_parser
+from motley.engines import torch_engines, zero_config
 
 BODY = "fuzz.rank:main"
 MODULES = ("fuzz.rank", *RANK_MODULES)
@@ -74,8 +73,8 @@ class Played:
 def config_of(case: Case, number: int, folder: Path) -> Config:
     """The options of a segment, parsed."""
     parser = training_parser("")
-    zero = case.segments[number].engine.startswith("zero")
-    (zero_config if zero else torch_engines).add_options(parser)
+    deepspeed = case.segments[number].engine.startswith("zero")
+    (zero_config if deepspeed else torch_engines).add_options(parser)
     words = case.arguments(number, str(folder / "logs"), str(folder / "images"))
     return Config(**vars(parser.parse_args(words)))
 

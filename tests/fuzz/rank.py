@@ -17,15 +17,13 @@ from typing import Any
 import fuzz.model  # noqa: F401
 import torch
 import torch.distributed as dist
-import torch_engines
-import zero_config
-import zero_engine
 from torch import Tensor
 
 import motley.comm.power_sgd
 import motley.train.setup
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
+from motley.engines import torch_engines, zero, zero_config
 from motley.launch.world import Launched, World, run
 from motley.plan.replan import Proposal, Watch
 from motley.train.loop import train
@@ -228,9 +226,9 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     words = argument["arguments"]
     sys.argv = ["train_vit.py", *words]
-    zero = "--stage" in words
+    deepspeed = "--stage" in words
     parser = training_parser("a case of the fuzzer")
-    (zero_config if zero else torch_engines).add_options(parser)
+    (zero_config if deepspeed else torch_engines).add_options(parser)
     config = read_config(parser)
     faults = argument["faults"]
     probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
@@ -241,7 +239,7 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
 
     def work(world: World) -> None:
         probe.world = world
-        makers = (zero_engine.ZeroEngines if zero else torch_engines.TorchEngines)(config)
+        makers = (zero.ZeroEngines if deepspeed else torch_engines.TorchEngines)(config)
         train(world, config, Makers(makers, probe))
         probe.digest()
 

@@ -14,8 +14,8 @@ from motley.launch.world import Launched
 MODULES = (
     "warm.script",
     "motley.train.loop",
-    "torch_engines",
-    "zero_engine",
+    "motley.engines.torch_engines",
+    "motley.engines.zero_engine",
     "sklearn.datasets",
     "sklearn.datasets.data",
     "sklearn.datasets.descr",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from motley import ROOT
 from motley.checkpoint.store import checkpoints_at
 from motley.config.options import Config
 from motley.errors import MotleyError
@@ -121,13 +122,15 @@ class Run:
             return None
 
     def _record(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "finished":
-            self._result = {key: value for key, value in event.items() if key != "kind"}
-        if event["kind"] == "unreadable":
-            if event["image"] in self._unreadable:  # in an earlier epoch
+        kind = event["kind"]
+        content = {key: value for key, value in event.items() if key != "kind"}
+        if kind == "finished":
+            self._result = content
+        if kind == "unreadable":
+            if content["image"] in self._unreadable:  # in an earlier epoch
                 return
-            self._unreadable.add(event["image"])
-        self.folder.event(**event)
+            self._unreadable.add(content["image"])
+        self.folder.event(kind, **content)
 
     def fail(self, fault: Fault) -> None:
         """Record the first cause of the end, where this rank sees the run's records."""
@@ -212,8 +215,7 @@ def versions() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """The commit of this source tree, with "+" if it has changes; None outside of git."""
-    root = Path(__file__).resolve().parents[2]
-    git = ["git", "-C", os.fspath(root)]
+    git = ["git", "-C", os.fspath(ROOT)]
     try:
         head = subprocess.run(
             [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True

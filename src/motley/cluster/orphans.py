@@ -17,10 +17,9 @@ from typing import Any
 
 import psutil
 
+from motley import ROOT
 from motley.cluster.gpus import GpuProcess, read_gpu_processes
 from motley.cluster.processes import end, ticks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "prte", "orterun"}
 _DAEMONS = {"prted", "orted", "slurmstepd"}

@@ -1,4 +1,4 @@
-"""What all engines share of motley.engines.protocol.Engine, whatever the wire between ranks."""
+"""What all engines share of Engine, whatever the wire between ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import NoReturn

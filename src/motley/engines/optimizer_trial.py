@@ -185,3 +185,38 @@ def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Te
             f"--opt {config.opt} draws random numbers, others on each rank, whose parameters would "
             f"drift apart; {_CHOOSE}"
         )
+
+
+def is_elementwise(config: Config) -> bool:
+    """Whether ``--opt`` does to a number what it does whatever the tensor around it, tried on a
+    small one: AdamW does, LAMB does not, nor MARS, which knows matrices. Draws no random numbers.
+    """
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    # In fp64 and in large steps, of which even LARS makes enough to be told from rounding. Halves
+    # unlike each other; vectors have no decay.
+    values = torch.linspace(0.1, 2, 64 * 64, dtype=torch.float64).reshape(64, 64)
+    config = dataclasses.replace(config, lr=0.1)
+    plain = dataclasses.replace(config, weight_decay=0.0)
+
+    def stepped(values: Tensor, config: Config) -> Tensor:
+        net = nn.Module()
+        net.weight = nn.Parameter(values.clone())
+        optimizer = make_optimizer(net, config)
+        for step in range(9):
+            here = net.weight.detach()
+            net.weight.grad = (
+                (here.square() * 5 + step).sin(),
+                signs.repeat(values.numel() // 2).view_as(values),  # at a right angle, nearly
+                torch.where(values > 1, 1.0, signs[step // 3 % 2]),  # one half turns round
+            )[step % 3]
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+        return net.weight.detach().flatten()
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        moved = float((one - values.flatten()).abs().max())
+        return torch.allclose(one, other, rtol=0.0, atol=1e-5 * moved)
+
+    halves = torch.cat([stepped(half, config) for half in torch.split(values, 32)])
+    flat = stepped(values.flatten(), plain)
+    return same(stepped(values, config), halves) and same(stepped(values, plain), flat)

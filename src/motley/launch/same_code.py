@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from motley import PACKAGE, ROOT
 from motley.errors import MotleyError
 
 # A rank's host; hashes of its files by name, as torch_dist/train_vit.py; releases of its packages
@@ -27,7 +28,7 @@ from motley.errors import MotleyError
 Code = tuple[str, dict[str, str], dict[str, str]]
 
 _PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")
-_IF_LOADED = ("deepspeed",)
+_IF_LOADED = {"deepspeed": ("deepspeed", "motley.engines.zero")}  # of which it is said first
 _SUFFIXES = {".py", ".json", ".toml"}
 _PLACES = {"site-packages", "dist-packages"}
 _SHOWN = 4  # names in a message
@@ -66,7 +67,8 @@ def read_code(host: str, command: Sequence[str] | None = None) -> Code:
             f"{host} cannot read {error.filename}: {error.strerror}; give yourself the right to, "
             "or bring it from the others with: bash setup/sync_cn.sh"
         ) from None
-    names = [*_PACKAGES, *(name for name in _IF_LOADED if name in sys.modules)]
+    loaded = [name for name, users in _IF_LOADED.items() if {*users} & sys.modules.keys()]
+    names = [*_PACKAGES, *loaded]
     versions = {name: _release(found) for name in names if (found := version(name)) is not None}
     return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
 
@@ -152,12 +154,11 @@ def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """What is compared, by the name that it has on all hosts."""
-    package = Path(__file__).resolve().parent
-    for path in package.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         if path.is_file():  # an editor's lock of an unsaved file is a link to nowhere
-            yield f"src/motley/{path.relative_to(package)}", path
-    near = [script, *_loaded(script, package)]
-    if script.parent.is_relative_to(package.parents[1]):  # else it is a home, full of other things
+            yield f"src/motley/{path.relative_to(PACKAGE)}", path
+    near = [script, *_loaded(script)]
+    if script.parent.is_relative_to(ROOT):  # else it is a home, full of other things
         near += [path for path in script.parent.glob("*") if path.suffix in _SUFFIXES]
     for path in near:
         if path.is_file():
@@ -167,11 +168,11 @@ def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
             yield str(path), path
 
 
-def _loaded(script: Path, package: Path) -> Iterator[Path]:
+def _loaded(script: Path) -> Iterator[Path]:
     """The user's own modules: of no package that is installed, and not Motley's."""
     places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    own = [script.parent, package.parents[1], *(Path(place).resolve() for place in places)]
-    installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), package]
+    own = [script.parent, ROOT, *(Path(place).resolve() for place in places)]
+    installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), PACKAGE]
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):

@@ -170,7 +170,7 @@ class RunFolder:
         """Open ``epochs.jsonl`` for appending."""
         return JsonLines(self.path / "epochs.jsonl")
 
-    def event(self, kind: str, **content: Any) -> None:
+    def event(self, kind: str, /, **content: Any) -> None:
         """Append one event, durable at once:
 
         ``{"time": 1763693554.1, "event": "overflow", "step": 3, "loss_scale": 65536.0}``

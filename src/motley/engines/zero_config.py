@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from motley import ROOT
+from motley.config.options import Config
 from motley.engines.base import check_offload
 from motley.engines.protocol import Seating
 from motley.errors import MotleyError
@@ -69,6 +71,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def config_path(config: Config) -> Path:
+    """``--deepspeed-config``, or ours for ``--stage``."""
+    return Path(config.deepspeed_config or ROOT / "deepspeed" / f"zero{config.stage or 0}.json")
+
+
 def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this rank.
 
@@ -83,7 +90,7 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     Raises:
         MotleyError: not JSON, an unknown key, or a number that contradicts the plan.
     """
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # slow, and not needed for -h
+    from motley.engines.import_deepspeed import DeepSpeedZeroConfig  # slow
 
     content = _read(path)
     _check_keys(path, content, (*_FILLED, *_ALLOWED), "")
@@ -125,7 +132,7 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
         )
     content[_WIRE] = _WIRES[wire]
     if zero.get("stage", 0) == 0:
-        content["gradient_clipping"] = 0.0  # the engine clips; see zero_engine.py
+        content["gradient_clipping"] = 0.0  # the engine clips; see motley.engines.zero
         # In 16 bits, divided before the sum, which might overflow: the loss scale is found for
         # what each rank sends.
         content.setdefault("prescale_gradients", wire in SIXTEEN)

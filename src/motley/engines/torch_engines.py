@@ -2,11 +2,10 @@
 
 import argparse
 
-from ddp_engine import DdpEngine
-from fsdp_engine import FsdpEngine
-from local_engine import LocalEngine
-
 from motley.config.options import Config
+from motley.engines.ddp import DdpEngine
+from motley.engines.fsdp import FsdpEngine
+from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, Seating
 from motley.errors import MotleyError
 from motley.plan.wire import Sending
@@ -33,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class TorchEngines:
-    """Implements motley.engines.protocol.EngineMaker: FSDP where ``--strategy`` says so; local steps where
+    """Implements EngineMaker: FSDP where ``--strategy`` says so; local steps where
     ``--wire`` does; else DDP."""
 
     def __init__(self, config: Config) -> None:

@@ -1,64 +1,17 @@
 """What DeepSpeed's partitions hold, as whole tensors and back: checkpoints know no ranks."""
 
-from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import (
-    lazy_init_hp_params_optimizer_state,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.config.options import Config
+from motley.engines.import_deepspeed import deepspeed, utils
 from motley.engines.named_state import load_model_state, model_state
-from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import State, slots_of
 
 Optimizer = torch.optim.Optimizer
-
-
-def is_elementwise(config: Config) -> bool:
-    """Whether ``--opt`` does to a number what it does whatever the tensor around it, tried on a
-    small one: AdamW does, LAMB does not, nor MARS, which knows matrices. Draws no random numbers.
-    """
-    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    # In fp64 and in large steps, of which even LARS makes enough to be told from rounding. Halves
-    # unlike each other; vectors have no decay.
-    values = torch.linspace(0.1, 2, 64 * 64, dtype=torch.float64).reshape(64, 64)
-    config = replace(config, lr=0.1)
-    plain = replace(config, weight_decay=0.0)
-
-    def stepped(values: Tensor, config: Config) -> Tensor:
-        net = nn.Module()
-        net.weight = nn.Parameter(values.clone())
-        optimizer = make_optimizer(net, config)
-        for step in range(9):
-            here = net.weight.detach()
-            net.weight.grad = (
-                (here.square() * 5 + step).sin(),
-                signs.repeat(values.numel() // 2).view_as(values),  # at a right angle, nearly
-                torch.where(values > 1, 1.0, signs[step // 3 % 2]),  # one half turns round
-            )[step % 3]
-            with torch.compiler.set_stance("force_eager"):
-                optimizer.step()
-        return net.weight.detach().flatten()
-
-    def same(one: Tensor, other: Tensor) -> bool:
-        moved = float((one - values.flatten()).abs().max())
-        return torch.allclose(one, other, rtol=0.0, atol=1e-5 * moved)
-
-    halves = torch.cat([stepped(half, config) for half in values.split(32)])
-    flat = stepped(values.flatten(), plain)
-    return same(stepped(values, config), halves) and same(stepped(values, plain), flat)
 
 
 def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> State:
@@ -72,9 +25,9 @@ def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> State:
     steps, numbers, slots = _slots(zero, optimizer)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
-            state[f"model.{name}"] = safe_get_full_fp32_param(parameter).cpu()
+            state[f"model.{name}"] = utils.safe_get_full_fp32_param(parameter).cpu()
         for slot in slots:
-            whole = safe_get_full_optimizer_state(parameter, slot)
+            whole = utils.safe_get_full_optimizer_state(parameter, slot)
             state[f"optimizer.{name}.{slot}"] = whole.cpu()
         state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
     return State(state, {"slots": {name: numbers for name, _ in net.named_parameters()}})
@@ -87,11 +40,11 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
         load_model_state(net, state.tensors)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
-            safe_set_local_fp32_param(
+            utils.safe_set_local_fp32_param(
                 parameter, _own_part(state.tensors[f"model.{name}"], parameter)
             )
         else:
-            safe_set_full_fp32_param(parameter, parameter.detach())
+            utils.safe_set_full_fp32_param(parameter, parameter.detach())
         for slot, value in slots_of(name, state.tensors).items():
             if not value.ndim:
                 for slots in optimizer.state.values():
@@ -100,9 +53,9 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
                     else:  # an older checkpoint's
                         slots[slot] = value.item()
             elif _is_cut(parameter):
-                safe_set_local_optimizer_state(parameter, _own_part(value, parameter), slot)
+                utils.safe_set_local_optimizer_state(parameter, _own_part(value, parameter), slot)
             else:
-                safe_set_full_optimizer_state(parameter, value, slot)
+                utils.safe_set_full_optimizer_state(parameter, value, slot)
     numbers: dict[str, Any] = next(iter(state.plain.get("slots", {}).values()), {})
     for slots in optimizer.state.values():
         slots.update(numbers)
@@ -116,8 +69,8 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
         # step, at stages 1 and 2, and so leaves the other groups' parameters without any.
         groups = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
         for group, flat in groups:
-            lazy_init_hp_params_optimizer_state(group, flat, optimizer.state)
-    slots = next(iter(optimizer.state.values()), {})
+            utils.lazy_init_hp_params_optimizer_state(group, flat, optimizer.state)
+    slots: dict[str, Any] = next(iter(optimizer.state.values()), {})
     numbers = {name: value for name, value in slots.items() if not isinstance(value, Tensor)}
     tensors = {name: value for name, value in slots.items() if name not in numbers}
     scalars = {name: value for name, value in tensors.items() if value.ndim == 0}

@@ -7,7 +7,6 @@ after it; so every micro-batch communicates, and all ranks take equally many.
 
 from typing import Any
 
-from group_engine import GroupEngine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -20,12 +19,13 @@ from motley.engines.named_state import on_cpu
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
 from motley.engines.protocol import Seating
+from motley.engines.synchronous import SynchronousEngine
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.model import AUTOCAST, Classifier, blocks_of
 
 
-class FsdpEngine(GroupEngine):
-    """Implements motley.engines.protocol.Engine.
+class FsdpEngine(SynchronousEngine):
+    """Implements Engine.
 
     FSDP averages gradients over ranks, so each loss carries a factor W/N. With ``--wire bf16``
     or ``fp16`` gradients are scattered in that, and parameters gathered in it too where all ranks
@@ -77,12 +77,12 @@ class FsdpEngine(GroupEngine):
         return norms.square().sum().sqrt()  # each rank's is of its part
 
     def state(self) -> State:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         state = self._whole_state(on_cpu)
         return state if self._seating.rank == 0 else State()
 
     def load_state(self, state: State) -> None:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         super().load_state(self._share(self._model.net, state))
 
     def _share(self, net: nn.Module, state: State) -> State:

@@ -12,6 +12,7 @@ is of a rank's own samples alone: this is not the training of one big machine.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ _TOLD = 4  # numbers that each rank tells at a meeting
 
 
 class LocalEngine(EngineBase):
-    """Implements motley.engines.protocol.Engine."""
+    """Implements Engine."""
 
     sending = Sending(kinds=("local",), leaf=False)
     loss_weight = 1
@@ -86,7 +87,7 @@ class LocalEngine(EngineBase):
         return losses.detach()
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         scale, samples, self._samples = self.scale.value, self._samples, 0
         norm, overflow = None, False
         if samples and not self._short:
@@ -149,7 +150,9 @@ class LocalEngine(EngineBase):
         self._work.wait()
         if self._copies:
             torch.cuda.synchronize(self._seating.device)
-        progress, told = self._sum.split([len(self._agreed), len(self._sum) - len(self._agreed)])
+        progress, told = torch.split(
+            self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
+        )
         # Of each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the meeting
         # before; ready_s; and whether it has no memory.
         table = told.view(-1, _TOLD)
@@ -161,7 +164,7 @@ class LocalEngine(EngineBase):
         self._news = table
 
     def unite(self) -> None:
-        """See motley.engines.protocol.Engine: a meeting that waits for its sum. The optimizer's memory is
+        """See Engine: a meeting that waits for its sum. The optimizer's memory is
         averaged too, for whoever goes on from a checkpoint."""
         if self._steps == 0 and self._sum is None:
             return
@@ -209,13 +212,13 @@ class LocalEngine(EngineBase):
         self._take(self._agreed)  # MADGRAD's parameters are a mean, which rounds
 
     def reconfigure(self, plan: Plan) -> None:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         self._plan = plan
 
     # -- checkpoints
 
     def load_state(self, state: State) -> None:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         super().load_state(state)
         self._news = None
         self._agreed = self._vector()
@@ -223,7 +226,7 @@ class LocalEngine(EngineBase):
 
 
 @torch.no_grad()
-def _copy_into(tensors: list[Tensor], vector: Tensor) -> None:
-    parts = vector.split([tensor.numel() for tensor in tensors])
+def _copy_into(tensors: Sequence[Tensor], vector: Tensor) -> None:
+    parts = torch.split(vector, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -4,82 +4,38 @@ DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is 
 the model, and the loss scale is Motley's, the same number on every rank.
 """
 
-import quiet  # noqa: F401
-
-# isort: split
 import importlib.metadata
 import math
 import os
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
-import deepspeed
 import torch
 from packaging.version import Version
 from torch import Tensor
-from zero_config import read_config, read_stage
-from zero_state import cut_state, is_elementwise, whole_state
 
 from motley.comm.collectives import exchange, gather
-from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import out_of_memory
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer_state import State
-from motley.engines.protocol import Engine, Seating, StepResult
+from motley.engines.optimizer_trial import is_elementwise
+from motley.engines.protocol import Seating, StepResult
+from motley.engines.zero import SENDING
+from motley.engines.zero_config import config_path, read_config
+from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 _COUNTS_ALL = Version("0.18.4")
 
-_AFTER = Sending(
-    overlaps=False, kinds=("exact", *SIXTEEN), leaf=False,
-    words="DeepSpeed stage 0 sends gradients after the backward pass",
-)  # fmt: skip
-SENDING = (  # by stage
-    _AFTER,
-    replace(
-        _AFTER, gathers=0.5, cuts=True,
-        words="DeepSpeed stage 1 sends gradients after the backward pass, and then parameters",
-    ),
-    replace(
-        _AFTER, once=0.0, each=1.0, gathers=0.5, cuts=True,
-        words="DeepSpeed stage 2 sends gradients in each micro-batch, and then parameters",
-    ),
-    replace(
-        _AFTER, once=0.0, each=0.5, gathers_each=1.0, mixed=False, cuts=True,
-        words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
-    ),
-)  # fmt: skip
-
-
-class ZeroEngines:
-    """Implements motley.engines.protocol.EngineMaker: DeepSpeed at the stage that the user has chosen."""
-
-    def __init__(self, config: Config) -> None:
-        path = config_path(config)
-        stage = read_stage(path)
-        say = f"zero_optimization.stage in {path} of" if config.deepspeed_config else "--stage"
-        others = {
-            f"{say} {n}, if memory allows," if n < stage else f"{say} {n}": sending
-            for n, sending in enumerate(SENDING) if n != stage
-        }  # fmt: skip
-        others["torch_dist/train_vit.py"] = Sending()
-        self.sending = replace(SENDING[stage], others=others)
-
-    def __call__(self, model: Classifier, seating: Seating) -> Engine:
-        """Set the engine on a model."""
-        return ZeroEngine(model, seating)
-
 
 class ZeroEngine(EngineBase):
-    """Implements motley.engines.protocol.Engine.
+    """Implements Engine.
 
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
     ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
@@ -200,9 +156,9 @@ class ZeroEngine(EngineBase):
             raise
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         scale = self.scale.value
-        told = [loss_sum, ready_s, float(bool(self._short))]
+        told: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short))]
         if self._stage == 0:
             rows, overflow = self._step_whole(told)
             norm = rows[0][3] / scale
@@ -243,7 +199,7 @@ class ZeroEngine(EngineBase):
         return heard.tolist(), overflow
 
     def state(self) -> State:
-        """See motley.engines.protocol.Engine. Stages 1 to 3 put their partitions together."""
+        """See Engine. Stages 1 to 3 put their partitions together."""
         if self._stage == 0:
             return super().state()
         state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
@@ -251,20 +207,20 @@ class ZeroEngine(EngineBase):
         return state if self._seating.rank == 0 else State()
 
     def alike(self) -> State:
-        """See motley.engines.protocol.Engine. From stage 1 on no rank has another's part of the optimizer."""
+        """See Engine. From stage 1 on no rank has another's part of the optimizer."""
         if self._stage == 0:
             return super().alike()
         return State(model_state(self._model.net, Tensor.detach))
 
     def load_alike(self, state: State) -> None:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         if self._stage == 0:
             super().load_alike(state)
         else:
             load_model_state(self._model.net, state.tensors)
 
     def load_state(self, state: State) -> None:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         if self._stage == 0:
             super().load_state(state)
             return
@@ -277,10 +233,3 @@ class ZeroEngine(EngineBase):
             self._engine.step()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
         self.memory.load_groups(state)
-
-
-def config_path(config: Config) -> Path:
-    """``--deepspeed-config``, or ours for ``--stage``."""
-    return Path(
-        config.deepspeed_config or Path(__file__).with_name(f"zero{config.stage or 0}.json")
-    )

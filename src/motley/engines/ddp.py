@@ -3,10 +3,9 @@
 import contextlib
 import gc
 import warnings
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from group_engine import GroupEngine
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,14 +14,15 @@ from motley.comm.senders import make_sender
 from motley.data.batch import Batch
 from motley.engines.memory import out_of_memory, shortage
 from motley.engines.protocol import Seating
+from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 
-class DdpEngine(GroupEngine):
-    """Implements motley.engines.protocol.Engine.
+class DdpEngine(SynchronousEngine):
+    """Implements Engine.
 
     The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so the
     communication hook sums and never divides: no rank's share enters anywhere else, and
@@ -57,7 +57,7 @@ class DdpEngine(GroupEngine):
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
 
-    def _sum_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _sum_bucket(self, _: None, bucket: Any) -> torch.futures.Future[Tensor]:
         own = Bucket(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
         if own.final:
             self.clock.lap("compute", ready=True)
@@ -124,14 +124,14 @@ class DdpEngine(GroupEngine):
             raise NoMemoryError(f"{found}; no room is left for the gradients themselves") from error
 
     def own_state(self) -> dict[str, Tensor]:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         kept = self._sender.state()
         if kept:  # in the unit of the loss scale
             kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
         return super().own_state() | {self._keeps + name: value for name, value in kept.items()}
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         notes = super().load_own_state(state)
         kept = {
             name.removeprefix(self._keeps): value

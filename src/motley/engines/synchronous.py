@@ -12,8 +12,8 @@ from motley.engines.protocol import Seating, StepResult
 from motley.tasks.model import Classifier
 
 
-class GroupEngine(EngineBase):
-    """What remains of motley.engines.protocol.Engine is how gradients are made and added up."""
+class SynchronousEngine(EngineBase):
+    """What remains of Engine is how gradients are made and added up."""
 
     def __init__(self, model: Classifier, seating: Seating) -> None:
         super().__init__(model, seating)
@@ -43,7 +43,7 @@ class GroupEngine(EngineBase):
         """
 
     def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See motley.engines.protocol.Engine."""
+        """See Engine."""
         scale = self.scale.value
         if self._copies:
             torch.cuda.synchronize(self._seating.device)
@@ -58,7 +58,8 @@ class GroupEngine(EngineBase):
             # Queued before the host knows: it waits for the table only, which is on its way
             # already, and queues the next step while the GPU still works on this one.
             found_inf = (~norms.isfinite().all()).float()
-            self.optimizer.found_inf = found_inf.to(self._parameters[0].device)
+            found_inf = found_inf.to(self._parameters[0].device)
+            self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self.optimizer.step()
             self._zero_gradients()
         copied()
