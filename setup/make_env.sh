@@ -95,7 +95,7 @@ settle_mpi() {
   # Open MPI 5 binds ranks to cores and refuses more ranks than cores; a lab's ranks are
   # one a GPU, and a laptop tries five on two cores. Up to 64 hosts the head starts all others
   # itself: they need no keys. A link that is cut is noticed in 20 to 30 s in place of 8 minutes:
-  # mpirun then ends with status 0, so Motley's lifeline, which names the host, must come first.
+  # mpirun then ends with status 0, so Motley's supervisor, which names the host, must come first.
   local line
   sed -i '/^oob_tcp_keepalive_/d' "$venv/etc/prte-mca-params.conf" # of an earlier version
   for line in 'hwloc_default_binding_policy = none' "plm_ssh_agent = $venv/bin/motley_ssh" \

@@ -70,8 +70,8 @@ from motley.planner.process_group import join_team
 
 def main(world):
     join_team(world)
-    world.lifeline.step = 7
-    world.lifeline.on_event = lambda event: open("/dev/full", "w").write(str(event) * 9999)
+    world.supervisor.step = 7
+    world.supervisor.on_event = lambda event: open("/dev/full", "w").write(str(event) * 9999)
     dist.all_reduce(torch.ones(9))
     if world.rank == 1:
         {failure}
@@ -88,7 +88,7 @@ run(main)
         ("os._exit(0)", "rank 1 on .* died without a word"),
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
         ("os.kill(os.getpid(), 11)", "rank 1 on .* died without a word"),
-        ("world.lifeline.tell({'kind': 'x'})", "rank 0 on .*: OSError: .*No space left"),
+        ("world.supervisor.tell({'kind': 'x'})", "rank 0 on .*: OSError: .*No space left"),
     ],
 )
 def test_the_first_cause_is_named_and_not_its_echo(

@@ -20,7 +20,10 @@ ROOMS = {
     "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "precision split links wire forecast advice replan plan length",
     "sweep": "cells outcome results rows table",
-    "launch": ("same_code messages handshakes watchdog launcher_reaper supervisor world __main__"),
+    "launch": (
+        "same_code messages handshakes watchdog launcher_reaper own_rank background_writer "
+        "watch_first watch_all supervisor world __main__"
+    ),
     "config": "options",
     "data": "datasets batch order loader",
     "tasks": "model losses",

@@ -101,7 +101,7 @@ def test_a_stranger_is_sent_away_and_who_is_expected_is_answered() -> None:
 def test_large_messages_that_do_not_arrive_are_told_from_a_silent_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(traffic, "_PATIENCE", 0.5)
+    monkeypatch.setattr(traffic, "_TIMEOUT_S", 0.5)
 
     def echo_only(door: socket.socket) -> None:  # what a dropped large packet looks like
         line, _ = door.accept()

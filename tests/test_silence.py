@@ -52,11 +52,11 @@ from motley.planner.process_group import join_team
 
 def main(world):
     join_team(world)
-    world.lifeline.step = 7
+    world.supervisor.step = 7
     faults = Path.home() / f"{sys.argv[1]}.faults"
-    world.lifeline.on_fault = lambda fault: faults.open("a").write(fault.line() + "\\n")
+    world.supervisor.on_fault = lambda fault: faults.open("a").write(fault.line() + "\\n")
     for number in range(100000):
-        world.lifeline.enter(Phase.FORWARD, 100)
+        world.supervisor.set_status(Phase.FORWARD, 100)
         dist.all_reduce(torch.ones(9))
         if world.rank == 0 and number == 9:
             (Path.home() / f"{sys.argv[1]}.begun").touch()
@@ -169,11 +169,11 @@ from motley.planner.process_group import join_team
 
 def main(world):
     join_team(world)
-    world.lifeline.step = 7
+    world.supervisor.step = 7
     if world.rank == 1:
-        world.lifeline.enter(Phase.DATA, 3)
+        world.supervisor.set_status(Phase.DATA, 3)
         time.sleep(1000)
-    world.lifeline.enter(Phase.ALL_REDUCE, 3)
+    world.supervisor.set_status(Phase.ALL_REDUCE, 3)
     dist.all_reduce(torch.ones(9))
 
 run(main)

@@ -56,7 +56,7 @@ class Probe:
 
     def due(self, kind: str, step: int | None = None) -> dict[str, Any] | None:
         """This rank's fault of a kind in a step, by default the one that is computed; once."""
-        step = self.world.lifeline.step if step is None else step
+        step = self.world.supervisor.step if step is None else step
         for place, fault in enumerate(self._faults):
             mine = fault["rank"] in (self.rank, -1)
             if fault["kind"] == kind and fault["step"] == step and mine and place not in self._done:
@@ -89,7 +89,7 @@ class Probe:
             self._visit(STRANGERS[stranger["call"] % len(STRANGERS)])
         result = then(*given)
         self.write(
-            step=self.world.lifeline.step, indices=self._indices, sizes=self._sizes,
+            step=self.world.supervisor.step, indices=self._indices, sizes=self._sizes,
             overflow=result.overflow, again=bool(result.short and result.again),
         )  # fmt: skip
         self._indices, self._sizes = [], []
@@ -98,13 +98,13 @@ class Probe:
         return result
 
     def _evaluate(self, then: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-        self.write(evaluates=len(batch.labels), step=self.world.lifeline.step)
+        self.write(evaluates=len(batch.labels), step=self.world.supervisor.step)
         return then(batch)
 
     def _passes(self, _block: object, _given: object, made: Tensor) -> None:
         """A block has computed: memory may end, here or on the way back, where a gradient may
         become infinite too."""
-        if not made.requires_grad or self.world.lifeline.step is None:
+        if not made.requires_grad or self.world.supervisor.step is None:
             return
         if fault := self.due("oom"):
             if fault["call"] == 0:
@@ -116,7 +116,7 @@ class Probe:
             made.register_hook(self._overflow)
 
     def _overflow(self, gradient: Tensor) -> Tensor:
-        self.write(overflowed=self.world.lifeline.step)
+        self.write(overflowed=self.world.supervisor.step)
         return gradient * torch.inf
 
     @torch.no_grad()
@@ -140,7 +140,7 @@ class Probe:
 
     def _visit(self, words: bytes) -> None:
         """Knock at rank 0's door, without a token."""
-        address = self.world.lifeline._door.getsockname()
+        address = self.world.supervisor._door.getsockname()
 
         def knock() -> None:
             with socket.create_connection(address) as line:
@@ -171,7 +171,7 @@ class Probe:
                 event != "return"
                 or back is None
                 or not back.f_code.co_filename.endswith("motley/train.py")
-                or self.world.lifeline.step != fault["step"]
+                or self.world.supervisor.step != fault["step"]
             ):
                 return
             if left == 0:

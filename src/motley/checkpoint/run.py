@@ -67,8 +67,8 @@ class Run:
         world = self._world
         world.once_per_node(self.folder.create)
         world.from_first(self._take)
-        world.lifeline.on_fault = self.fail
-        world.lifeline.on_event = self._record
+        world.supervisor.on_fault = self.fail
+        world.supervisor.on_event = self._record
         if self._first:
             self.folder.write_run(
                 {
@@ -86,7 +86,7 @@ class Run:
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
-        self._world.lifeline.tell({"kind": kind, **content})
+        self._world.supervisor.tell({"kind": kind, **content})
 
     def is_shared(self) -> bool:
         """Whether all ranks see the disk that rank 0 records on, and what it continues from; all
@@ -150,7 +150,7 @@ class Run:
     def finish(self) -> None:
         """Wait for every rank's completion record, then call the run finished."""
         self.folder.write_done(self._world.rank, self._world.host)
-        self._world.lifeline.finish()
+        self._world.supervisor.finish()
         if not self._first:
             return
         if self._unreadable:

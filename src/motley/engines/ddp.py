@@ -3,9 +3,9 @@
 import contextlib
 import gc
 import warnings
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,7 +57,11 @@ class DdpEngine(SynchronousEngine):
         self._ddp.register_comm_hook(None, self._sum_bucket)
         self._fix_buckets()
 
-    def _sum_bucket(self, _: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    def _sum_bucket(
+        self,
+        _: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
+    ) -> torch.futures.Future[Tensor]:
         own = Bucket(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
         if own.final:
             self.clock.lap("compute", ready=True)

@@ -26,11 +26,11 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 def greeting(token: str, rank: int, host: str) -> bytes:
     """What a rank says first; it begins with :func:`_opening`."""
-    return encode({"word": token, "rank": rank, "host": host})
+    return encode({"token": token, "rank": rank, "host": host})
 
 
 def _opening(token: str) -> bytes:
-    return encode({"word": token}).removesuffix(b"}\n")
+    return encode({"token": token}).removesuffix(b"}\n")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""See the launcher off: a small process on each host, which outlives a job that failed.
+"""Ends a hung mpirun or daemon after its rank has died: a small process on each host.
 
 mpirun ends when its daemon on every host says so, and waits without end for one that is
 frozen or cut off; a daemon waits so for mpirun. And once mpirun is told to stop, it passes
@@ -15,10 +15,10 @@ from typing import TextIO
 import psutil
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
-_PATIENCE = 8.0  # seconds that they may take; it is about one where all hosts answer
+_TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
 
 
-class Escort:
+class LauncherReaper:
     """A rank's end of it; does nothing under another launcher than mpirun."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Escort:
         The last line counts; an empty one means nothing.
 
         Returns:
-            Whether there is an escort to say it.
+            Whether there is such a process to say it.
         """
         if self._process is None or self._process.stdin is None:
             return False
@@ -67,8 +67,8 @@ def _is_for_one_job(launcher: psutil.Process) -> bool:
     return launcher.name() in _MPIRUN | {"orted"}
 
 
-def _see_off(launcher: psutil.Process) -> None:
-    if _gone(launcher, _PATIENCE):
+def _end_unless_gone(launcher: psutil.Process) -> None:
+    if _gone(launcher, _TIMEOUT_S):
         return
     children = launcher.children()  # mpirun's: an ssh to each host
     for end in (launcher.terminate, launcher.kill):
@@ -96,7 +96,7 @@ def _main() -> None:
         launcher = psutil.Process(int(sys.argv[1]))
         last = sys.stdin.read().removesuffix("\n").rpartition("\n")[2]  # until the rank has ended
         with contextlib.suppress(psutil.NoSuchProcess):
-            _see_off(launcher)
+            _end_unless_gone(launcher)
         if last:
             print(last, file=sys.stderr, flush=True)
 

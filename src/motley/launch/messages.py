@@ -1,4 +1,4 @@
-"""What ranks say to each other over the lifeline: a JSON object a line."""
+"""What ranks say to each other over the supervisor: a JSON object a line."""
 
 import json
 from typing import Any

@@ -1,7 +1,7 @@
-"""Who is silent, and who is stuck: rank 0 judges the beats of all ranks.
+"""Who is silent, and who is stuck: rank 0 judges the heartbeats of all ranks.
 
-A beat says that a process lives, and what its training is doing. A rank without beats is
-silent: its host froze, or a cable was pulled. Beats without any movement anywhere are a hang.
+A heartbeat says that a process lives, and what its training is doing. A rank without any is silent:
+its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
 """
 
 import time
@@ -12,24 +12,24 @@ from typing import Any
 from motley.faults import Fault, Phase, alone, silent, stuck
 from motley.launch.messages import Messages
 
-TICK = 0.5  # seconds between beats, and between looks at deadlines
+HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines
 
-# Seconds without a beat that end the job. The longest gaps that were measured: 1.5 s on five
+# Without a heartbeat, these end the job. The longest gaps that were measured: 1.5 s on five
 # lab hosts of 0.3 to 1 CPUs, on two cores that had eight processes waiting; 1.2 s in DeepSpeed's
 # first compilation by three ranks on two cores; 0.5 s in torch.compile and the first CUDA and
 # NCCL calls on an H200. A cable that was out for 7 s costs up to 13, for TCP doubles its waits.
-SILENCE = 15.0
+HEARTBEAT_TIMEOUT_S = 15.0
 
-# Seconds without a beat after which mpirun's own "stop" (it sees a cut cable after 6 to 11 s)
+# Without a heartbeat, after these mpirun's own "stop" (it sees a cut cable after 6 to 11 s)
 # is blamed on the silent rank.
-SUSPECT = 4.0
+SUSPECT_AFTER_S = 4.0
 
 # Seconds in which some rank should move, whatever the training is at, but for DATA.
-PATIENCE = 1800.0
+PROGRESS_TIMEOUT_S = 1800.0
 DATA = None  # nobody knows how long a download takes
 
 
-def step_patience(usual: float) -> float:
+def step_timeout_s(usual: float) -> float:
     """Seconds in which some rank should move within a step.
 
     Args:
@@ -39,7 +39,7 @@ def step_patience(usual: float) -> float:
     return max(120.0, 20 * usual)
 
 
-class Awake:
+class AwakeClock:
     """Seconds that this process was awake: it was frozen itself while nobody was heard."""
 
     def __init__(self) -> None:
@@ -47,27 +47,27 @@ class Awake:
         self.seconds = 0.0
 
     def look(self) -> float:
-        """Call it about every TICK; what is far longer than that was no waking time."""
+        """Call it about every HEARTBEAT_INTERVAL_S; far more than that was no waking time."""
         now = time.monotonic()
-        self.seconds += min(now - self._last, 4 * TICK)
+        self.seconds += min(now - self._last, 4 * HEARTBEAT_INTERVAL_S)
         self._last = now
         return self.seconds
 
 
 @dataclass
-class Pulse:
-    """What a beat says.
+class Heartbeat:
+    """What a heartbeat says.
 
     Attributes:
         phase: what the rank is at. detail: in words that say more than its own.
         moves: grows whenever the rank gets on with something.
-        patience: seconds in which some rank should move; None where nobody can tell.
+        timeout_s: seconds in which some rank should move; None where nobody can tell.
     """
 
     step: int | None = None
     phase: Phase = Phase.START
     moves: int = 0
-    patience: float | None = None
+    timeout_s: float | None = None
     detail: str = ""
 
     @property
@@ -80,14 +80,14 @@ class Pulse:
         return {**vars(self), "phase": self.phase.key}
 
     @classmethod
-    def read(cls, message: Mapping[str, Any]) -> "Pulse":
+    def read(cls, message: Mapping[str, Any]) -> "Heartbeat":
         """Of a :meth:`message`."""
-        pulse = cls(**message)
-        return replace(pulse, phase=Phase.of(message["phase"]))
+        heartbeat = cls(**message)
+        return replace(heartbeat, phase=Phase.of(message["phase"]))
 
 
 @dataclass
-class Peer:
+class RankStatus:
     """Rank 0's view of one rank.
 
     Attributes:
@@ -97,72 +97,75 @@ class Peer:
     rank: int
     host: str
     heard: float = 0.0
-    pulse: Pulse = field(default_factory=Pulse)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     done: bool = False
     messages: Messages = field(default_factory=Messages, repr=False)
 
 
-class Vigil:
+class Watchdog:
     """Rank 0's judgement.
 
     Args:
         awake: this process's waking time. host: name of its machine.
     """
 
-    def __init__(self, awake: Awake, host: str) -> None:
+    def __init__(self, awake: AwakeClock, host: str) -> None:
         self._awake, self._host = awake, host
         self._moved = 0.0
 
-    def beat(self, peer: Peer, pulse: Pulse) -> None:
-        """Take a rank's beat."""
-        if pulse != peer.pulse:
+    def hear(self, status: RankStatus, heartbeat: Heartbeat) -> None:
+        """Take a rank's heartbeat."""
+        if heartbeat != status.heartbeat:
             self._moved = self._awake.seconds
-        peer.pulse = pulse
+        status.heartbeat = heartbeat
 
-    def silent(self, peers: Iterable[Peer], limit: float = SILENCE) -> Fault | None:
+    def silent(
+        self, statuses: Iterable[RankStatus], limit: float = HEARTBEAT_TIMEOUT_S
+    ) -> Fault | None:
         """The fault of the rank that was not heard for ``limit`` seconds, if any.
 
         Args:
-            peers: all ranks but 0.
+            statuses: all ranks but 0.
         """
         now = self._awake.seconds
-        peers = sorted(peers, key=lambda peer: peer.rank)  # who is done still beats
-        if not any(now - peer.heard > limit for peer in peers):
+        statuses = sorted(statuses, key=lambda status: status.rank)  # who is done still says so
+        if not any(now - status.heard > limit for status in statuses):
             return None
-        # Those of one switch fall silent together, and no two beats at the same instant.
-        mute = [peer for peer in peers if now - peer.heard > limit - 4 * TICK]
-        first, others = mute[0], mute[1:]
-        away = {peer.host for peer in peers} - {self._host}
-        if len(away) > 1 and away <= {peer.host for peer in mute}:
-            return alone(0, self._host, first.pulse.step, now - first.heard, _hosts(mute))
+        # Those of one switch fall silent together, and no two heartbeats at the same instant.
+        since = now - (limit - 4 * HEARTBEAT_INTERVAL_S)
+        quiet = [status for status in statuses if status.heard < since]
+        first, others = quiet[0], quiet[1:]
+        away = {status.host for status in statuses} - {self._host}
+        if len(away) > 1 and away <= {status.host for status in quiet}:
+            return alone(0, self._host, first.heartbeat.step, now - first.heard, _hosts(quiet))
         like = f", and so {_are(others)} {_ranks(others)} on {_hosts(others)}" if others else ""
-        return silent(first.rank, first.host, first.pulse.step, now - first.heard, like)
+        return silent(first.rank, first.host, first.heartbeat.step, now - first.heard, like)
 
-    def stuck(self, ranks: Sequence[Peer]) -> Fault | None:
+    def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """The fault of the rank that all others wait for, if nobody moves.
 
         Args:
             ranks: all, with rank 0.
         """
-        at_work = [peer for peer in ranks if not peer.done]
+        at_work = [status for status in ranks if not status.done]
         still = self._awake.seconds - self._moved
-        for peer in at_work:
-            if peer.pulse.patience is None or still <= peer.pulse.patience:
+        for status in at_work:
+            if status.heartbeat.timeout_s is None or still <= status.heartbeat.timeout_s:
                 return None
         if not at_work:
             return None
         first, where = whereabouts(at_work)
-        return stuck(first.rank, first.host, first.pulse.step, still, where)
+        return stuck(first.rank, first.host, first.heartbeat.step, still, where)
 
 
-def whereabouts(peers: Sequence[Peer]) -> tuple[Peer, str]:
+def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
     """Whom all others wait for, if they do; and what the ranks are doing, in words."""
-    doing: dict[tuple[int, str], list[Peer]] = {}
-    for peer in sorted(peers, key=lambda peer: peer.rank):
-        step = -1 if peer.pulse.step is None else peer.pulse.step
-        doing.setdefault((step, peer.pulse.doing), []).append(peer)
+    doing: dict[tuple[int, str], list[RankStatus]] = {}
+    for status in sorted(statuses, key=lambda status: status.rank):
+        step = -1 if status.heartbeat.step is None else status.heartbeat.step
+        doing.setdefault((step, status.heartbeat.doing), []).append(status)
     behind = [
-        key for key, (peer, *_) in doing.items() if peer.pulse.phase is not Phase.ALL_REDUCE
+        key for key, (status, *_) in doing.items() if status.heartbeat.phase is not Phase.ALL_REDUCE
     ] or list(doing)
     where = "; ".join(
         f"{_ranks(group)} {_are(group)} {what}" for (_, what), group in sorted(doing.items())
@@ -170,16 +173,16 @@ def whereabouts(peers: Sequence[Peer]) -> tuple[Peer, str]:
     return doing[min(behind)][0], where
 
 
-def _ranks(peers: Sequence[Peer]) -> str:
-    numbers = [str(peer.rank) for peer in peers]
+def _ranks(statuses: Sequence[RankStatus]) -> str:
+    numbers = [str(status.rank) for status in statuses]
     shown = ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
     return f"ranks {shown}" if len(numbers) > 1 else f"rank {shown}"
 
 
-def _are(peers: Sequence[Peer]) -> str:
-    return "are" if len(peers) > 1 else "is"
+def _are(statuses: Sequence[RankStatus]) -> str:
+    return "are" if len(statuses) > 1 else "is"
 
 
-def _hosts(peers: Sequence[Peer]) -> str:
-    names = list(dict.fromkeys(peer.host for peer in peers))
+def _hosts(statuses: Sequence[RankStatus]) -> str:
+    names = list(dict.fromkeys(status.host for status in statuses))
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -23,7 +23,7 @@ from motley.cluster.facts import NodeFacts, read_node
 from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
 from motley.launch.same_code import compare_code
-from motley.launch.supervisor import Lifeline
+from motley.launch.supervisor import Supervisor
 
 T = TypeVar("T")
 
@@ -132,22 +132,22 @@ def run(main: Callable[["World"], None], launched: Launched | None = None) -> No
         world.connect()
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
-    threading.excepthook = partial(_end_with_thread, world.lifeline, threading.excepthook)
+    threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
     try:
         main(world)
     except BaseException as error:  # SystemExit too: leaving early is a failure
-        world.lifeline.fail(error)
-    world.lifeline.finish()
+        world.supervisor.fail(error)
+    world.supervisor.finish()
 
 
 def _end_with_thread(
-    lifeline: Lifeline,
+    supervisor: Supervisor,
     usual: Callable[[threading.ExceptHookArgs], object],
     ended: threading.ExceptHookArgs,
 ) -> None:
     """End the job with a thread of this rank that had words for the user; others end alone."""
     if isinstance(ended.exc_value, MotleyError):
-        lifeline.fail(ended.exc_value)
+        supervisor.fail(ended.exc_value)
     usual(ended)
 
 
@@ -161,7 +161,7 @@ class World:
         machines: which machine each rank is on, by its lowest rank.
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
         network: the subnet that all machines share, as this one sees it.
-        lifeline: tells rank 0 how this rank fares.
+        supervisor: tells rank 0 how this rank fares.
     """
 
     def __init__(self, launched: Launched) -> None:
@@ -176,7 +176,7 @@ class World:
         self.nodes: list[NodeFacts] = []
         self.network: Network
         self._written: set[str] = set()  # variables of join_group
-        self.lifeline = Lifeline(self.rank, self.size, self.host)
+        self.supervisor = Supervisor(self.rank, self.size, self.host)
 
     def __repr__(self) -> str:
         return (
@@ -222,7 +222,7 @@ class World:
 
     def connect(self) -> None:
         """Compare code and exchange facts with all ranks, choose the shared subnet, hold the
-        lifeline."""
+        supervisor."""
         compare_code(self.host, self.allgather)  # first: the rest may differ between two
         told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))
         self.nodes = [node for node, _ in told]
@@ -234,10 +234,10 @@ class World:
         networks = choose_networks(machines, names, {m: told[m][1] for m in machines})
         self.network = networks[self.machines[self.rank]]
         master = networks[self.machines[0]].address
-        door = self.from_first(lambda: self.lifeline.listen(master))
-        # Rank 0's deputy should not freeze with its machine.
+        listening = self.from_first(lambda: self.supervisor.listen(master))
+        # Rank 0's standby should not freeze with its machine.
         elsewhere = [rank for rank in range(self.size) if self.machines[rank] != 0]
-        self.lifeline.join(master, door, min(elsewhere, default=1), self.first_here)
+        self.supervisor.join(master, listening, min(elsewhere, default=1), self.first_here)
 
     def has_fixed_master(self) -> bool:
         """Whether some rank's user set MASTER_ADDR, which is then rank 0's; all call it."""

@@ -1,7 +1,7 @@
 """Measures what the links between machines carry: they meet in pairs, over TCP.
 
 In each round every machine meets one other, so the time grows with the machines and not with
-their pairs. A connection begins with a word that all ranks know, so strangers are sent away.
+their pairs. A connection begins with a token that all ranks know, so strangers are sent away.
 """
 
 import secrets
@@ -23,7 +23,7 @@ _BUFFER = 1 << 18  # bytes on the way: what is sent is then soon received
 _LOOK_S = 0.3  # at what others send
 _PINGS = 15
 _MOST_ROUNDS = 16  # 8 s; in more machines each meets so many others, and not all
-_PATIENCE = 4.0  # seconds in which something has to come
+_TIMEOUT_S = 4.0  # seconds in which something has to come
 
 _RATE = struct.Struct("!d")
 
@@ -32,19 +32,19 @@ def measure_links(world: World) -> Links:
     """Let all machines meet; every launched rank calls it, the first of each machine works."""
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
-    word = world.from_first(lambda: secrets.token_bytes(16))
+    token = world.from_first(lambda: secrets.token_bytes(16))
     ports = world.allgather(look_at(world.network.interface) if own is not None else None)
     found: dict[tuple[int, int], Flow] = {}
-    with socket.create_server((world.network.address, 0)) as door:
-        door.settimeout(_PATIENCE)
-        doors = world.allgather(door.getsockname())
+    with socket.create_server((world.network.address, 0)) as listener:
+        listener.settimeout(_TIMEOUT_S)
+        addresses = world.allgather(listener.getsockname())
         for pairs in rounds(machines)[:_MOST_ROUNDS]:
             for caller, callee in pairs:
                 if own == caller:
-                    there, back = call(doors[callee], word)
+                    there, back = call(addresses[callee], token)
                     found |= {(caller, callee): there, (callee, caller): back}
                 elif own == callee:
-                    answer(door, word)
+                    answer(listener, token)
             world.allgather(None)  # the next round begins when all have met
     flows = {pair: flow for part in world.allgather(found) for pair, flow in part.items()}
     hosts = {machine: world.nodes[machine].host for machine in machines}
@@ -71,12 +71,12 @@ def look_at(interface: str) -> Port:
     )  # fmt: skip
 
 
-def call(address: tuple[str, int], word: bytes) -> tuple[Flow, Flow]:
+def call(address: tuple[str, int], token: bytes) -> tuple[Flow, Flow]:
     """Meet the machine that answers at ``address``: the flow to it, and the one from it."""
     try:
         line = socket.socket()
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        line.settimeout(_PATIENCE)
+        line.settimeout(_TIMEOUT_S)
         line.connect(address)
     except OSError as error:
         failed = Flow(0.0, 0.0, f"cannot connect to {address[0]} ({error.strerror or error})")
@@ -85,7 +85,7 @@ def call(address: tuple[str, int], word: bytes) -> tuple[Flow, Flow]:
     with line:
         try:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.sendall(word)
+            line.sendall(token)
             latency_s = _ping(line)
             _send(line)
             (there,) = _RATE.unpack(_exactly(line, _RATE.size))
@@ -101,20 +101,20 @@ def call(address: tuple[str, int], word: bytes) -> tuple[Flow, Flow]:
     return Flow(there, latency_s), Flow(back, latency_s)
 
 
-def answer(door: socket.socket, word: bytes) -> None:
-    """Be met by the machine that knows the word."""
-    deadline = time.monotonic() + _PATIENCE
+def answer(listener: socket.socket, token: bytes) -> None:
+    """Be met by the machine that knows the token."""
+    deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            line, _ = door.accept()
+            line, _ = listener.accept()
         except OSError:
             return  # the caller will say why it could not
         with line:
             try:
-                line.settimeout(_PATIENCE)
+                line.settimeout(_TIMEOUT_S)
                 line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if not secrets.compare_digest(_exactly(line, len(word)), word):
+                if not secrets.compare_digest(_exactly(line, len(token)), token):
                     continue
                 for _ in range(_PINGS):
                     line.sendall(_exactly(line, 1))

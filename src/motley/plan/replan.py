@@ -14,7 +14,7 @@ from motley.plan.split import Speed, split
 
 WINDOW = 8  # steps; their median forgives single slow ones
 SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later
-PATIENCE = 4  # steps in a row that must ask for another split: no oscillation
+STEPS_IN_A_ROW = 4  # steps in a row that must ask for another split: no oscillation
 DEAD_BAND = 0.08  # of a step that another split must save, seen over WINDOW: less may be noise
 
 
@@ -73,7 +73,7 @@ class Watch:
         better = (p for span, p in seen if p.gain > DEAD_BAND * math.sqrt(WINDOW / span))
         proposal = next(better, None)
         self._asked = self._asked + 1 if proposal else 0
-        return proposal if self._asked >= PATIENCE else None
+        return proposal if self._asked >= STEPS_IN_A_ROW else None
 
     def _propose(self, counts: Sequence[int], span: int) -> Proposal:
         last = islice(self._steps, len(self._steps) - span, None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from motley.comm.collectives import leave_group
 from motley.errors import MotleyError
-from motley.launch.watchdog import PATIENCE
+from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
 from motley.plan.plan import LeftOut, Seat, choose_participants, parse_hosts
@@ -19,8 +19,8 @@ from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
-# Of a collective. The lifeline ends the job long before, and can name the rank.
-_TIMEOUT = timedelta(seconds=2 * PATIENCE)
+# Of a collective. The supervisor ends the job long before, and can name the rank.
+_TIMEOUT = timedelta(seconds=2 * PROGRESS_TIMEOUT_S)
 
 
 @dataclass(frozen=True)

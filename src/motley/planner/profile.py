@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.launch.watchdog import PATIENCE
+from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import has_room
@@ -34,7 +34,7 @@ from motley.tasks.model import Classifier
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
 _LOCAL_STEPS = (2, 4, 8, 16)  # between two meetings, that are worth a word
-_PATIENCE = 600.0  # seconds in which ranks measure anything that they do together
+_TOGETHER_S = 600.0  # seconds in which ranks measure anything that they do together
 _SHOWS = 0.02  # of a step: a wire that cannot be hidden
 _SHOWN = 4  # links that do not work, in an error
 
@@ -68,11 +68,11 @@ def measure_team(
         asked: the wire's mode that the user wants; None: auto.
     """
     own = None
-    world.lifeline.enter(Phase.MEASURE, PATIENCE, "measuring its speed")
+    world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
     if model is not None and team.rank is not None:
         own = speed_of(team, model, config, sending.parts(team.size))
     found = [each for each in world.allgather(own) if each is not None]
-    world.lifeline.enter(Phase.MEASURE, _PATIENCE, "measuring links")
+    world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(team, found)
     wires = wires_of(world, team, model, [EXACT], sending)
@@ -138,7 +138,7 @@ def wires_of(
         parameters = [p for p in model.parameters() if p.requires_grad]
         own = dict(known or {})
         for mode in dict.fromkeys(modes):
-            world.lifeline.enter(Phase.MEASURE, _PATIENCE, f"measuring --wire {mode}")
+            world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")
             if team.size == 1:
                 own[mode] = Wire(0.0, 0.0)
             elif mode.kind == "local" and EXACT in own:  # as many bytes

@@ -21,7 +21,7 @@ from motley.engines.memory import release
 from motley.engines.protocol import EngineMaker
 from motley.errors import NotFiniteError
 from motley.faults import Phase
-from motley.launch.watchdog import DATA, PATIENCE
+from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import Position
 from motley.plan.plan import Plan
@@ -41,10 +41,10 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config."""
     config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
-    say = world.lifeline.enter
+    say = world.supervisor.set_status
     say(Phase.PREPARE, DATA)
     world.once_per_node(lambda: prepare(config))
-    say(Phase.BUILD, PATIENCE)
+    say(Phase.BUILD, PROGRESS_TIMEOUT_S)
     team = join_team(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
@@ -85,7 +85,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
         recorder,
     ):
         evaluated = fit(world, job, recorder, position)
-    say(Phase.LEAVE, PATIENCE)
+    say(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_team()
     if team.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
@@ -94,16 +94,16 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
 def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
     """Train from ``position`` to the last step; returns the last evaluation."""
-    engine, loader, say = job.engine, job.loader, world.lifeline.enter
-    engine.clock.on_phase = lambda phase: say(phase, recorder.patience)
+    engine, loader, say = job.engine, job.loader, world.supervisor.set_status
+    engine.clock.on_phase = lambda phase: say(phase, recorder.timeout_s)
     plan, watch, length = job.plan, job.watch, job.length
     evaluated, agreement = make_up(world, job, recorder, position), Agreement(job, recorder)
     while not length.ended(position):
         epoch, before = position.epoch, 0
         engine.clock.restart()
-        say(Phase.DATA, PATIENCE)
+        say(Phase.DATA, PROGRESS_TIMEOUT_S)
         for part, micro_batches in loader.steps(epoch, position.consumed, plan):
-            world.lifeline.step = position.step
+            world.supervisor.step = position.step
             job.schedule.step_update(length.updates(position))  # type: ignore[arg-type]
             lr = float(engine.optimizer.param_groups[0]["lr"])
 
@@ -134,7 +134,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
             position = length.after(position, part.global_batch)
             ended, saves = length.ended(position), length.saves(position)
             if ended or saves:
-                say(Phase.SAVE, PATIENCE)
+                say(Phase.SAVE, PROGRESS_TIMEOUT_S)
                 recorder.settle()
                 engine.unite()
                 agreed = agreement.check(position)
@@ -182,14 +182,14 @@ def evaluate(world: World, job: Job, plan: Plan, position: Position) -> EpochRec
     ranks, never a mean of means."""
     start = time.monotonic()
     parts = []
-    say = world.lifeline.enter
-    say(Phase.EVALUATE, PATIENCE)
+    say = world.supervisor.set_status
+    say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     job.engine.unite()
     for batch in job.loader.test_batches(plan):
         parts.append(job.engine.evaluate(batch))
         readable(batch, job.config, job.run)
-        say(Phase.EVALUATE, PATIENCE)
-    say(Phase.ALL_REDUCE, PATIENCE)
+        say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
     table = exchange(list(torch.stack(parts).sum(dim=0)))
     loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
     return EpochRecord(

@@ -15,7 +15,7 @@ from motley.config.options import Config
 from motley.engines.protocol import StepResult
 from motley.engines.step_timer import Laps
 from motley.errors import MotleyError
-from motley.launch.watchdog import PATIENCE, step_patience
+from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.plan.plan import Plan
 from motley.planner.process_group import Team
 from motley.records.gpu_logger import Progress
@@ -66,13 +66,13 @@ class Recorder:
         return self._pending[1].seconds("data", "compute") if self._pending else 0.0
 
     @property
-    def patience(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds in which some rank should move within a step; see motley.launch.watchdog."""
         # First steps build kernels; a compiled model is built again for each size of batch. And
         # a usual local step says nothing of the one that waits for the wire.
         if self._compiles or self._local or len(self._seconds) < 3:
-            return PATIENCE
-        return step_patience(median(self._seconds))
+            return PROGRESS_TIMEOUT_S
+        return step_timeout_s(median(self._seconds))
 
     def step(
         self, step: int, epoch: int, lr: float, plan: Plan, result: StepResult, laps: Laps

@@ -21,25 +21,25 @@ from motley.launch.messages import MOST_BYTES, Messages, encode
 
 RANK = """
 import sys
-from motley.launch.supervisor import Lifeline
+from motley.launch.supervisor import Supervisor
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
-lifeline = Lifeline(rank, size, f"host{rank}")
+supervisor = Supervisor(rank, size, f"host{rank}")
 if rank == 0:
-    port, word, host = lifeline.listen("127.0.0.1")
-    print(port, word, host, flush=True)
+    port, token, host = supervisor.listen("127.0.0.1")
+    print(port, token, host, flush=True)
 else:
-    port, word, host = sys.argv[3:]
-lifeline.join("127.0.0.1", (int(port), word, host), 1, False)
+    port, token, host = sys.argv[3:]
+supervisor.join("127.0.0.1", (int(port), token, host), 1, False)
 print("joined", flush=True)
 sys.stdin.readline()
-lifeline.finish()
+supervisor.finish()
 print("finished", flush=True)
 """
 
 
 class Rank:
-    """One rank's lifeline, in a process of its own."""
+    """One rank's supervisor, in a process of its own."""
 
     def __init__(self, *words: object, files: int | None = None) -> None:
         limit = f"ulimit -n {files}; " if files else ""
@@ -76,18 +76,18 @@ class Pair:
 
     def __init__(self, files: int | None = None) -> None:
         self.first = Rank(0, 2, files=files)
-        self.door = self.first.line().split()
+        self.listening = self.first.line().split()
         assert self.first.line() == "joined"
         self.second: Rank | None = None
 
     def join(self) -> None:
         """Begin the second rank."""
-        self.second = Rank(1, 2, *self.door)
+        self.second = Rank(1, 2, *self.listening)
         assert self.second.line() == "joined"
 
     def connect(self) -> socket.socket:
         """As anybody in the network can."""
-        return socket.create_connection(("127.0.0.1", int(self.door[0])), timeout=10)
+        return socket.create_connection(("127.0.0.1", int(self.listening[0])), timeout=10)
 
     def finish(self) -> None:
         """Both end well, and have nothing to complain of."""
@@ -121,8 +121,8 @@ def closed(line: socket.socket) -> bool:
 
 @pytest.mark.parametrize(
     "said",
-    [b"[" * 200_000 + b"\n", b'{"word": "' + b"0" * 32 + b'", "rank": 1, "host": "x"}\n', b"0" * 44,
-     b"\xff\xfe\n" * 999, b"GET / HTTP/1.1\r\nHost: " + b"a" * 99],
+    [b"[" * 200_000 + b"\n", b'{"token": "' + b"0" * 32 + b'", "rank": 1, "host": "x"}\n',
+     b"0" * 44, b"\xff\xfe\n" * 999, b"GET / HTTP/1.1\r\nHost: " + b"a" * 99],
     ids=["nested", "wrong token", "as long", "no text", "a browser"],
 )  # fmt: skip
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -169,7 +169,7 @@ def test_a_crowd_of_strangers_is_not_kept() -> None:
 def test_a_token_makes_nobody_another_rank(pair: Pair, rank: object) -> None:
     pair.join()
     with pair.connect() as other:
-        hello = json.dumps({"word": pair.door[1], "rank": rank, "host": "x"})
+        hello = json.dumps({"token": pair.listening[1], "rank": rank, "host": "x"})
         other.sendall(hello.encode() + b'\n{"done": true}\n')
         assert closed(other)
     pair.finish()

@@ -1,0 +1,104 @@
+"""This rank, as its supervisor knows it: what it is at, what it has to say, and how it ends."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from motley.faults import Fault
+from motley.launch.launcher_reaper import LauncherReaper
+from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
+
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+class OwnRank:
+    """Shared by the training's thread, which says things, and the watching one, which sends them.
+
+    Attributes:
+        step: that training is at; None before the first.
+        heartbeat: what the next one says, but for the step.
+        awake: this process's waking time.
+        outbox: messages to rank 0, not yet sent.
+        finished: all ranks are done.
+        stopped: some rank was, by a signal.
+        reaper: on the lowest rank of each machine.
+    """
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.rank, self.size, self.host = rank, size, host
+        self.step: int | None = None
+        self.heartbeat = Heartbeat()
+        self.awake = AwakeClock()
+        self.outbox: list[dict[str, Any]] = []
+        self.finished = threading.Event()
+        self.stopped = False
+        self.reaper: LauncherReaper | None = None
+        self._next_heartbeat = 0.0
+        self.wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self.wake_read, False)
+        os.set_blocking(self._wake_write, False)
+
+    def catch_signals(self) -> None:
+        """Have the watching thread act on stop signals, from now on."""
+        for number in _STOPS:
+            signal.signal(number, _leave_to_watching_thread)
+        # The C-level handler writes the signal's number here at once, even while the main
+        # thread sits inside a collective and cannot run Python.
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def signals(self) -> list[int]:
+        """Numbers of the stop signals that came since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
+            return [number for number in os.read(self.wake_read, 4096) if number in _STOPS]
+        return []
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Have the watching thread send a message to rank 0."""
+        self.outbox.append(message)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def heartbeat_message(self) -> dict[str, Any]:
+        """The heartbeat of now."""
+        return replace(self.heartbeat, step=self.step).message()
+
+    def heartbeat_in(self) -> float:
+        """Seconds until the next heartbeat."""
+        return max(0.0, self._next_heartbeat - time.monotonic())
+
+    def heartbeat_due(self) -> bool:
+        """Whether it is time for one; the next is an interval later."""
+        due = self.heartbeat_in() == 0.0
+        if due:
+            self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL_S
+        return due
+
+    def print(self, text: str) -> None:
+        """Say a line to the user, also where mpirun passes nothing on any more."""
+        if self.reaper and self.reaper.say(text if self.stopped else "") and self.stopped:
+            return
+        with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
+            print(text, file=sys.stderr, flush=True)
+
+    def leave(self, code: int) -> NoReturn:
+        """End now: the main thread may be stuck in a collective that never returns."""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def line_of(fault: Fault) -> str:
+    """What the user reads of a fault."""
+    return f"motley: {fault.line()}"
+
+
+def _leave_to_watching_thread(number: int, frame: object) -> None:
+    """It acts on the wake-up byte; the main thread may be stuck in C."""

@@ -1,0 +1,183 @@
+"""Rank 0: see who is there, judge who failed first, and end the job in one line."""
+
+import contextlib
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NoReturn
+
+from motley.faults import Fault, FaultKind, died
+from motley.launch.background_writer import BackgroundWriter
+from motley.launch.handshakes import Handshakes
+from motley.launch.messages import encode
+from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.watchdog import (
+    SUSPECT_AFTER_S,
+    Heartbeat,
+    RankStatus,
+    Watchdog,
+    whereabouts,
+)
+
+FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
+_NOW_S = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+_RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
+
+
+class AllRanksWatch:
+    """The watching thread of rank 0.
+
+    It never waits for a disk: what a rank tells is recorded by another thread.
+
+    Args:
+        on_fault: records the first cause. on_event: records what a rank tells.
+    """
+
+    def __init__(
+        self,
+        own: OwnRank,
+        handshakes: Handshakes,
+        writer: BackgroundWriter,
+        on_fault: Callable[[Fault], None],
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._own, self._handshakes, self._writer = own, handshakes, writer
+        self._on_fault, self._on_event = on_fault, on_event
+        self._me = RankStatus(0, own.host)
+        self._others: dict[socket.socket, RankStatus] = {}
+        self._watchdog = Watchdog(own.awake, own.host)
+        self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        """Watch until all ranks are done; ends the process, and the job, where one fails."""
+        own = self._own
+        self._selector.register(own.wake_read, selectors.EVENT_READ)
+        self._handshakes.register(self._selector)
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select(self._until_due())]
+            now = own.awake.look()
+            for line in ready:
+                if isinstance(line, socket.socket) and line in self._others:
+                    self._read(line)
+            for new in self._handshakes.arrivals(ready, now):
+                status = RankStatus(new.rank, new.host, now, messages=new.messages)
+                self._others[new.line] = status
+                for message in new.pending:
+                    self._hear(status, message)
+            # Only now: whoever knows more may have said so while this process was stopped.
+            if self._pending and time.monotonic() >= self._pending[0]:
+                # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
+                silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
+                self.end_job(silent or self._pending[1])
+            self._hear(self._me, {"heartbeat": own.heartbeat_message()})
+            for number in own.signals():
+                self._hear(self._me, {"signal": number})
+            while own.outbox:
+                self._hear(self._me, own.outbox.pop(0))
+            if self._writer.error is not None:  # a full disk, say: without records no run
+                raise self._writer.error
+            if sum(status.done for status in self._statuses()) == own.size:
+                self._tell_all({"finish": True})
+                own.finished.set()
+                return
+            if own.heartbeat_due():
+                self._judge()
+
+    def end_job(self, fault: Fault) -> NoReturn:
+        """Record the first cause, say it, and end all ranks."""
+        phases = {status.rank: status.heartbeat.phase.key for status in self._statuses()}
+        fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
+        self._writer.write(partial(self._on_fault, fault))
+        self._writer.flush(_RECORD_S)
+        if fault.details:
+            self._own.print(fault.details)
+        self._own.print(line_of(fault))
+        self._tell_all({"stop": fault.code})
+        time.sleep(0.1)  # let the others read it
+        self._own.leave(fault.code)
+
+    def _judge(self) -> None:
+        """Say who may be silent, and end the job where one is for good, or nobody moves."""
+        statuses = self._statuses()
+        # Should mpirun end us first, others know whom to blame.
+        silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
+        self._tell_all({"heartbeat": asdict(silent) if silent else None})
+        if self._own.reaper:
+            self._own.reaper.say(line_of(silent) if silent else "")
+        if fault := self._watchdog.silent(statuses[1:]) or self._watchdog.stuck(statuses):
+            self.end_job(fault)
+
+    def _until_due(self) -> float:
+        """Seconds until there is something to do."""
+        due = self._own.heartbeat_in()
+        if self._pending is not None:
+            due = min(due, max(0.0, self._pending[0] - time.monotonic()))
+        return due
+
+    def _statuses(self) -> list[RankStatus]:
+        return [self._me, *self._others.values()]
+
+    def _read(self, line: socket.socket) -> None:
+        status = self._others[line]
+        try:
+            data = line.recv(65536)
+        except OSError:
+            data = b""
+        status.heard = self._own.awake.seconds
+        for message in status.messages.feed(data):
+            self._hear(status, message)
+        if not data:
+            self._selector.unregister(line)
+            line.close()
+            if self._pending is None or self._pending[1].rank != status.rank:
+                # Ranks are within a step of each other, and rank 0's own is not half a second old.
+                step = None if status.heartbeat.step is None else self._last_step()
+                self.end_job(died(status.rank, status.host, step))
+
+    def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
+        if "heartbeat" in message:
+            self._watchdog.hear(status, Heartbeat.read(message["heartbeat"]))
+        elif "stop" in message:  # we were away, and another rank has spoken
+            self._own.leave(message["stop"])
+        elif "done" in message:
+            status.done = True
+        elif "event" in message:
+            self._writer.write(partial(self._on_event, message["event"]))
+        elif "fault" in message:
+            fault = Fault.read(message["fault"])
+            if not fault.echo:
+                self.end_job(fault)
+            self._suspect(fault, FIRST_CAUSE_S)
+        elif "signal" in message:
+            self._own.stopped = True
+            name = signal.Signals(message["signal"]).name
+            _, where = whereabouts(self._statuses())
+            fault = Fault(
+                status.rank, status.host, self._last_step(), f"stopped by {name}, when {where}",
+                "continue with --resume auto", echo=True, kind=FaultKind.KILLED,
+                signal=message["signal"],
+            )  # fmt: skip
+            self._suspect(fault, _NOW_S)
+
+    def _last_step(self) -> int | None:
+        """The step that training is at; rank 0 itself may be left out of it."""
+        steps = [s.heartbeat.step for s in self._statuses() if s.heartbeat.step is not None]
+        return self._own.step if self._own.step is not None else max(steps, default=None)
+
+    def _suspect(self, fault: Fault, within_s: float) -> None:
+        """Blame ``fault`` unless a better cause turns up in time."""
+        deadline = time.monotonic() + within_s
+        if self._pending is None:
+            self._pending = (deadline, fault)
+        else:
+            self._pending = (min(deadline, self._pending[0]), self._pending[1])
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for line in self._others:
+            with contextlib.suppress(OSError):
+                line.sendall(encode(message))

@@ -1,0 +1,94 @@
+"""Every rank but 0: tell rank 0 how this one fares, and see whether rank 0 is still there."""
+
+import contextlib
+import selectors
+import socket
+from collections.abc import Callable
+from typing import NoReturn
+
+from motley.faults import Fault, died, silent
+from motley.launch.messages import Messages, encode
+from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
+
+_STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
+
+
+class FirstRankWatch:
+    """The watching thread of a rank but 0.
+
+    Args:
+        line: the connection to rank 0. host: rank 0's.
+        standby: the rank that speaks when rank 0 cannot.
+        on_fault: called on the standby, with the fault of rank 0.
+    """
+
+    def __init__(
+        self,
+        own: OwnRank,
+        line: socket.socket,
+        host: str,
+        standby: int,
+        on_fault: Callable[[Fault], None],
+    ) -> None:
+        self._own, self._line, self._host = own, line, host
+        self._speaks = own.rank == standby
+        self._on_fault = on_fault
+        self._messages = Messages()
+        self._silent: Fault | None = None  # of the rank that rank 0 has not heard for a while
+        self._heard_at = own.awake.look()
+
+    def run(self) -> None:
+        """Watch until all ranks are done; ends the process where rank 0 says so, or is gone."""
+        own = self._own
+        selector = selectors.DefaultSelector()
+        selector.register(self._line, selectors.EVENT_READ)
+        selector.register(own.wake_read, selectors.EVENT_READ)
+        while not own.finished.is_set():
+            selector.select(own.heartbeat_in())
+            own.awake.look()
+            try:
+                self._hear()  # before speaking: rank 0 may have said stop, and left
+                for number in own.signals():
+                    self._line.sendall(encode({"signal": number}))
+                    own.leave(128 + number)
+                while own.outbox:
+                    self._line.sendall(encode(own.outbox.pop(0)))
+                if own.heartbeat_due():
+                    self._line.sendall(encode({"heartbeat": own.heartbeat_message()}))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._hear()
+                self._end(self._silent or died(0, self._host, own.step))
+            quiet = own.awake.seconds - self._heard_at
+            if quiet > HEARTBEAT_TIMEOUT_S + (0 if self._speaks else _STANDBY_FIRST_S):
+                # Should rank 0 come back, it need not say again what we say now.
+                with contextlib.suppress(OSError):
+                    self._line.sendall(encode({"stop": 1}))
+                self._end(silent(0, self._host, own.step, quiet))
+
+    def _hear(self) -> None:
+        """Act on what rank 0 has said; ConnectionError where it is gone."""
+        own = self._own
+        with contextlib.suppress(BlockingIOError):
+            data = self._line.recv(65536, socket.MSG_DONTWAIT)
+            self._heard_at = own.awake.seconds
+            for message in self._messages.feed(data):
+                if "stop" in message:
+                    own.leave(message["stop"])
+                elif "finish" in message:
+                    own.finished.set()
+                elif message["heartbeat"]:
+                    self._silent = Fault.read(message["heartbeat"])
+                else:
+                    self._silent = None
+            if not data and not own.finished.is_set():
+                raise ConnectionError
+
+    def _end(self, fault: Fault) -> NoReturn:
+        """End, now that rank 0 cannot end us; one rank's line is enough."""
+        if self._speaks:
+            self._own.print(line_of(fault))
+            with contextlib.suppress(Exception):
+                self._on_fault(fault)
+        self._own.leave(1)

@@ -1,0 +1,104 @@
+"""Who is silent and who is stuck, judged from beats."""
+
+import time
+
+import pytest
+
+from motley.faults import FaultKind, Phase
+from motley.launch.watchdog import (
+    HEARTBEAT_TIMEOUT_S,
+    SUSPECT_AFTER_S,
+    AwakeClock,
+    Heartbeat,
+    RankStatus,
+    Watchdog,
+    step_timeout_s,
+)
+
+
+class Hand:
+    """A clock that is set by hand."""
+
+    seconds = 0.0
+
+    def look(self) -> float:
+        return self.seconds
+
+
+def world(*hosts: str) -> tuple[Hand, Watchdog, list[RankStatus]]:
+    clock = Hand()
+    statuses = [RankStatus(rank, host) for rank, host in enumerate(hosts)]
+    watchdog = Watchdog(clock, hosts[0])  # type: ignore[arg-type]
+    for status in statuses:
+        watchdog.hear(status, Heartbeat(17, Phase.FORWARD, 1, 120.0))
+    return clock, watchdog, statuses
+
+
+def hear(clock: Hand, at: float, *statuses: RankStatus) -> None:
+    clock.seconds = at
+    for status in statuses:
+        status.heard = at
+
+
+def test_silence_is_judged_after_the_limit_and_names_all_of_a_switch() -> None:
+    clock, watchdog, (_, one, two, three) = world("a", "b", "c", "d")
+    hear(clock, 1.0, two)
+    hear(clock, HEARTBEAT_TIMEOUT_S - 0.1, three)
+    assert watchdog.silent([one, two, three]) is None
+    assert watchdog.silent([one, two, three], SUSPECT_AFTER_S) is not None
+    hear(clock, HEARTBEAT_TIMEOUT_S + 0.1, three)
+    fault = watchdog.silent([three, two, one])
+    assert fault and (fault.rank, fault.host, fault.step, fault.code) == (1, "b", 17, 1)
+    assert fault.kind is FaultKind.HOST_LOST
+    assert "and so is rank 2 on c" in fault.line() and "--resume auto" in fault.line()
+    one.done = two.done = True  # as one that is left out; they beat until all are done
+    assert watchdog.silent([one, two, three]) == fault
+
+
+def test_a_host_that_hears_no_other_is_named_itself() -> None:
+    clock, watchdog, (_, beside, one, two) = world("a", "a", "b", "c")
+    hear(clock, HEARTBEAT_TIMEOUT_S + 1, beside)
+    fault = watchdog.silent([beside, one, two])
+    assert fault and (fault.rank, fault.host) == (0, "a") and "(b, c)" in fault.error
+
+
+def test_a_hang_names_the_rank_that_does_not_wait() -> None:
+    clock, watchdog, ranks = world("a", "b", "c")
+    for status in (ranks[0], ranks[2]):
+        watchdog.hear(status, Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))
+    watchdog.hear(ranks[1], Heartbeat(17, Phase.DATA, 2, 120.0))
+    clock.seconds = 119
+    assert watchdog.stuck(ranks) is None
+    watchdog.hear(ranks[0], Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))  # lives, but does not move
+    clock.seconds = 121
+    fault = watchdog.stuck(ranks)
+    assert fault and (fault.kind, fault.rank, fault.step) == (FaultKind.HANG, 1, 17)
+    assert "rank 1 is loading images; ranks 0, 2 are waiting for the others" in fault.error
+    watchdog.hear(ranks[1], Heartbeat(17, Phase.DATA, 3, 120.0))
+    assert watchdog.stuck(ranks) is None  # one that moves is enough
+
+
+def test_nobody_is_stuck_while_one_may_take_for_ever_or_all_are_done() -> None:
+    clock, watchdog, ranks = world("a", "b")
+    watchdog.hear(ranks[1], Heartbeat(None, Phase.PREPARE, 2, None))
+    clock.seconds = 1e6
+    assert watchdog.stuck(ranks) is None
+    ranks[1].done = True
+    assert watchdog.stuck(ranks) is not None
+    ranks[0].done = True
+    assert watchdog.stuck(ranks) is None
+
+
+def test_patience_is_in_proportion() -> None:
+    assert step_timeout_s(0.1) == 120 and step_timeout_s(60) == 1200
+
+
+def test_time_asleep_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    awake = AwakeClock()
+    for _ in range(4):
+        now += 0.5
+        awake.look()
+    now += 3600  # Ctrl-Z
+    assert awake.look() == 4.0
