@@ -1,13 +1,17 @@
 """Rank 0's port is open to a whole network: strangers cost a training nothing."""
 
+import concurrent.futures
 import contextlib
 import json
+import os
 import resource
 import selectors
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
@@ -18,9 +22,10 @@ from motley.errors import MotleyError
 from motley.faults import fault_of
 from motley.launch.handshakes import MOST_STRANGERS, TIMEOUT_S, Arrival, Handshakes, greeting
 from motley.launch.messages import MOST_BYTES, Messages, encode
+from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 
 RANK = """
-import sys
+import os, sys
 from motley.launch.supervisor import Supervisor
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
@@ -32,6 +37,9 @@ else:
     port, token, host = sys.argv[3:]
 supervisor.join("127.0.0.1", (int(port), token, host), 1, False)
 print("joined", flush=True)
+if "EVENTS" in os.environ:
+    supervisor.on_event = lambda event: open(os.environ["EVENTS"], "a").write(event["kind"])
+    supervisor.tell({"kind": f"event {rank}; "})
 sys.stdin.readline()
 supervisor.finish()
 print("finished", flush=True)
@@ -41,12 +49,12 @@ print("finished", flush=True)
 class Rank:
     """One rank's supervisor, in a process of its own."""
 
-    def __init__(self, *words: object, files: int | None = None) -> None:
+    def __init__(self, *words: object, files: int | None = None, **extra: str) -> None:
         limit = f"ulimit -n {files}; " if files else ""
         self._process = subprocess.Popen(
             ["bash", "-c", limit + 'exec "$@"', "-", sys.executable, "-c", RANK, *map(str, words)],
             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(PYTHONPATH=str(ROOT / "src")),
+            env=environment(PYTHONPATH=str(ROOT / "src"), **extra),
         )  # fmt: skip
 
     def line(self) -> str:
@@ -74,15 +82,16 @@ class Rank:
 class Pair:
     """Two ranks, of which the second joins when it is told to."""
 
-    def __init__(self, files: int | None = None) -> None:
-        self.first = Rank(0, 2, files=files)
+    def __init__(self, files: int | None = None, **extra: str) -> None:
+        self._extra = extra
+        self.first = Rank(0, 2, files=files, **extra)
         self.listening = self.first.line().split()
         assert self.first.line() == "joined"
         self.second: Rank | None = None
 
     def join(self) -> None:
         """Begin the second rank."""
-        self.second = Rank(1, 2, *self.listening)
+        self.second = Rank(1, 2, *self.listening, **self._extra)
         assert self.second.line() == "joined"
 
     def connect(self) -> socket.socket:
@@ -268,3 +277,18 @@ def test_an_error_in_a_senders_thread_may_be_an_echo() -> None:
     assert not fault_of(error, 3, "a", 7).echo
     error.__cause__ = RuntimeError("Connection closed by peer [10.0.0.3]:5")
     assert fault_of(error, 3, "a", 7).echo
+
+
+def test_a_disk_that_stalls_ends_nothing(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    os.mkfifo(events)  # whoever opens it to write waits until it is read
+    pair = Pair(EVENTS=str(events))
+    try:
+        pair.join()
+        time.sleep(HEARTBEAT_TIMEOUT_S + 5)
+        with concurrent.futures.ThreadPoolExecutor() as thread:
+            reading = thread.submit(events.read_text)
+            pair.finish()
+            assert "event 0; " in reading.result()
+    finally:
+        pair.end()
