@@ -19,7 +19,7 @@ from motley.config.options import Config, read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
 from motley.engines.optimizer import make_optimizer
-from motley.engines.protocol import EngineMaker, Seating
+from motley.engines.protocol import EngineContext, EngineMaker
 from motley.engines.step_timer import Laps
 from motley.engines.torch_engines import TorchEngines
 from motley.launch.world import World
@@ -29,7 +29,7 @@ from motley.plan.precision import parse_loss_scale
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, WireMode
 from motley.planner.planner import balance
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured, refine
 from motley.tasks.model import Classifier, image_size, model_name, set_matmul_precision
 
@@ -42,19 +42,21 @@ class Bench(ABC):
         warm, steps: not timed, and timed.
     """
 
-    def __init__(self, world: World, team: Team, words: list[str], warm: int, steps: int) -> None:
-        assert team.rank is not None
-        self.world, self.team, self.rank, self.warm, self.steps = (
+    def __init__(
+        self, world: World, group: ProcessGroup, words: list[str], warm: int, steps: int
+    ) -> None:
+        assert group.rank is not None
+        self.world, self.group, self.rank, self.warm, self.steps = (
             world,
-            team,
-            team.rank,
+            group,
+            group.rank,
             warm,
             steps,
         )
         config = read_config(training_parser(""), words)
         self.config: Config = replace(config, model=model_name(config))
         self.images = load_images(self.config, image_size(self.config))
-        set_matmul_precision(team.precisions[team.rank])
+        set_matmul_precision(group.precisions[group.rank])
 
     @abstractmethod
     def model(self) -> Classifier:
@@ -62,7 +64,7 @@ class Bench(ABC):
 
     def batch(self, model: Classifier, count: int) -> Batch:
         """Images and labels, the same every time."""
-        labels = torch.arange(count, device=self.team.device) % 10
+        labels = torch.arange(count, device=self.group.device) % 10
         return Batch(model.noise_images(count), labels, tuple(range(count)))
 
     def optimizer(self, model: Classifier) -> torch.optim.Optimizer:
@@ -77,14 +79,14 @@ class Bench(ABC):
         start = time.perf_counter()
         for _ in range(steps or self.steps):
             step()
-        if self.team.device.type == "cuda":
+        if self.group.device.type == "cuda":
             torch.cuda.synchronize()
         # That all know it is not timed: it may have to queue behind what local steps have sent.
         spent = max(self.world.allgather(time.perf_counter() - start))
         return spent / (steps or self.steps)
 
     def _meet(self) -> None:
-        if self.team.device.type == "cuda":
+        if self.group.device.type == "cuda":
             torch.cuda.synchronize()
         self.world.allgather(None)  # not through gloo, where local steps have something on the way
 
@@ -116,16 +118,16 @@ class Bench(ABC):
         wire = measure_wire(list(model.parameters()), mode)
         wire = make_engine.sending.through(wire, mode)
         measured = Measured(tuple(speeds), {mode: wire})
-        planned = balance(n, refine(self.world, self.team, model, n, measured, mode), mode)
+        planned = balance(n, refine(self.world, self.group, model, n, measured, mode), mode)
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None
-        scale = parse_loss_scale(self.config.loss_scale, (*self.team.precisions, mode.kind))
-        seating = Seating(
-            replace(self.config, batch_size=n, **options), self.rank, self.team.size,
-            self.team.device, self.team.precisions, scale, plan,
+        scale = parse_loss_scale(self.config.loss_scale, (*self.group.precisions, mode.kind))
+        context = EngineContext(
+            replace(self.config, batch_size=n, **options), self.rank, self.group.size,
+            self.group.device, self.group.precisions, scale, plan,
         )  # fmt: skip
-        engine = make_engine(model, seating)
+        engine = make_engine(model, context)
         plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
         engine.reconfigure(plan)
         sizes = plan.micro_batches[self.rank]
@@ -160,7 +162,7 @@ class Bench(ABC):
         model = self.model()
         return {
             "step_s": self.time_steps(
-                self.plain_ddp_step(model, self.batch(model, n // self.team.size)), **timing
+                self.plain_ddp_step(model, self.batch(model, n // self.group.size)), **timing
             )
         }
 

@@ -18,23 +18,23 @@ from mixed import Bench
 
 from motley.launch.world import World, run
 from motley.plan.split import limit_s
-from motley.planner.process_group import Team, join_team, leave_team
+from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model, image_size
 
 
 class GpuBench(Bench):
     """A timm model on the rank's own GPU."""
 
-    def __init__(self, world: World, team: Team, options: argparse.Namespace) -> None:
+    def __init__(self, world: World, group: ProcessGroup, options: argparse.Namespace) -> None:
         # A learning rate that changes next to nothing: noise has no labels to learn.
         words = ["--dataset", "synthetic", "--model", options.model, "--lr", "1e-6"]
-        super().__init__(world, team, words, options.warm, options.steps)
+        super().__init__(world, group, words, options.warm, options.steps)
 
     def model(self) -> Classifier:
         """See Bench."""
         net, size = build_model(self.config, self.images), image_size(self.config)
-        precision = self.team.precisions[self.rank]
-        return Classifier(net, self.images, size, precision, self.team.device)
+        precision = self.group.precisions[self.rank]
+        return Classifier(net, self.images, size, precision, self.group.device)
 
 
 def only_processors(count: int) -> object:
@@ -49,16 +49,16 @@ def only_processors(count: int) -> object:
 def main(world: World, options: argparse.Namespace) -> None:
     """For each repeat: the limit, all modes at each batch in turn, and the limit again."""
     precisions, _, processors = zip(*(rank.partition("@") for rank in options.ranks), strict=True)
-    team = join_team(world, ",".join(precisions))
-    assert team.rank is not None
-    own = processors[team.rank]
+    group = join_process_group(world, ",".join(precisions))
+    assert group.rank is not None
+    own = processors[group.rank]
     with contextlib.ExitStack() as kept:
         if own:
             kept.callback(id, only_processors(int(own)))
-        bench = GpuBench(world, team, options)
+        bench = GpuBench(world, group, options)
         for repeat in range(options.repeats):
             measure(bench, options, repeat)
-    leave_team()
+    leave_process_group()
 
 
 def measure(bench: GpuBench, options: argparse.Namespace, repeat: int) -> None:
@@ -69,7 +69,7 @@ def measure(bench: GpuBench, options: argparse.Namespace, repeat: int) -> None:
             line = {"mode": mode, "n": n, "repeat": repeat, **result}
             print("RESULT " + json.dumps(line), flush=True)
         gc.collect()
-        if bench.team.device.type == "cuda":
+        if bench.group.device.type == "cuda":
             torch.cuda.empty_cache()
         dist.barrier()
 

@@ -25,7 +25,7 @@ from motley.engines.zero import ZeroEngines
 from motley.launch.world import World, run
 from motley.plan.split import Speed, limit_s
 from motley.plan.wire import EXACT, parse_wire
-from motley.planner.process_group import Team, join_team, leave_team
+from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model, image_size
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
@@ -35,9 +35,9 @@ PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")
 class LabBench(Bench):
     """Hosts that are paced, or have a part of a processor each; and the other peers."""
 
-    def __init__(self, world: World, team: Team, options: argparse.Namespace) -> None:
+    def __init__(self, world: World, group: ProcessGroup, options: argparse.Namespace) -> None:
         words = ["--batch-size", str(options.n), "--no-augment", "--img-size", options.img_size]
-        super().__init__(world, team, words, options.warm, options.steps)
+        super().__init__(world, group, words, options.warm, options.steps)
         self.options = options
         self.pace = Pace(options.fastest_s * max(options.speeds) / options.speeds[self.rank])
 
@@ -45,13 +45,13 @@ class LabBench(Bench):
         """See Bench."""
         net, size = build_model(self.config, self.images), image_size(self.config)
         if self.options.emulation == "quotas":
-            return Classifier(net, self.images, size, "fp32", self.team.device)
+            return Classifier(net, self.images, size, "fp32", self.group.device)
         return Paced(net, self.images, size, self.pace)
 
     def peer(self, mode: str) -> dict[str, Any]:
         """A peer as its documentation says: N / ranks samples each."""
         model = self.model()
-        batch = self.batch(model, self.options.n // self.team.size)
+        batch = self.batch(model, self.options.n // self.group.size)
         makers = {
             "plain-ddp": self.plain_ddp_step, "accelerate": self._accelerate,
             "deepspeed-0": self._deepspeed_0, "deepspeed-1": self._deepspeed_1,
@@ -123,7 +123,7 @@ def cpu_seconds() -> tuple[float, float]:
 def main(world: World, options: argparse.Namespace) -> None:
     """Measure the limit, all modes in turn, and the limit again, for each repeat."""
     torch.set_num_threads(1)
-    bench = LabBench(world, join_team(world, "fp32"), options)
+    bench = LabBench(world, join_process_group(world, "fp32"), options)
 
     before = cpu_seconds()
 
@@ -157,7 +157,7 @@ def main(world: World, options: argparse.Namespace) -> None:
             gc.collect()
             dist.barrier()
         limit()
-    leave_team()
+    leave_process_group()
 
 
 def arguments() -> argparse.Namespace:

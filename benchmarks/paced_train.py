@@ -74,10 +74,10 @@ class Changing:
         self.sending = make.sending
         self._make, self._pace, self._rank, self._slow = make, pace, rank, slow
 
-    def __call__(self, model: Any, seating: Any) -> Any:
+    def __call__(self, model: Any, context: Any) -> Any:
         """Set one on a model."""
         slow_rank, factor, first, end = self._slow
-        engine, taken = self._make(model, seating), 0
+        engine, taken = self._make(model, context), 0
         real = engine.accumulate
 
         def accumulate(batch: Any, n_global: int, last: bool) -> Any:

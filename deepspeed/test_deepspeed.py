@@ -21,7 +21,12 @@ from motley.engines.import_deepspeed import comm, deepspeed
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.plan.plan import apportion
-from motley.planner.process_group import Team, gpu_logger, join_team, leave_team
+from motley.planner.process_group import (
+    ProcessGroup,
+    gpu_logger,
+    join_process_group,
+    leave_process_group,
+)
 from motley.records.run_folder import RunFolder
 from motley.tasks.model import set_matmul_precision
 from motley.train.progress import console
@@ -29,18 +34,18 @@ from motley.train.progress import console
 
 def main(world: World, size: int, repeats: int, logs: Path) -> None:
     """Multiply on all ranks, check, and print one table on rank 0."""
-    team = join_team(world, "fp32")
+    group = join_process_group(world, "fp32")
     folder = RunFolder(logs / time.strftime("test_deepspeed_%Y-%m-%d_%H-%M-%S"))
     folder = world.from_first(lambda: folder)
     world.once_per_node(folder.create)
-    if team.rank is None:
+    if group.rank is None:
         return
-    with gpu_logger(world, team, folder, interval=1.0):
-        compute, reduce, error = multiply(team, size, repeats)
-    rows = comm_table(team, [compute, reduce, error])
-    leave_team()
+    with gpu_logger(world, group, folder, interval=1.0):
+        compute, reduce, error = multiply(group, size, repeats)
+    rows = comm_table(group, [compute, reduce, error])
+    leave_process_group()
     if world.rank == 0:
-        show(team, size, rows)
+        show(group, size, rows)
     # A sum of `size` products of numbers in [-1, 1], rounded in another order.
     bound = size * torch.finfo(torch.float32).eps
     wrong = [str(rank) for rank, row in enumerate(rows) if not row[2] < bound]  # NaN too
@@ -53,26 +58,26 @@ def main(world: World, size: int, repeats: int, logs: Path) -> None:
         print(f"the product is right; GPU log in {folder.path}", flush=True)
 
 
-def multiply(team: Team, size: int, repeats: int) -> tuple[float, float, float]:
+def multiply(group: ProcessGroup, size: int, repeats: int) -> tuple[float, float, float]:
     """Seconds of this rank's own product and of the sum over ranks, and the largest error."""
-    assert team.rank is not None
-    deepspeed.init_distributed(dist_backend=team.backend, verbose=False)
+    assert group.rank is not None
+    deepspeed.init_distributed(dist_backend=group.backend, verbose=False)
     set_matmul_precision("fp32")
     generator = torch.Generator().manual_seed(0)  # the same matrices on every rank
     left, right = (2 * torch.rand(size, size, generator=generator) - 1 for _ in range(2))
-    left, right = left.to(team.device), right.to(team.device)
-    counts = apportion(size, [1.0] * team.size)
-    start = sum(counts[: team.rank])
-    mine = slice(start, start + counts[team.rank])
+    left, right = left.to(group.device), right.to(group.device)
+    counts = apportion(size, [1.0] * group.size)
+    start = sum(counts[: group.rank])
+    mine = slice(start, start + counts[group.rank])
 
     compute, reduce = [], []
     for _ in range(repeats + 1):
         comm.barrier()
-        began = now(team.device)
+        began = now(group.device)
         product = left[:, mine] @ right[mine]
-        multiplied = now(team.device)
+        multiplied = now(group.device)
         comm.all_reduce(product)
-        reduced = now(team.device)
+        reduced = now(group.device)
         compute.append(multiplied - began)
         reduce.append(reduced - multiplied)
     error = float((product - left @ right).abs().max())
@@ -86,18 +91,18 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def comm_table(team: Team, values: list[float]) -> list[list[float]]:
+def comm_table(group: ProcessGroup, values: list[float]) -> list[list[float]]:
     """Every rank's values, by rank, through DeepSpeed's communication."""
-    own = torch.tensor(values, dtype=torch.float64, device=team.device)
-    rows = [torch.empty_like(own) for _ in range(team.size)]
+    own = torch.tensor(values, dtype=torch.float64, device=group.device)
+    rows = [torch.empty_like(own) for _ in range(group.size)]
     comm.all_gather(rows, own)
     return [row.tolist() for row in rows]
 
 
-def show(team: Team, size: int, rows: list[list[float]]) -> None:
+def show(group: ProcessGroup, size: int, rows: list[list[float]]) -> None:
     """Print the table."""
     table = Table(
-        title=f"{size} x {size} matrix product over {team.size} ranks, {team.backend}, "
+        title=f"{size} x {size} matrix product over {group.size} ranks, {group.backend}, "
         f"DeepSpeed {deepspeed.__version__}",
         title_justify="left",
     )
@@ -105,13 +110,13 @@ def show(team: Team, size: int, rows: list[list[float]]) -> None:
         table.add_column(heading)
     for heading in ("own product, ms", "sum over ranks, ms", "largest error"):
         table.add_column(heading, justify="right")
-    for member, (compute, reduce, error) in zip(team.members, rows, strict=True):
+    for worker, (compute, reduce, error) in zip(group.workers, rows, strict=True):
         table.add_row(
-            str(member.rank), member.host, member.device,
+            str(worker.rank), worker.host, worker.device,
             f"{compute * 1e3:.2f}", f"{reduce * 1e3:.2f}", f"{error:.1e}",
         )  # fmt: skip
     console().print(table)
-    for line in team.who_is_left_out():
+    for line in group.who_is_left_out():
         print(line)
 
 

@@ -120,7 +120,7 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     for row, rank in enumerate(ranks):
         total = f"{ends[row]:,.0f}" if ends[row] >= 100 else f"{ends[row]:.3g}"
         ax.annotate(total, (ends[row], row), (3, 0), **note)
-        if host := training.seat(rank).get("host"):
+        if host := training.worker(rank).get("host"):
             ax.annotate("■", (0, row), (-9, 0), color=colours[host], ha="center", **note)
     ax.set_yticks(range(len(ranks)), [seat_label(training, rank) for rank in ranks])
     ax.tick_params(axis="y", length=0, pad=15)

@@ -33,10 +33,10 @@ class Training:
         """A field of every step; NaN where unknown."""
         return column(self.lead, field)
 
-    def seat(self, rank: int) -> JsonDict:
+    def worker(self, rank: int) -> JsonDict:
         """What run.json says of a rank (host, device, precision); empty if nothing."""
-        seats = [seat for seat in self.run.get("ranks") or [] if seat.get("rank") == rank]
-        return seats[0] if seats else {}
+        workers = [worker for worker in self.run.get("ranks") or [] if worker.get("rank") == rank]
+        return workers[0] if workers else {}
 
 
 def column(records: list[JsonDict], field: str) -> style.Array:
@@ -81,8 +81,11 @@ def title(training: Training) -> str:
 
 def seat_label(training: Training, rank: int) -> str:
     """``rank 0 - a``, and below it device, precision and images a step."""
-    seat, images = training.seat(rank), median(column(training.steps[rank], "n_local"))
-    first = f"rank {rank} - {seat['host']}" if seat.get("host") else f"rank {rank}"
-    facts = [style.device_name(str(seat.get("device") or "")), str(seat.get("precision") or "")]
+    worker, images = training.worker(rank), median(column(training.steps[rank], "n_local"))
+    first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
+    facts = [
+        style.device_name(str(worker.get("device") or "")),
+        str(worker.get("precision") or ""),
+    ]
     facts.append("" if np.isnan(images) else f"{images:.0f} images")
     return f"{first}\n{', '.join(filter(None, facts))}"

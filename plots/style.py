@@ -78,7 +78,9 @@ def colours_under(paths: list[Path]) -> dict[str, str]:
             hosts |= {sample.host for sample in read_gpu_log(log)}
     for run in find_runs(paths):
         with contextlib.suppress(MotleyError, OSError, ValueError):
-            hosts |= {seat["host"] for seat in run.read_run().get("ranks") or [] if "host" in seat}
+            hosts |= {
+                worker["host"] for worker in run.read_run().get("ranks") or [] if "host" in worker
+            }
     # The lab's old logs name no host, and "rank 0" may be another machine in each of them.
     nameless = {host for host in hosts if host.startswith("rank ")}
     return host_colours(hosts - nameless) | host_colours(nameless)

@@ -32,7 +32,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     return Speed(tuple(sizes), tuple(times), draw(st.floats(0, 0.05)))
 
 
-teams = st.lists(speeds(), min_size=1, max_size=6)
+groups = st.lists(speeds(), min_size=1, max_size=6)
 
 
 def linear(samples_per_s: float, step_s: float = 0.0) -> Speed:
@@ -60,40 +60,40 @@ def test_samples_in_inverts_seconds_of(speed: Speed, n: int) -> None:
     assert speed.samples_in(speed.seconds_of(n) * CLOSE) >= n * (1 - 1e-6)
 
 
-@given(st.integers(1, 2000), teams)
-def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(n: int, team: list[Speed]) -> None:
-    counts = split(n, team)
+@given(st.integers(1, 2000), groups)
+def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(n: int, group: list[Speed]) -> None:
+    counts = split(n, group)
     assert sum(counts) == n and min(counts) >= 0
-    slowest = max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c)
-    for speed, count in zip(team, counts, strict=True):
+    slowest = max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
+    for speed, count in zip(group, counts, strict=True):
         # One sample more on any rank would take as long as the slowest does now.
         assert speed.seconds_of(count + 1) >= slowest / CLOSE
 
 
 @given(st.integers(1, 12), st.lists(speeds(), min_size=1, max_size=3))
-def test_shares_are_the_best_of_all(n: int, team: list[Speed]) -> None:
+def test_shares_are_the_best_of_all(n: int, group: list[Speed]) -> None:
     def slowest(counts: tuple[int, ...]) -> float:
-        return max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c)
+        return max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
 
-    every = product(range(n + 1), repeat=len(team))
+    every = product(range(n + 1), repeat=len(group))
     best = min(slowest(counts) for counts in every if sum(counts) == n)
-    assert slowest(split(n, team)) <= best * CLOSE
+    assert slowest(split(n, group)) <= best * CLOSE
 
 
-@given(st.integers(1, 2000), teams)
-def test_nothing_beats_the_limit(n: int, team: list[Speed]) -> None:
-    counts = split(n, team)
-    slowest = max(s.seconds_of(c) for s, c in zip(team, counts, strict=True) if c)
-    assert limit_s(n, team) <= slowest * CLOSE
-    assert limit_s(n, team) <= limit_s(n, team[:1]) * CLOSE
+@given(st.integers(1, 2000), groups)
+def test_nothing_beats_the_limit(n: int, group: list[Speed]) -> None:
+    counts = split(n, group)
+    slowest = max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
+    assert limit_s(n, group) <= slowest * CLOSE
+    assert limit_s(n, group) <= limit_s(n, group[:1]) * CLOSE
 
 
 def test_the_limit_of_linear_machines_is_the_sum_of_their_rates() -> None:
-    team = [linear(rate, 0.1) for rate in (700, 500, 300, 200, 100)]
-    assert limit_s(180, team) == pytest.approx(180 / 1800 + 0.1)
-    assert split(180, team) == (70, 50, 30, 20, 10)
+    group = [linear(rate, 0.1) for rate in (700, 500, 300, 200, 100)]
+    assert limit_s(180, group) == pytest.approx(180 / 1800 + 0.1)
+    assert split(180, group) == (70, 50, 30, 20, 10)
     # A rank whose optimizer alone takes longer than the step does not help, nor hurt.
-    assert limit_s(180, [*team, linear(1e6, 9.0)]) == limit_s(180, team)
+    assert limit_s(180, [*group, linear(1e6, 9.0)]) == limit_s(180, group)
 
 
 def test_a_share_that_is_no_multiple_is_cut_evenly_and_stays_fast() -> None:
@@ -117,10 +117,10 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     dice = random.Random(0)
     sizes = tuple(2**power for power in range(9))
     rates = [dice.uniform(50, 3000) for _ in range(1000)]
-    team = [Speed(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
+    group = [Speed(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
     start = time.perf_counter()
-    counts = split(100_000, team)
-    forecast(counts, team, Wire(0.001, 0.1))
+    counts = split(100_000, group)
+    forecast(counts, group, Wire(0.001, 0.1))
     assert time.perf_counter() - start < 1
     assert sum(counts) == 100_000
 
@@ -153,33 +153,33 @@ def test_no_ranks_are_refused() -> None:
 wires = st.builds(Wire, st.floats(0, 0.02), st.floats(0, 0.5), st.booleans(), st.booleans())
 
 
-@given(st.integers(1, 500), teams, wires, st.integers(1, 20))
+@given(st.integers(1, 500), groups, wires, st.integers(1, 20))
 def test_a_forecast_is_within_its_bounds(
-    n: int, team: list[Speed], wire: Wire, buckets: int
+    n: int, group: list[Speed], wire: Wire, buckets: int
 ) -> None:
-    predicted = forecast(split(n, team), team, wire, buckets)
+    predicted = forecast(split(n, group), group, wire, buckets)
     assert predicted.step_s >= max(predicted.compute_s)
     assert 0 < predicted.fraction <= CLOSE
     assert wire.seconds() / buckets <= CLOSE * predicted.exposed_s
     assert predicted.exposed_s <= CLOSE * wire.seconds(buckets)
-    assert forecast(split(n, team), team, wire).step_s <= 1.03 * CLOSE * predicted.step_s
+    assert forecast(split(n, group), group, wire).step_s <= 1.03 * CLOSE * predicted.step_s
     assert Forecast.from_json(json.loads(json.dumps(predicted.as_json()))) == predicted
 
 
 def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
-    team = [linear(700), linear(100)]
-    rows = what_if(80, ["fast", "slow"], [0, 1], team, Wire(0.0, 0.0))
-    planned = forecast(split(80, team), team, Wire(0.0, 0.0))
+    group = [linear(700), linear(100)]
+    rows = what_if(80, ["fast", "slow"], [0, 1], group, Wire(0.0, 0.0))
+    planned = forecast(split(80, group), group, Wire(0.0, 0.0))
     assert rows["fast alone"].images_per_s == pytest.approx(700)
     assert rows["equal shares"].images_per_s == pytest.approx(200)
     assert planned.images_per_s == pytest.approx(800)
 
 
 def test_buckets_are_as_few_as_hide_the_wire() -> None:
-    team = [linear(100), linear(100)]  # 80 samples take 0.4 s, their backward pass 0.27 s
+    group = [linear(100), linear(100)]  # 80 samples take 0.4 s, their backward pass 0.27 s
 
     def buckets(wire: Wire) -> int:
-        return forecast((40, 40), team, wire).buckets
+        return forecast((40, 40), group, wire).buckets
 
     assert buckets(Wire(0.0, 0.0008)) == 1  # not worth it
     assert buckets(Wire(0.0, 0.1)) > 8
@@ -189,18 +189,18 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
 
 
 @given(
-    teams.flatmap(
-        lambda team: st.tuples(
-            st.just(team),
-            st.lists(st.integers(0, 2), min_size=len(team), max_size=len(team)),
+    groups.flatmap(
+        lambda group: st.tuples(
+            st.just(group),
+            st.lists(st.integers(0, 2), min_size=len(group), max_size=len(group)),
             st.integers(1, 300), st.floats(0, 0.01), st.floats(0, 0.5), st.booleans(),
         )
     )
 )  # fmt: skip
 def test_who_is_left_out_makes_no_step_longer(case: tuple) -> None:
-    team, machines, n, latency_s, transfer_s, must = case
+    group, machines, n, latency_s, transfer_s, must = case
     needed = machines[0] if must else None
-    choice = choose_machines(n, machines, team, Wire(latency_s, transfer_s), needed=needed)
+    choice = choose_machines(n, machines, group, Wire(latency_s, transfer_s), needed=needed)
     kept = choice.ranks
     assert list(kept) == sorted(set(kept)) and kept and not choice.idle & set(kept)
     # A forecast takes fewer buckets for 0.2 % of a step.
@@ -218,17 +218,17 @@ def test_a_time_that_was_disturbed_does_not_lose_samples() -> None:
 
 
 def test_hosts_are_left_out_for_a_slow_wire_and_for_a_slow_host() -> None:
-    team = [linear(100), linear(90), linear(80)]
+    group = [linear(100), linear(90), linear(80)]
 
     def kept(*given: Any, **more: int) -> tuple[int, ...]:
         return choose_machines(90, *given, **more).ranks
 
-    assert kept([0, 1, 2], team, Wire(0.0, 0.01)) == (0, 1, 2)
-    assert kept([0, 1, 2], team, Wire(0.0, 2.0)) == (0,)
-    assert kept([0, 1, 2], team, Wire(0.0, 2.0), needed=2) == (2,)
+    assert kept([0, 1, 2], group, Wire(0.0, 0.01)) == (0, 1, 2)
+    assert kept([0, 1, 2], group, Wire(0.0, 2.0)) == (0,)
+    assert kept([0, 1, 2], group, Wire(0.0, 2.0), needed=2) == (2,)
     # Ranks of one machine stay together, for their wire is not the one that was measured.
-    assert kept([0, 0, 0], team, Wire(0.0, 2.0)) == (0, 1, 2)
+    assert kept([0, 0, 0], group, Wire(0.0, 2.0)) == (0, 1, 2)
     # One sample of the second would take longer than all of them on the others.
-    team = [linear(100), linear(1), linear(80)]
-    choice = choose_machines(90, [0, 1, 2], team, Wire(0.0, 0.01))
+    group = [linear(100), linear(1), linear(80)]
+    choice = choose_machines(90, [0, 1, 2], group, Wire(0.0, 0.01))
     assert choice.ranks == (0, 2) and choice.idle == {1}

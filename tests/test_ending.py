@@ -66,10 +66,10 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
 FAILING = """
 import os, sys, torch.distributed as dist, torch
 from motley.launch.world import run
-from motley.planner.process_group import join_team
+from motley.planner.process_group import join_process_group
 
 def main(world):
-    join_team(world)
+    join_process_group(world)
     world.supervisor.step = 7
     world.supervisor.on_event = lambda event: open("/dev/full", "w").write(str(event) * 9999)
     dist.all_reduce(torch.ones(9))

@@ -19,14 +19,14 @@ WHO = """
 import os
 import torch.distributed
 from motley.launch.world import run
-from motley.planner.process_group import join_team, leave_team
+from motley.planner.process_group import join_process_group, leave_process_group
 
 def main(world):
-    team = join_team(world)
-    who = f"rank {team.rank} of {team.size}, local {os.environ['LOCAL_RANK']}"
+    group = join_process_group(world)
+    who = f"rank {group.rank} of {group.size}, local {os.environ['LOCAL_RANK']}"
     print(f"{who}, {world.network.address}", flush=True)
     torch.distributed.barrier()  # who leaves while others still connect breaks their group
-    leave_team()
+    leave_process_group()
 
 run(main)
 """

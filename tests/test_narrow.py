@@ -13,20 +13,20 @@ import os
 import torch
 import torch.distributed as dist
 from motley.launch.world import run
-from motley.planner.process_group import join_team, leave_team, narrow_team
+from motley.planner.process_group import join_process_group, leave_process_group, shrink_group
 
 def main(world):
-    team = join_team(world)
+    group = join_process_group(world)
     dist.all_reduce(torch.ones(9))
-    team = narrow_team(world, team, {1, 2}, {0: "a test", 3: "a test"})
-    if team.rank is None:
-        print(f"launched {world.rank} is out: {'; '.join(team.who_is_left_out())}", flush=True)
+    group = shrink_group(world, group, {1, 2}, {0: "a test", 3: "a test"})
+    if group.rank is None:
+        print(f"launched {world.rank} is out: {'; '.join(group.who_is_left_out())}", flush=True)
         return
     total = torch.tensor([float(world.rank)])
     dist.all_reduce(total)
     own = " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE"))
     print(f"launched {world.rank} is {own}, the sum {total.item():g}", flush=True)
-    leave_team()
+    leave_process_group()
 
 run(main)
 """

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.plan.plan import (
+    Candidate,
     Plan,
-    Seat,
     apportion,
     choose_participants,
     cut,
@@ -80,18 +80,20 @@ def test_less_memory_cuts_smaller_and_shares_alike(n: int, most: list[int]) -> N
 
 def test_ranks_beyond_the_gpus_of_their_machine_are_left_out() -> None:
     two = ("GPU-x", "GPU-y")
-    seats = [Seat(0, "a", 0, 0, two), Seat(1, "a", 0, 2, two), Seat(2, "a", 0, 1, two),
-             Seat(3, "b", 3, 0, ()), Seat(4, "b", 3, 1, ())]  # fmt: skip
-    participants, left_out = choose_participants(seats)
+    candidates = [
+        Candidate(0, "a", 0, 0, two), Candidate(1, "a", 0, 2, two), Candidate(2, "a", 0, 1, two),
+        Candidate(3, "b", 3, 0, ()), Candidate(4, "b", 3, 1, ()),
+    ]  # fmt: skip
+    participants, left_out = choose_participants(candidates)
     assert participants == {0: 0, 2: 1, 3: None, 4: None}
     assert [entry.rank for entry in left_out] == [1]
     assert "2 GPUs" in left_out[0].reason
 
 
 def test_ranks_that_see_one_gpu_each_all_take_part() -> None:
-    seats = [Seat(rank, "a", 0, rank, (f"GPU-{rank}",)) for rank in range(3)]
-    assert choose_participants(seats) == ({0: 0, 1: 0, 2: 0}, ())
-    same = [Seat(rank, "a", 0, rank, ("GPU-0",)) for rank in range(2)]
+    candidates = [Candidate(rank, "a", 0, rank, (f"GPU-{rank}",)) for rank in range(3)]
+    assert choose_participants(candidates) == ({0: 0, 1: 0, 2: 0}, ())
+    same = [Candidate(rank, "a", 0, rank, ("GPU-0",)) for rank in range(2)]
     assert choose_participants(same)[0] == {0: 0}
 
 
@@ -102,8 +104,10 @@ def test_hosts_are_named_as_they_were_started() -> None:
     for text, name in (("tesla2", "tesla2"), ("", ""), ("tesla0,", ""), ("tesla0 x", "tesla0 x")):
         with pytest.raises(MotleyError, match=f"no '{name}' among .* tesla0, tesla1"):
             parse_hosts(text, known)
-    seats = [Seat(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))]
-    participants, left_out = choose_participants(seats, ("tesla1",))
+    candidates = [
+        Candidate(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))
+    ]
+    participants, left_out = choose_participants(candidates, ("tesla1",))
     assert participants == {1: None} and "--hosts" in left_out[0].reason
 
 

@@ -48,10 +48,10 @@ import sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from motley.launch.world import run
 from motley.faults import Phase
-from motley.planner.process_group import join_team
+from motley.planner.process_group import join_process_group
 
 def main(world):
-    join_team(world)
+    join_process_group(world)
     world.supervisor.step = 7
     faults = Path.home() / f"{sys.argv[1]}.faults"
     world.supervisor.on_fault = lambda fault: faults.open("a").write(fault.line() + "\\n")
@@ -165,10 +165,10 @@ HANGING = """
 import time, torch, torch.distributed as dist
 from motley.launch.world import run
 from motley.faults import Phase
-from motley.planner.process_group import join_team
+from motley.planner.process_group import join_process_group
 
 def main(world):
-    join_team(world)
+    join_process_group(world)
     world.supervisor.step = 7
     if world.rank == 1:
         world.supervisor.set_status(Phase.DATA, 3)

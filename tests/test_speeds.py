@@ -37,12 +37,12 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
     fast = Speed((1, 512), (0.01, 512 / 2900), 0.0)
     slow = Speed((1, 32, 64), (0.01, real(32), 0.167), 0.0)
-    members = [SimpleNamespace(uuid="a"), SimpleNamespace(uuid="b")]
-    team: Any = SimpleNamespace(rank=1, members=members)
+    workers = [SimpleNamespace(uuid="a"), SimpleNamespace(uuid="b")]
+    group: Any = SimpleNamespace(rank=1, workers=workers)
     world: Any = Alone(fast)
     before = Measured((fast, slow), {EXACT: Wire(0.0, 0.002, on_gpu=True)})
     assert split(512, before.speeds)[1] == 62  # as a straight line has it
-    after = refine(world, team, torch.nn.Linear(1, 1), 512, before)  # type: ignore[arg-type]
+    after = refine(world, group, torch.nn.Linear(1, 1), 512, before)  # type: ignore[arg-type]
     counts = split(512, after.speeds)
     assert 1 <= len(timed) <= 4 and len(set(timed)) == len(timed)
     assert after.speeds[1].seconds_of(counts[1]) == pytest.approx(real(counts[1]), rel=0.05)
@@ -67,6 +67,6 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch.setattr(speeds, "measure_speed", lambda *_: anew)
     monkeypatch.setattr(speeds, "try_optimizer", lambda *_: None)
     config: Any = SimpleNamespace(batch_size=128)
-    team: Any = SimpleNamespace(device=torch.device("cpu"))
-    found = speeds.speed_of(team, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
+    group: Any = SimpleNamespace(device=torch.device("cpu"))
+    found = speeds.speed_of(group, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
     assert tried == timed and found is (remembered if kept else anew)

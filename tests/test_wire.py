@@ -137,9 +137,9 @@ def test_buckets_are_forecast_as_ddp_fills_them(sizes: list[int], buckets: int) 
 
 def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     # 120 samples are 10 micro-batches of 8 on the faster rank, of 0.08 s, and 5 on the other.
-    team, wire = TEAM, Wire(0.0, 0.2)
+    group, wire = TEAM, Wire(0.0, 0.2)
     zero = [replace(wire, overlaps=False, once=o, each=e) for o, e in ((1, 0), (1.5, 0), (0.5, 1))]
-    shown = [forecast((80, 40), team, each).exposed_s for each in zero]
+    shown = [forecast((80, 40), group, each).exposed_s for each in zero]
     assert shown == pytest.approx([0.2, 0.3, 0.1 + 10 * 0.2])
     # Where each micro-batch sends, few and long ones are worth being slower.
     steep = tuple(
@@ -153,9 +153,9 @@ def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     stage1 = Sending(False, gathers=0.5, words="stage 1 sends twice")
     assert [stage1.through(wire, mode).once for mode in (EXACT, BF16)] == [1.5, 2.0]
     assert not stage1.through(wire, EXACT).overlaps and Sending().through(wire, EXACT) == wire
-    engines = {"--stage 0": forecast((80, 40), team, zero[0]),
-               "torch": forecast((80, 40), team, wire)}  # fmt: skip
-    (words,) = better_engine(stage1, forecast((80, 40), team, zero[2]), engines)
+    engines = {"--stage 0": forecast((80, 40), group, zero[0]),
+               "torch": forecast((80, 40), group, wire)}  # fmt: skip
+    (words,) = better_engine(stage1, forecast((80, 40), group, zero[2]), engines)
     assert words.startswith("stage 1 sends twice: 2.1 s") and "with torch a step" in words
     assert better_engine(stage1, engines["torch"], engines) == ()
     assert better_engine(Sending(), engines["torch"], {}) == ()

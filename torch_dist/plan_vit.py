@@ -22,7 +22,7 @@ from motley.plan.links import Links
 from motley.plan.wire import EXACT
 from motley.planner.parts import open_parts
 from motley.planner.planner import Planned, plan_batch
-from motley.planner.process_group import Team, join_team, leave_team
+from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import model_name
 from motley.train.progress import console
 
@@ -33,15 +33,15 @@ def main(world: World, config: Config) -> None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
     config = dataclasses.replace(config, model=model_name(config))
     world.once_per_node(lambda: prepare(config))
-    team = join_team(world, config.precision, config.hosts)
-    team, planned = plan_batch(world, None, team, open_parts(team, config), config)
+    group = join_process_group(world, config.precision, config.hosts)
+    group, planned = plan_batch(world, None, group, open_parts(group, config), config)
     if world.rank == 0:
-        show(team, planned, team.machines(world))
-    if team.rank is not None:
-        leave_team()
+        show(group, planned, group.machines(world))
+    if group.rank is not None:
+        leave_process_group()
 
 
-def show(team: Team, planned: Planned, machines: Sequence[int]) -> None:
+def show(group: ProcessGroup, planned: Planned, machines: Sequence[int]) -> None:
     """One row a rank, each on one of ``machines``; then one row for each other way."""
     plan, predicted, out = planned.plan, planned.forecast, console()
     assert predicted is not None
@@ -49,16 +49,16 @@ def show(team: Team, planned: Planned, machines: Sequence[int]) -> None:
     for name in ("micro-batch", "samples", "compute", "waits"):
         table.add_column(name, justify="right")
     last = max(predicted.compute_s)
-    for member in team.members:
-        rank = member.group_rank
+    for worker in group.workers:
+        rank = worker.group_rank
         seconds = predicted.compute_s[rank]
         table.add_row(
-            str(member.rank), member.host, member.device, member.precision, member.why,
+            str(worker.rank), worker.host, worker.device, worker.precision, worker.why,
             str(plan.max_micro_batch[rank]), str(plan.counts[rank]), f"{seconds:.3g} s",
             f"{last - seconds:.2g} s",
         )  # fmt: skip
     out.print(table)
-    for line in team.who_is_left_out():
+    for line in group.who_is_left_out():
         out.print(line)
     if planned.links is not None:
         show_links(planned.links)
@@ -73,7 +73,7 @@ def show(team: Team, planned: Planned, machines: Sequence[int]) -> None:
     others = Table("or", box=None, pad_edge=False)
     for name in ("s a step", "images/s", "as planned is 1"):
         others.add_column(name, justify="right")
-    names = [f"rank {member.rank} on {member.host}" for member in team.members]
+    names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
     rows = {f"as planned, --wire {plan.wire}": predicted, **planned.others}
     wire = planned.wires[EXACT]
     rows |= what_if(plan.global_batch, names, machines, planned.speeds, wire, planned.links)

@@ -35,7 +35,7 @@ class Failing(DdpEngine):
     _steps = 0
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> torch.Tensor:
-        if self._steps >= STEP and self._seating.rank == self._seating.size - 1:
+        if self._steps >= STEP and self._context.rank == self._context.size - 1:
             FAILURES[self.failure]()
         self._steps += last
         return super()._accumulate(batch, n_global, last)

@@ -15,7 +15,7 @@ import motley.train.agreement
 from motley.config.options import read_config, training_parser
 from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
-from motley.engines.protocol import Engine, Seating, StepResult
+from motley.engines.protocol import Engine, EngineContext, StepResult
 from motley.launch.world import run
 from motley.plan.wire import Sending
 from motley.tasks.model import Classifier
@@ -40,7 +40,7 @@ class Flipped:
         super().unite()  # type: ignore[misc]
         rank, what, step = self.flip
         due = self._taken == step or (self.again and self._taken > step)
-        if not due or self._seating.rank != rank:  # type: ignore[attr-defined]
+        if not due or self._context.rank != rank:  # type: ignore[attr-defined]
             return
         if not self.again:
             self.flip = (-1, "", 0)
@@ -63,10 +63,10 @@ class Engines:
 
     sending = Sending()
 
-    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+    def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """As motley's own do."""
-        kind = FlippedLocal if seating.plan.wire.kind == "local" else FlippedDdp
-        return kind(model, seating)
+        kind = FlippedLocal if context.plan.wire.kind == "local" else FlippedDdp
+        return kind(model, context)
 
 
 if __name__ == "__main__":
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     own.add_argument("--unlike", action="store_true")
     given, rest = own.parse_known_args()
     if given.unlike:
-        Flipped.again, motley.train.agreement._unlike = True, lambda members: True
+        Flipped.again, motley.train.agreement._unlike = True, lambda workers: True
     rank, what, step = given.flip.split(":")
     Flipped.flip = (int(rank), what, int(step))
     config = read_config(training_parser(str(__doc__)), rest)

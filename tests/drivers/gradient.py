@@ -17,11 +17,11 @@ from motley.config.options import read_config, training_parser
 from motley.data.datasets import load_images
 from motley.data.loader import Loader
 from motley.engines.ddp import DdpEngine
-from motley.engines.protocol import Seating
+from motley.engines.protocol import EngineContext
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
-from motley.planner.process_group import join_team, leave_team
+from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier, build_model
 
@@ -42,7 +42,7 @@ def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 def main(world: World) -> None:
     config = read_config(training_parser(""), ["--model", "vit_digits"])
-    team = join_team(world, "fp32")
+    group = join_process_group(world, "fp32")
     device = torch.device("cpu")
     images = load_images(config, 8)
     net = build_model(config, images)
@@ -54,24 +54,26 @@ def main(world: World) -> None:
     for trial in range(12):
         if trial % 3 == 0 and (engine is None or ENGINE == "ddp"):
             buckets = (None, 1, 2, 8)[trial // 3]
-            plan = make_plan(16, (1.0,) * team.size, (16,) * team.size, buckets)
+            plan = make_plan(16, (1.0,) * group.size, (16,) * group.size, buckets)
             scale = LossScale(1.0)
-            seating = Seating(config, team.rank, team.size, device, team.precisions, scale, plan)
+            context = EngineContext(
+                config, group.rank, group.size, device, group.precisions, scale, plan
+            )
             engine = None  # DDP takes its hooks off the parameters
             for parameter in parameters:
                 parameter.grad = None
             gc.collect()
-            engine = engine_class()(model, seating)
-        n = choose.randint(team.size, 40)
-        shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(team.size)]
-        shares[choose.randrange(team.size)] = 3
-        sizes = [choose.randint(1, 20) for _ in range(team.size)]
+            engine = engine_class()(model, context)
+        n = choose.randint(group.size, 40)
+        shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(group.size)]
+        shares[choose.randrange(group.size)] = 3
+        sizes = [choose.randint(1, 20) for _ in range(group.size)]
         plan = make_plan(n, shares, sizes, buckets)
         engine.reconfigure(plan)
         engine.scale.value = 2.0 ** choose.randint(0, 20)
 
         engine.optimizer.zero_grad(set_to_none=False)
-        loader = Loader(images, config, 8, team.rank, device)
+        loader = Loader(images, config, 8, group.rank, device)
         _, micro_batches = next(iter(loader.steps(trial, 0, plan)))
         for batch, last in micro_batches:
             engine.accumulate(batch, n, last)
@@ -84,8 +86,8 @@ def main(world: World) -> None:
             sample_losses(model(batch.images), batch, config.smoothing).mean().backward()
         theirs = gradient(parameters)
         worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
-    print(f"rank {team.rank}: worst {worst:.3e}", flush=True)
-    leave_team()
+    print(f"rank {group.rank}: worst {worst:.3e}", flush=True)
+    leave_process_group()
 
 
 if __name__ == "__main__":

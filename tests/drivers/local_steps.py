@@ -18,12 +18,12 @@ from motley.data.datasets import load_images
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
-from motley.engines.protocol import Seating
+from motley.engines.protocol import EngineContext
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import WireMode
-from motley.planner.process_group import join_team, leave_team
+from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model
 from motley.train.agreement import digests
 
@@ -57,36 +57,38 @@ def main(world: World) -> None:
     """Train both ways, compare."""
     options = ["--model", "vit_digits", "--opt", "sgd", "--lr", "0.05", "--clip-grad", "1.0"]
     config = read_config(training_parser(""), options)
-    team = join_team(world, "fp32")
-    assert team.rank is not None
+    group = join_process_group(world, "fp32")
+    assert group.rank is not None
     images = load_images(config, 8)
-    models = [Classifier(build_model(config, images), images, 8, "fp32", team.device)
-              for _ in range(team.size + 1)]  # fmt: skip
+    models = [Classifier(build_model(config, images), images, 8, "fp32", group.device)
+              for _ in range(group.size + 1)]  # fmt: skip
     plan = replace(
-        make_plan(N, SHARES[: team.size], (N,) * team.size), wire=WireMode("local", every=EVERY)
+        make_plan(N, SHARES[: group.size], (N,) * group.size), wire=WireMode("local", every=EVERY)
     )
-    seating = Seating(config, team.rank, team.size, team.device, team.precisions, LossScale(1024.0),
-                      plan)  # fmt: skip
-    engine = LocalEngine(models.pop(), seating)
+    scale = LossScale(1024.0)
+    context = EngineContext(
+        config, group.rank, group.size, group.device, group.precisions, scale, plan
+    )
+    engine = LocalEngine(models.pop(), context)
     for step in range(STEPS):
-        own = batch_of(step, team.rank, plan.counts[team.rank], team.device)
+        own = batch_of(step, group.rank, plan.counts[group.rank], group.device)
         loss = engine.accumulate(own, N, True).sum()
-        if (step, team.rank) in BROKEN:
+        if (step, group.rank) in BROKEN:
             gradient = next(engine._model.parameters()).grad
             assert gradient is not None
             gradient.fill_(math.inf)
         result = engine.step(loss, 1.0)
-        assert result.overflow == ((step, team.rank) in BROKEN)
+        assert result.overflow == ((step, group.rank) in BROKEN)
         assert (result.loss_sum is None) == (step + 1 != 2 * EVERY)
     engine.unite()
     assert len(set(digests(engine))) == 1
 
     optimizers = [make_optimizer(model.net, config) for model in models]
     agreed = vector(models[0].net)
-    starts, sums, used = [agreed] * team.size, torch.zeros_like(agreed), [0] * team.size
+    starts, sums, used = [agreed] * group.size, torch.zeros_like(agreed), [0] * group.size
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            mine = batch_of(step, rank, plan.counts[rank], team.device)
+            mine = batch_of(step, rank, plan.counts[rank], group.device)
             if not len(mine.labels) or (step, rank) in BROKEN:
                 continue
             torch.nn.functional.cross_entropy(
@@ -101,7 +103,7 @@ def main(world: World) -> None:
             agreed = agreed + sums
             moved = [vector(m.net) - start for m, start in zip(models, starts, strict=True)]
             sums = sum(u / sum(used) * d for u, d in zip(used, moved, strict=True))
-            starts, used = [agreed + d for d in moved], [0] * team.size
+            starts, used = [agreed + d for d in moved], [0] * group.size
             for model, start in zip(models, starts, strict=True):
                 assign(model.net, start)
     found, expected = vector(engine._model.net), agreed + sums
@@ -109,12 +111,12 @@ def main(world: World) -> None:
         (found - expected).abs().max()
         / (
             expected
-            - vector(Classifier(build_model(config, images), images, 8, "fp32", team.device).net)
+            - vector(Classifier(build_model(config, images), images, 8, "fp32", group.device).net)
         )
         .abs()
         .max()
     )
-    print(f"rank {team.rank}: worst {worst:.3e}", flush=True)
+    print(f"rank {group.rank}: worst {worst:.3e}", flush=True)
     moments = [
         sum(n / N * o.state[p]["momentum_buffer"]
             for n, o, p in zip(plan.counts, optimizers, ps, strict=True) if n)
@@ -124,7 +126,7 @@ def main(world: World) -> None:
         torch.testing.assert_close(
             engine.optimizer.state[parameter]["momentum_buffer"], moment, rtol=1e-4, atol=1e-6
         )
-    leave_team()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from motley.comm.reducer import Sender, buckets_of
 from motley.comm.senders import make_sender
 from motley.launch.world import World, run
 from motley.plan.wire import parse_wire
-from motley.planner.process_group import join_team, leave_team
+from motley.planner.process_group import join_process_group, leave_process_group
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
 STEPS, LONG = 8, 100
@@ -83,13 +83,13 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
 
 def main(world: World) -> None:
     """What travels in fp32; and in bf16, of numbers up to about 6."""
-    device = join_team(world, "fp32").device
+    device = join_process_group(world, "fp32").device
     assert compare("powersgd:2", world.rank, device) < 1e-5
     assert 1e-5 < compare("powersgd:2+bf16", world.rank, device) < 0.05
     for wire in ("powersgd:2", "powersgd:2+bf16"):
         half, whole = own_errors(wire, world.rank, device)
         assert whole < 1.2 * half, (half, whole)
-    leave_team()
+    leave_process_group()
 
 
 if __name__ == "__main__":

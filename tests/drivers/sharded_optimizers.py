@@ -12,18 +12,18 @@ from motley.engines.fsdp import FsdpEngine
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.planner.process_group import join_team, leave_team
+from motley.planner.process_group import join_process_group, leave_process_group
 
 if __name__ == "__main__":
 
     def main(world: World) -> None:
         """Try each, but those that the whole tensor's test tries slowly, or cannot."""
-        team = join_team(world, "fp32")
+        group = join_process_group(world, "fp32")
         engine = object.__new__(FsdpEngine)
-        engine._mesh = init_device_mesh("cpu", (team.size,))
+        engine._mesh = init_device_mesh("cpu", (group.size,))
         sharding = Sharding(
             "--strategy fsdp",
-            team.size,
+            group.size,
             lambda net: fully_shard(net, mesh=engine._mesh),
             engine._share,
         )
@@ -32,11 +32,11 @@ if __name__ == "__main__":
                 continue
             config = read_config(training_parser(""), ["--opt", name])
             try:
-                said = f"fused={try_optimizer(config, team.device, sharding).fused}"
+                said = f"fused={try_optimizer(config, group.device, sharding).fused}"
             except MotleyError as error:
                 said = str(error)
             if world.rank == 0:
                 print(f"{name}: {said}", flush=True)
-        leave_team()
+        leave_process_group()
 
     run(main)

@@ -40,13 +40,13 @@ class Counting(DdpEngine):
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See motley.engines.protocol.Engine."""
-        Slow.factor = 4 if self._seating.rank == 0 and 30 <= self.steps < 60 else 1
+        Slow.factor = 4 if self._context.rank == 0 and 30 <= self.steps < 60 else 1
         self.steps += last
         return super().accumulate(batch, n_global, last)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See motley.engines.protocol.Engine."""
-        if self._seating.rank == 0:
+        if self._context.rank == 0:
             print(f"evaluated {len(batch.labels)} after step {self.steps}", flush=True)
         return super().evaluate(batch)
 

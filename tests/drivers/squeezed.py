@@ -47,21 +47,21 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
 
     step_number = 0
 
-    def __init__(self, model: Classifier, seating: object) -> None:
-        super().__init__(model, seating)
+    def __init__(self, model: Classifier, context: object) -> None:
+        super().__init__(model, context)
         model.net.blocks[0].register_forward_hook(self._watch)
         self._ballast: Tensor | None = None
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         """See motley.engines.protocol.Engine."""
-        if self._seating.rank == 1 and self.step_number == 3:
+        if self._context.rank == 1 and self.step_number == 3:
             leave(_SPARE)
         self.step_number += last
         return super().accumulate(batch, n_global, last)
 
     def _watch(self, _block: object, _given: object, made: Tensor) -> None:
         in_training = made.requires_grad and len(made) > 1
-        if self._seating.rank == 1 and self.step_number == 8 and in_training:
+        if self._context.rank == 1 and self.step_number == 8 and in_training:
             made.register_hook(self._fill)
 
     def _fill(self, _: Tensor) -> None:

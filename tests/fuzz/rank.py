@@ -214,9 +214,9 @@ class Makers:
     def __init__(self, makers: Any, probe: Probe) -> None:
         self._makers, self._probe, self.sending = makers, probe, makers.sending
 
-    def __call__(self, model: Any, seating: Any) -> Any:
+    def __call__(self, model: Any, context: Any) -> Any:
         """See motley.engines.protocol.EngineMaker."""
-        engine = self._makers(model, seating)
+        engine = self._makers(model, context)
         self._probe.attach(engine, model)
         return engine
 

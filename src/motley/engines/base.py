@@ -20,7 +20,7 @@ from motley.engines.named_state import (
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import Sharding, try_optimizer
-from motley.engines.protocol import Seating
+from motley.engines.protocol import EngineContext
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
@@ -43,18 +43,18 @@ class EngineBase:
     whole = True
     _sharding: Sharding | None = None
 
-    def __init__(self, model: Classifier, seating: Seating) -> None:
-        self._model, self._seating = model, seating
-        self.scale, self.device = seating.scale, seating.device
-        self.clock = Clock(seating.device)
+    def __init__(self, model: Classifier, context: EngineContext) -> None:
+        self._model, self._context = model, context
+        self.scale, self.device = context.scale, context.device
+        self.clock = Clock(context.device)
         # Gloo copies to a GPU in a stream of its own, for which no future waits.
-        self._copies = seating.device.type == "cuda" and dist.get_backend() != "nccl"
+        self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
         self._short = ""  # of memory, in this step: what was found
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.traits = try_optimizer(seating.config, seating.device, self._sharding)
-        self.optimizer = make_optimizer(model.net, seating.config, self.traits.fused)
+        self.traits = try_optimizer(context.config, context.device, self._sharding)
+        self.optimizer = make_optimizer(model.net, context.config, self.traits.fused)
         self.memory = OptimizerMemory(model.net, self.optimizer)
-        if seating.config.compile:
+        if context.config.compile:
             model.net.compile()
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
@@ -75,11 +75,11 @@ class EngineBase:
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
-                self._short = shortage(error, self._seating.device)
+                self._short = shortage(error, self._context.device)
         if losses is None:
             release()
             self._abandon(last)
-            losses = torch.zeros(len(batch.labels), device=self._seating.device)
+            losses = torch.zeros(len(batch.labels), device=self._context.device)
         if last:
             self._send()
         return losses
@@ -111,7 +111,7 @@ class EngineBase:
         if not len(batch.labels):
             logits = forward(self._model.blank_images(1))
             return logits.new_empty(0), logits.sum() * 0.0
-        losses = sample_losses(forward(batch.images), batch, self._seating.config.smoothing)
+        losses = sample_losses(forward(batch.images), batch, self._context.config.smoothing)
         return losses, losses.sum()
 
     def _backward(self, loss: Tensor) -> None:
@@ -120,7 +120,7 @@ class EngineBase:
 
     def _no_second_try(self, error: Exception, instead: str) -> NoReturn:
         """Memory has ended in a pass that communicates: nobody can do the step again."""
-        found = shortage(error, self._seating.device)
+        found = shortage(error, self._context.device)
         raise NoMemoryError(
             f"{found}; in a pass in which {self.sending.words}, so the step cannot be done again; "
             f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
@@ -156,22 +156,22 @@ class EngineBase:
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""
-        return random_state(self._seating.device)
+        return random_state(self._context.device)
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """See :class:`Engine`."""
         if state:
-            load_random_state(state, self._seating.device)
+            load_random_state(state, self._context.device)
         return []
 
     def reconfigure(self, plan: Plan) -> None:
         """See :class:`Engine`. Each micro-step is told all that it needs of the plan."""
 
 
-def check_offload(seating: Seating) -> None:
+def check_offload(context: EngineContext) -> None:
     """MotleyError if ``--offload`` has nothing to move."""
-    if seating.config.offload != "none" and seating.device.type == "cpu":
+    if context.config.offload != "none" and context.device.type == "cpu":
         raise MotleyError(
-            f"--offload {seating.config.offload}: rank {seating.rank} computes on the CPU, where "
+            f"--offload {context.config.offload}: rank {context.rank} computes on the CPU, where "
             "all is already"
         )

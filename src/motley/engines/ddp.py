@@ -13,7 +13,7 @@ from motley.comm.reducer import Bucket, Sender
 from motley.comm.senders import make_sender
 from motley.data.batch import Batch
 from motley.engines.memory import out_of_memory, shortage
-from motley.engines.protocol import Seating
+from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
 from motley.plan.wire import SIXTEEN, Sending
@@ -33,19 +33,19 @@ class DdpEngine(SynchronousEngine):
     loss_weight = 1
     equal_micro_steps = False
 
-    def __init__(self, model: Classifier, seating: Seating) -> None:
-        super().__init__(model, seating)
-        self._overlap = seating.plan.buckets != 1
+    def __init__(self, model: Classifier, context: EngineContext) -> None:
+        super().__init__(model, context)
+        self._overlap = context.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
-        self._sender = make_sender(seating.plan.wire, seating.device)
-        self._keeps = f"wire.{seating.plan.wire}.{seating.plan.buckets}."  # between steps
+        self._sender = make_sender(context.plan.wire, context.device)
+        self._keeps = f"wire.{context.plan.wire}.{context.plan.buckets}."  # between steps
         self._wrap()
 
     def _wrap(self) -> None:
-        buckets = self._seating.plan.buckets
+        buckets = self._context.plan.buckets
         self._ddp = DistributedDataParallel(
             self._model,
-            device_ids=[self._seating.device] if self._seating.device.type == "cuda" else None,
+            device_ids=[self._context.device] if self._context.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=None if buckets is None else self._mib / buckets,
         )
@@ -94,7 +94,7 @@ class DdpEngine(SynchronousEngine):
         with contextlib.nullcontext() if overlap else self._ddp.no_sync():
             logits = self._ddp(batch.images)
             self._broken_off = overlap
-            losses = sample_losses(logits, batch, self._seating.config.smoothing)
+            losses = sample_losses(logits, batch, self._context.config.smoothing)
             self._backward(losses.sum() * (self.scale.value / n_global))
             self._broken_off = False
         if not overlap:
@@ -124,7 +124,7 @@ class DdpEngine(SynchronousEngine):
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            found = shortage(error, self._seating.device)
+            found = shortage(error, self._context.device)
             raise NoMemoryError(f"{found}; no room is left for the gradients themselves") from error
 
     def own_state(self) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class DdpEngine(SynchronousEngine):
         elif self._sender.state():
             self._sender.load_state({})
             notes.append(
-                f"--wire {self._seating.plan.wire} begins with an empty error memory: the "
+                f"--wire {self._context.plan.wire} begins with an empty error memory: the "
                 "checkpoint is of other ranks, another --wire or other buckets"
             )
         return notes

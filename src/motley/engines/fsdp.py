@@ -18,7 +18,7 @@ from motley.engines.memory import out_of_memory
 from motley.engines.named_state import on_cpu
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
-from motley.engines.protocol import Seating
+from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.model import AUTOCAST, Classifier, blocks_of
@@ -40,27 +40,27 @@ class FsdpEngine(SynchronousEngine):
     equal_micro_steps = True
     whole = False
 
-    def __init__(self, model: Classifier, seating: Seating) -> None:
-        check_offload(seating)
-        self.loss_weight = seating.size
-        self._mesh = init_device_mesh(seating.device.type, (seating.size,))
-        kind = seating.plan.wire.kind
+    def __init__(self, model: Classifier, context: EngineContext) -> None:
+        check_offload(context)
+        self.loss_weight = context.size
+        self._mesh = init_device_mesh(context.device.type, (context.size,))
+        kind = context.plan.wire.kind
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=AUTOCAST[kind] if set(seating.precisions) == {kind} else None,
+                param_dtype=AUTOCAST[kind] if set(context.precisions) == {kind} else None,
                 reduce_dtype=AUTOCAST[kind] if kind in SIXTEEN else None,
             ),
         }
-        if seating.config.offload == "parameters":
+        if context.config.offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
         self._sharding = Sharding(
-            "--strategy fsdp", seating.size, lambda net: fully_shard(net, **options), self._share
+            "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
         for block in blocks_of(model.net).values():
             fully_shard(block, **options)
         fully_shard(model.net, **options)
-        super().__init__(model, seating)  # its optimizer is to have the sharded parameters
+        super().__init__(model, context)  # its optimizer is to have the sharded parameters
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         try:
@@ -79,7 +79,7 @@ class FsdpEngine(SynchronousEngine):
     def state(self) -> State:
         """See Engine."""
         state = self._whole_state(on_cpu)
-        return state if self._seating.rank == 0 else State()
+        return state if self._context.rank == 0 else State()
 
     def load_state(self, state: State) -> None:
         """See Engine."""

@@ -23,7 +23,7 @@ from motley.data.batch import Batch
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.optimizer_state import State
-from motley.engines.protocol import Seating, StepResult
+from motley.engines.protocol import EngineContext, StepResult
 from motley.errors import MotleyError, NotFiniteError
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
@@ -40,14 +40,14 @@ class LocalEngine(EngineBase):
     loss_weight = 1
     equal_micro_steps = False
 
-    def __init__(self, model: Classifier, seating: Seating) -> None:
-        super().__init__(model, seating)
+    def __init__(self, model: Classifier, context: EngineContext) -> None:
+        super().__init__(model, context)
         if self.traits.nests:
             raise MotleyError(
-                f"--opt {seating.config.opt} keeps what cannot be averaged over ranks, as --wire "
-                f"{seating.plan.wire} does; choose another --wire, or an optimizer such as adamw"
+                f"--opt {context.config.opt} keeps what cannot be averaged over ranks, as --wire "
+                f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
             )
-        self._plan, self._every = seating.plan, seating.plan.wire.every
+        self._plan, self._every = context.plan, context.plan.wire.every
         self._samples = 0  # of this rank, in this step
         self._n_global = 1
         self._news: Tensor | None = None  # what was told, and the loop has not heard
@@ -71,15 +71,15 @@ class LocalEngine(EngineBase):
         self._sum: Tensor | None = None  # of all progress until then, on its way
         self._steps = 0  # since
         self._used = 0  # samples, since
-        self._loss_sum = torch.zeros((), device=self._seating.device)  # of these
+        self._loss_sum = torch.zeros((), device=self._context.device)  # of these
 
     # -- a step of this rank
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         self._n_global = n_global
-        losses = torch.zeros(0, device=self._seating.device)
+        losses = torch.zeros(0, device=self._context.device)
         if len(batch.labels):
-            losses = sample_losses(self._model(batch.images), batch, self._seating.config.smoothing)
+            losses = sample_losses(self._model(batch.images), batch, self._context.config.smoothing)
             # As in other engines, whose loss scale is searched for; step() makes it a mean.
             self._backward(losses.sum() * (self.scale.value / n_global))
             self._samples += len(batch.labels)
@@ -95,7 +95,7 @@ class LocalEngine(EngineBase):
             found = gradient_norm(self._parameters)
             norm = float(found) / factor
             if math.isfinite(norm):
-                unscale_and_clip(self._parameters, found, factor, self._seating.config.clip_grad)
+                unscale_and_clip(self._parameters, found, factor, self._context.config.clip_grad)
                 self.optimizer.step()
                 self._used += samples
                 self._loss_sum += loss_sum
@@ -130,8 +130,8 @@ class LocalEngine(EngineBase):
         """Take what the last meeting sent, and send this rank's progress on its way."""
         self._land()
         self.clock.lap("sync")
-        own = self._agreed.new_zeros(self._seating.size, _TOLD)
-        own[self._seating.rank] = torch.stack([
+        own = self._agreed.new_zeros(self._context.size, _TOLD)
+        own[self._context.rank] = torch.stack([
             self._loss_sum, *own.new_tensor([self._used, ready_s, bool(self._short)])
         ])  # fmt: skip
         progress = self._vector() - self._start
@@ -149,7 +149,7 @@ class LocalEngine(EngineBase):
             return
         self._work.wait()
         if self._copies:
-            torch.cuda.synchronize(self._seating.device)
+            torch.cuda.synchronize(self._context.device)
         progress, told = torch.split(
             self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
         )
@@ -188,9 +188,9 @@ class LocalEngine(EngineBase):
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
                 continue
-            flat = torch.cat([t.flatten().float() for t in some]).to(self._seating.device)
+            flat = torch.cat([t.flatten().float() for t in some]).to(self._context.device)
             if many:
-                flat *= self._plan.counts[self._seating.rank] / self._plan.global_batch
+                flat *= self._plan.counts[self._context.rank] / self._plan.global_batch
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
             _copy_into(some, flat)
         numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps

@@ -130,7 +130,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Seating:
+class EngineContext:
     """What an engine is built on.
 
     Attributes:
@@ -154,5 +154,5 @@ class EngineMaker(Protocol):
 
     sending: Sending
 
-    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+    def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """Set an engine on a model."""

@@ -8,15 +8,15 @@ from torch import Tensor
 from motley.comm.collectives import begin_copy, gather
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
-from motley.engines.protocol import Seating, StepResult
+from motley.engines.protocol import EngineContext, StepResult
 from motley.tasks.model import Classifier
 
 
 class SynchronousEngine(EngineBase):
     """What remains of Engine is how gradients are made and added up."""
 
-    def __init__(self, model: Classifier, seating: Seating) -> None:
-        super().__init__(model, seating)
+    def __init__(self, model: Classifier, context: EngineContext) -> None:
+        super().__init__(model, context)
         # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
         # SGD's momentum would begin as whatever is in memory if the first step is skipped.
         skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -46,13 +46,13 @@ class SynchronousEngine(EngineBase):
         """See Engine."""
         scale = self.scale.value
         if self._copies:
-            torch.cuda.synchronize(self._seating.device)
+            torch.cuda.synchronize(self._context.device)
         norm = gradient_norm(self._parameters)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
         table = gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
         norms = table[:, 1]
-        unscale_and_clip(self._parameters, self._norm(norms), scale, self._seating.config.clip_grad)
+        unscale_and_clip(self._parameters, self._norm(norms), scale, self._context.config.clip_grad)
         copy, copied = begin_copy(table)
         if self._skips_by_itself:
             # Queued before the host knows: it waits for the table only, which is on its way

@@ -6,7 +6,7 @@ from motley.config.options import Config
 from motley.engines.ddp import DdpEngine
 from motley.engines.fsdp import FsdpEngine
 from motley.engines.local_sgd import LocalEngine
-from motley.engines.protocol import Engine, Seating
+from motley.engines.protocol import Engine, EngineContext
 from motley.errors import MotleyError
 from motley.plan.wire import Sending
 from motley.tasks.model import Classifier
@@ -44,10 +44,10 @@ class TorchEngines:
                 "train with deepspeed/train_vit.py"
             )
 
-    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+    def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """Set the engine of the plan's wire on a model."""
         if self._shards:
-            return FsdpEngine(model, seating)
-        if seating.plan.wire.kind == "local":
-            return LocalEngine(model, seating)
-        return DdpEngine(model, seating)
+            return FsdpEngine(model, context)
+        if context.plan.wire.kind == "local":
+            return LocalEngine(model, context)
+        return DdpEngine(model, context)

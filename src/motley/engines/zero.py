@@ -7,7 +7,7 @@ plan, ``-h`` and whoever trains without it need not have it.
 from dataclasses import replace
 
 from motley.config.options import Config
-from motley.engines.protocol import Engine, Seating
+from motley.engines.protocol import Engine, EngineContext
 from motley.engines.zero_config import config_path, read_stage
 from motley.plan.wire import SIXTEEN, Sending
 from motley.tasks.model import Classifier
@@ -47,8 +47,8 @@ class ZeroEngines:
         others["torch_dist/train_vit.py"] = Sending()
         self.sending = replace(SENDING[stage], others=others)
 
-    def __call__(self, model: Classifier, seating: Seating) -> Engine:
+    def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """Set the engine on a model."""
         from motley.engines.zero_engine import ZeroEngine
 
-        return ZeroEngine(model, seating)
+        return ZeroEngine(model, context)

@@ -13,7 +13,7 @@ from typing import Any
 from motley import ROOT
 from motley.config.options import Config
 from motley.engines.base import check_offload
-from motley.engines.protocol import Seating
+from motley.engines.protocol import EngineContext
 from motley.errors import MotleyError
 from motley.plan.wire import SIXTEEN
 from motley.text import nearest
@@ -76,7 +76,7 @@ def config_path(config: Config) -> Path:
     return Path(config.deepspeed_config or ROOT / "deepspeed" / f"zero{config.stage or 0}.json")
 
 
-def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]:
+def read_config(path: Path, context: EngineContext, parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this rank.
 
     Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
@@ -97,8 +97,8 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     zero = content.setdefault("zero_optimization", {})
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     _check_keys(path, zero, known, "zero_optimization.")
-    _offload(path, content, seating)
-    asked = seating.config.stage
+    _offload(path, content, context)
+    asked = context.config.stage
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
             f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
@@ -112,19 +112,19 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     for key in _BUCKETS:
         if zero.get(key) == "auto":
             zero[key] = min(_BUCKET, parameters)
-    sizes = seating.plan.micro_batches[seating.rank]
+    sizes = context.plan.micro_batches[context.rank]
     right = dict(
-        zip(_FILLED, (max(1, *sizes), len(sizes), seating.config.clip_grad or 0.0), strict=True)
+        zip(_FILLED, (max(1, *sizes), len(sizes), context.config.clip_grad or 0.0), strict=True)
     )
     for key, value in right.items():
         found = content.setdefault(key, "auto")
         if found not in ("auto", value):
             raise MotleyError(
-                f"{path}: {key} is {found}, but the plan gives rank {seating.rank} {value}; write "
+                f"{path}: {key} is {found}, but the plan gives rank {context.rank} {value}; write "
                 '"auto", or change --batch-size, --micro-batch or --clip-grad'
             )
         content[key] = value
-    wire = str(seating.plan.wire)
+    wire = str(context.plan.wire)
     if content.setdefault(_WIRE, _WIRES[wire]) not in ("auto", _WIRES[wire]):
         raise MotleyError(
             f"{path}: {_WIRE} is {content[_WIRE]}, but the wire is {wire}; remove it, or give "
@@ -140,13 +140,13 @@ def read_config(path: Path, seating: Seating, parameters: int) -> dict[str, Any]
     return content
 
 
-def _offload(path: Path, content: dict[str, Any], seating: Seating) -> None:
+def _offload(path: Path, content: dict[str, Any], context: EngineContext) -> None:
     """Fill in ``--offload``; MotleyError where this stage or device has nothing of that to move."""
     zero = content["zero_optimization"]
-    what, stage = seating.config.offload, zero.get("stage", 0)
+    what, stage = context.config.offload, zero.get("stage", 0)
     if what == "none":
         return
-    check_offload(seating)
+    check_offload(context)
     least = _OFFLOADS[what]
     if stage < least:
         raise MotleyError(

@@ -22,7 +22,7 @@ from motley.engines.memory import out_of_memory
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
-from motley.engines.protocol import Seating, StepResult
+from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.zero import SENDING
 from motley.engines.zero_config import config_path, read_config
 from motley.engines.zero_state import cut_state, whole_state
@@ -45,9 +45,9 @@ class ZeroEngine(EngineBase):
     scale before each backward pass.
     """
 
-    def __init__(self, model: Classifier, seating: Seating) -> None:
+    def __init__(self, model: Classifier, context: EngineContext) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = read_config(config_path(seating.config), seating, parameters)
+        config = read_config(config_path(context.config), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.sending = SENDING[self._stage]
         installed = importlib.metadata.version("deepspeed")
@@ -58,18 +58,18 @@ class ZeroEngine(EngineBase):
                 "--stage 1"
             )
         self.equal_micro_steps, self.whole = self._stage >= 2, self._stage < 3
-        if self._stage >= 2 and len(set(seating.precisions)) > 1:
+        if self._stage >= 2 and len(set(context.precisions)) > 1:
             raise MotleyError(
                 f"ZeRO stage {self._stage} reduces gradients in the order in which they come, and "
-                f"precisions {', '.join(seating.precisions)} differ in it, silently wrong; give "
+                f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
-        super().__init__(model, seating)
+        super().__init__(model, context)
         self._check_optimizer()
-        self.loss_weight = seating.size
+        self.loss_weight = context.size
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
-        index = local if seating.device.index is None else seating.device.index
+        index = local if context.device.index is None else context.device.index
         self._engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(local_rank=local, device_rank=index),
             model=model,
@@ -96,7 +96,7 @@ class ZeroEngine(EngineBase):
         elif stage and isinstance(self.optimizer, torch.optim.Adagrad):
             why = "is another one after DeepSpeed has made it anew, with one group of parameters"
             others.insert(0, "--stage 0")
-        elif stage and not is_elementwise(self._seating.config):
+        elif stage and not is_elementwise(self._context.config):
             why = (
                 f"looks at whole tensors, and ZeRO stage {stage} gives it flat parts of them: it "
                 "would be silently another one"
@@ -105,7 +105,7 @@ class ZeroEngine(EngineBase):
         else:
             return
         raise MotleyError(
-            f"--opt {self._seating.config.opt} {why}; take {', '.join(others[:-1])} or {others[-1]}"
+            f"--opt {self._context.config.opt} {why}; take {', '.join(others[:-1])} or {others[-1]}"
         )
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
@@ -115,7 +115,7 @@ class ZeroEngine(EngineBase):
         if self.equal_micro_steps:
             losses, total = self._losses(forward, batch)
         else:
-            losses = sample_losses(forward(batch.images), batch, self._seating.config.smoothing)
+            losses = sample_losses(forward(batch.images), batch, self._context.config.smoothing)
             total = losses.sum()
         self._backward(total * (self.loss_weight / n_global))
         self.clock.lap("compute", ready=last)
@@ -193,7 +193,7 @@ class ZeroEngine(EngineBase):
         if overflow:  # not even with no gradients: some optimizers count their steps
             self._engine.zero_grad()
         else:
-            clip = self._seating.config.clip_grad
+            clip = self._context.config.clip_grad
             unscale_and_clip(self._parameters, heard[0, 3], self.scale.value, clip)
             self._engine.step()
         return heard.tolist(), overflow
@@ -204,7 +204,7 @@ class ZeroEngine(EngineBase):
             return super().state()
         state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
         state.plain["groups"] = self.memory.groups(state.tensors)
-        return state if self._seating.rank == 0 else State()
+        return state if self._context.rank == 0 else State()
 
     def alike(self) -> State:
         """See Engine. From stage 1 on no rank has another's part of the optimizer."""

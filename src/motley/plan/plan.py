@@ -17,7 +17,7 @@ from motley.text import nearest
 
 
 @dataclass(frozen=True)
-class Seat:
+class Candidate:
     """Where one launched rank sits: the facts that decide whether it takes part.
 
     Attributes:
@@ -45,12 +45,12 @@ class LeftOut:
 
 
 def choose_participants(
-    seats: Sequence[Seat], hosts: Collection[str] | None = None
+    candidates: Sequence[Candidate], hosts: Collection[str] | None = None
 ) -> tuple[dict[int, int | None], tuple[LeftOut, ...]]:
     """Decide which launched ranks train, and on which of the GPUs that they see.
 
-    A machine with GPUs seats one rank a GPU (NCCL refuses two ranks on one GPU, and two
-    models on one GPU only slow each other down); a machine without seats all its ranks.
+    A machine with GPUs candidates one rank a GPU (NCCL refuses two ranks on one GPU, and two
+    models on one GPU only slow each other down); a machine without candidates all its ranks.
     A launcher may show all GPUs to every rank, or each rank its own.
 
     Args:
@@ -63,22 +63,24 @@ def choose_participants(
     chosen: dict[int, int | None] = {}
     left_out = []
     taken: set[tuple[int, str]] = set()
-    for seat in sorted(seats, key=lambda seat: (seat.machine, seat.local_rank)):
-        if hosts is not None and seat.host not in hosts:
-            left_out.append(LeftOut(seat.rank, seat.host, "not named in --hosts"))
+    for candidate in sorted(
+        candidates, key=lambda candidate: (candidate.machine, candidate.local_rank)
+    ):
+        if hosts is not None and candidate.host not in hosts:
+            left_out.append(LeftOut(candidate.rank, candidate.host, "not named in --hosts"))
             continue
-        free = [gpu for gpu in seat.gpus if (seat.machine, gpu) not in taken]
+        free = [gpu for gpu in candidate.gpus if (candidate.machine, gpu) not in taken]
         if free:
-            taken.add((seat.machine, free[0]))
-            chosen[seat.rank] = seat.gpus.index(free[0])
-        elif not seat.gpus:
-            chosen[seat.rank] = None
+            taken.add((candidate.machine, free[0]))
+            chosen[candidate.rank] = candidate.gpus.index(free[0])
+        elif not candidate.gpus:
+            chosen[candidate.rank] = None
         else:
             reason = (
-                f"{seat.host} has {_count(len(seat.gpus), 'GPU')} and rank {seat.rank} is number "
-                f"{seat.local_rank + 1} there"
+                f"{candidate.host} has {_count(len(candidate.gpus), 'GPU')} and rank "
+                f"{candidate.rank} is number {candidate.local_rank + 1} there"
             )
-            left_out.append(LeftOut(seat.rank, seat.host, reason))
+            left_out.append(LeftOut(candidate.rank, candidate.host, reason))
     return dict(sorted(chosen.items())), tuple(sorted(left_out, key=lambda entry: entry.rank))
 
 

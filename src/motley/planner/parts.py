@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from motley.config.options import Config
 from motley.data.datasets import Images, load_images
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import (
     Classifier,
     build_model,
@@ -22,15 +22,15 @@ class Parts:
     model: Classifier
 
 
-def open_parts(team: Team, config: Config) -> Parts | None:
+def open_parts(group: ProcessGroup, config: Config) -> Parts | None:
     """Open the data and build the model; None on a rank that is left out."""
-    if team.rank is None:
+    if group.rank is None:
         return None
-    img_size, precision = image_size(config), team.precisions[team.rank]
+    img_size, precision = image_size(config), group.precisions[group.rank]
     set_matmul_precision(precision)
     images = load_images(config, img_size)
     net = build_model(config, images)
     set_attention(net, config.attention)
-    model = Classifier(net, images, img_size, precision, team.device)
+    model = Classifier(net, images, img_size, precision, group.device)
     model.try_attention(config.attention)
     return Parts(images, model)

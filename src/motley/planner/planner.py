@@ -15,7 +15,7 @@ from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.plan.split import Speed
 from motley.plan.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
 from motley.planner.parts import Parts
-from motley.planner.process_group import Team, narrow_team, narrowed
+from motley.planner.process_group import ProcessGroup, narrowed, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
 from motley.planner.speed_cache import remember
 from motley.tasks.model import (
@@ -48,11 +48,11 @@ class Planned:
 def plan_batch(
     world: World,
     run: Run | None,
-    team: Team,
+    group: ProcessGroup,
     parts: Parts | None,
     config: Config,
     sending: Sending | None = None,
-) -> tuple[Team, Planned]:
+) -> tuple[ProcessGroup, Planned]:
     """Who does how much of every global batch. Every launched rank calls it.
 
     Args:
@@ -65,20 +65,22 @@ def plan_batch(
     """
     sending = sending or Sending()
     asked = parse_wire(config.wire)
-    _check_engine(asked, team, sending)
+    _check_engine(asked, group, sending)
     if asked is not None:
-        asked = rounded_too(asked, team.precisions)
+        asked = rounded_too(asked, group.precisions)
     if config.shares is not None:
-        shares = parse_shares(config.shares, team.size)
+        shares = parse_shares(config.shares, group.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
-        mode = asked if asked is not None and team.size > 1 else EXACT
+        mode = asked if asked is not None and group.size > 1 else EXACT
         planned = Planned(make_plan(config.batch_size, shares, sizes, wire=mode))
-    elif run is not None and (before := _plan_before(world, run, team, config, sending)):
-        team, planned = before
+    elif run is not None and (before := _plan_before(world, run, group, config, sending)):
+        group, planned = before
     else:
-        make_plan(config.batch_size, (1.0,) * team.size, (1,) * team.size)  # refuses a small batch
+        make_plan(
+            config.batch_size, (1.0,) * group.size, (1,) * group.size
+        )  # refuses a small batch
         model = parts.model if parts else None
-        team, planned = _measure_and_plan(world, run, team, model, config, sending, asked)
+        group, planned = _measure_and_plan(world, run, group, model, config, sending, asked)
     note = ""
     if config.wire == "local:1":
         note = "--wire local:1: ranks that meet after every step take it together; this is exact"
@@ -86,12 +88,12 @@ def plan_batch(
         note = f"--wire {planned.plan.wire}: {planned.plan.wire.price}"
     if note:
         planned = replace(planned, advice=(note, *planned.advice))
-    return team, planned
+    return group, planned
 
 
-def _check_engine(asked: WireMode | None, team: Team, sending: Sending) -> None:
+def _check_engine(asked: WireMode | None, group: ProcessGroup, sending: Sending) -> None:
     """MotleyError if the engine cannot do these ranks, or it or they what ``--wire`` asks for."""
-    if team.is_mixed and not sending.mixed:
+    if group.is_mixed and not sending.mixed:
         raise MotleyError(
             f"{sending.words}; GPUs and CPUs together cannot. Leave out one kind with --hosts, or "
             "train with torch_dist/train_vit.py --strategy ddp"
@@ -101,14 +103,14 @@ def _check_engine(asked: WireMode | None, team: Team, sending: Sending) -> None:
             f"--wire {asked}: {sending.words}, as they are or rounded, in a ring; choose exact, "
             "bf16 or fp16, or train with torch_dist/train_vit.py --strategy ddp"
         )
-    if asked is not None and asked.kind == "powersgd" and team.is_mixed:
+    if asked is not None and asked.kind == "powersgd" and group.is_mixed:
         raise MotleyError(
             f"--wire {asked} is not for GPUs and CPUs together; choose exact, bf16 or fp16, or "
             "leave out one kind with --hosts"
         )
-    if asked is not None and asked.leaf is not None and not asked.leaf < team.size > 2:
+    if asked is not None and asked.leaf is not None and not asked.leaf < group.size > 2:
         raise MotleyError(
-            f"--wire {asked}: {team.size} ranks take part; a leaf is one of 3 or more, numbered "
+            f"--wire {asked}: {group.size} ranks take part; a leaf is one of 3 or more, numbered "
             "from 0; leave it to the plan with --wire exact"
         )
 
@@ -116,39 +118,39 @@ def _check_engine(asked: WireMode | None, team: Team, sending: Sending) -> None:
 def _measure_and_plan(
     world: World,
     run: Run | None,
-    team: Team,
+    group: ProcessGroup,
     model: Classifier | None,
     config: Config,
     sending: Sending,
     asked: WireMode | None,
-) -> tuple[Team, Planned]:
+) -> tuple[ProcessGroup, Planned]:
     """See :func:`plan_batch`; where nobody has said who takes how much."""
-    measured = measure_team(world, team, model, config, sending, asked)
+    measured = measure_team(world, group, model, config, sending, asked)
     most = None  # samples in a micro-batch of this rank
     if config.micro_batch is not None:
-        sizes = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * team.size)
+        sizes = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * group.size)
         pairs = zip(measured.speeds, sizes, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
-        most = None if team.rank is None else sizes[team.rank]
-    everyone, everything = team, measured
-    own = None if team.rank is None else measured.speeds[team.rank]
-    options = _options(world, run, team, config, measured)
-    mode = _best_mode(options, asked, team.precisions)
+        most = None if group.rank is None else sizes[group.rank]
+    everyone, everything = group, measured
+    own = None if group.rank is None else measured.speeds[group.rank]
+    options = _options(world, run, group, config, measured)
+    mode = _best_mode(options, asked, group.precisions)
     choice = options[mode]
-    if len(choice.ranks) < team.size:
-        team = narrow_team(world, team, *_stay(world, team, measured, choice))
-        model = model if team.rank is not None else None
-        mode = mode if team.size > 1 else EXACT  # one rank alone sends nothing
-        wires = wires_of(world, team, model, [EXACT, mode], sending)
+    if len(choice.ranks) < group.size:
+        group = shrink_group(world, group, *_stay(world, group, measured, choice))
+        model = model if group.rank is not None else None
+        mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
+        wires = wires_of(world, group, model, [EXACT, mode], sending)
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
         measured = Measured(speeds, wires, measured.links)
-    measured = refine(world, team, model, config.batch_size, measured, mode, most)
+    measured = refine(world, group, model, config.batch_size, measured, mode, most)
     if config.micro_batch is None and own is not None:
         remember(
-            everyone, config, sending, own if team.rank is None else measured.speeds[team.rank]
+            everyone, config, sending, own if group.rank is None else measured.speeds[group.rank]
         )
     planned = balance(config.batch_size, measured, mode)
-    engines = _other_engines(world, team, config.batch_size, measured, mode, sending)
+    engines = _other_engines(world, group, config.batch_size, measured, mode, sending)
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
     forecast = planned.forecast
     assert forecast is not None
@@ -156,7 +158,7 @@ def _measure_and_plan(
         others["--hosts all"] = choice.whole
         # The limit is what all machines can do, those that are left out too.
         forecast = replace(forecast, limit_s=choice.whole.limit_s)
-    names = [member.host for member in everyone.members]
+    names = [worker.host for worker in everyone.workers]
     machines = everyone.machines(world)
     ring = everything.wires.get(mode, everything.wires[EXACT])
     advice = better_engine(sending, forecast, engines)
@@ -165,12 +167,12 @@ def _measure_and_plan(
         advice += larger_batch(
             config.batch_size, names, machines, everything.speeds, ring, everything.links
         )
-    return team, replace(planned, forecast=forecast, others=others, advice=advice)
+    return group, replace(planned, forecast=forecast, others=others, advice=advice)
 
 
 def _other_engines(
     world: World,
-    team: Team,
+    group: ProcessGroup,
     global_batch: int,
     measured: Measured,
     mode: WireMode,
@@ -178,7 +180,7 @@ def _other_engines(
 ) -> dict[str, Forecast]:
     """The same through engines that send otherwise, by what a user writes to have them."""
     wire = measured.wires[mode]
-    wire = replace(wire, overlaps=can_overlap(world, team, mode, wire))
+    wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     return {
         name: arrange(global_batch, measured.speeds, other.through(wire, mode))[2]
         for name, other in sending.others.items()
@@ -187,10 +189,10 @@ def _other_engines(
 
 
 def _options(
-    world: World, run: Run | None, team: Team, config: Config, measured: Measured
+    world: World, run: Run | None, group: ProcessGroup, config: Config, measured: Measured
 ) -> dict[WireMode, Choice]:
     """Who should train, by what travels."""
-    machines = team.machines(world)
+    machines = group.machines(world)
     # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
     free = (run is None or run.is_shared()) and not world.has_fixed_master()
     needed = None if free else world.machines[0]
@@ -220,24 +222,24 @@ def _best_mode(
 
 
 def _stay(
-    world: World, team: Team, measured: Measured, choice: Choice
+    world: World, group: ProcessGroup, measured: Measured, choice: Choice
 ) -> tuple[set[int], dict[int, str]]:
     """The launched ranks that train if a step is to be short; and why each other is left out."""
-    stay = [team.members[rank] for rank in choice.ranks]
-    hosts = ", ".join(dict.fromkeys(member.host for member in stay))
+    stay = [group.workers[rank] for rank in choice.ranks]
+    hosts = ", ".join(dict.fromkeys(worker.host for worker in stay))
     slower = (
         f"with all a step would take {choice.whole.step_s:.3g} s, with {hosts} alone "
         f"{choice.chosen.step_s:.3g} s"
     )
 
     def reason(rank: int) -> str:
-        machine = world.machines[team.members[rank].rank]
+        machine = world.machines[group.workers[rank].rank]
         link = measured.links.remark(machine) if measured.links else ""
         why = "the share would be less than a sample" if rank in choice.idle else slower
         return f"{link}{': ' if link else ''}{why}; --hosts all keeps all"
 
-    reasons = {member.rank: reason(rank) for rank, member in enumerate(team.members)}
-    return {member.rank for member in stay}, reasons
+    reasons = {worker.rank: reason(rank) for rank, worker in enumerate(group.workers)}
+    return {worker.rank for worker in stay}, reasons
 
 
 def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Planned:
@@ -250,8 +252,8 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
 
 
 def _plan_before(
-    world: World, run: Run, team: Team, config: Config, sending: Sending
-) -> tuple[Team, Planned] | None:
+    world: World, run: Run, group: ProcessGroup, config: Config, sending: Sending
+) -> tuple[ProcessGroup, Planned] | None:
     """The plan that the run which is continued began with, if the same ranks go on through an
     engine alike: so, to the bit, do they, unless that run had to change it."""
     content = world.from_first(run.read_continued)
@@ -263,9 +265,9 @@ def _plan_before(
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])
     kept = {rank["rank"] for rank in ranks}
-    members = narrowed(team.members, kept)
+    workers = narrowed(group.workers, kept)
     started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
-    if not ranks or not started or ranks != [asdict(member) for member in members]:
+    if not ranks or not started or ranks != [asdict(worker) for worker in workers]:
         return None
     if any(old.get(key) != getattr(config, key) for key in same):
         return None
@@ -277,10 +279,10 @@ def _plan_before(
         return None
     speeds = [Speed.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
-    if len(members) < team.size:
+    if len(workers) < group.size:
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}
-        team = narrow_team(world, team, kept, reasons)
+        group = shrink_group(world, group, kept, reasons)
     made = make_plan(
         plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"], wire
     )
-    return team, Planned(made, tuple(speeds), known)
+    return group, Planned(made, tuple(speeds), known)

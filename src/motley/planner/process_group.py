@@ -13,7 +13,7 @@ from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
-from motley.plan.plan import LeftOut, Seat, choose_participants, parse_hosts
+from motley.plan.plan import Candidate, LeftOut, choose_participants, parse_hosts
 from motley.plan.precision import PRECISIONS, best_precision, parse_precision
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(seconds=2 * PROGRESS_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
-class Member:
+class Worker:
     """One rank that trains, as run.json lists it.
 
     Attributes:
@@ -45,18 +45,18 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """All ranks that train, seen from one launched rank.
 
     Attributes:
         rank: this rank's number in the process group; None if it is left out.
-        members: by rank in the group.
+        workers: by rank in the group.
         left_out: launched ranks that compute nothing, and why.
         backend: nccl or gloo.
     """
 
     rank: int | None
-    members: tuple[Member, ...]
+    workers: tuple[Worker, ...]
     left_out: tuple[LeftOut, ...]
     device: torch.device
     backend: str
@@ -64,16 +64,16 @@ class Team:
     @property
     def size(self) -> int:
         """Number of ranks that train."""
-        return len(self.members)
+        return len(self.workers)
 
     @property
     def is_mixed(self) -> bool:
         """Some ranks have a GPU, and some have not."""
-        return len({bool(member.uuid) for member in self.members}) > 1
+        return len({bool(worker.uuid) for worker in self.workers}) > 1
 
     def machines(self, world: World) -> list[int]:
         """Which machine each rank is on; names of hosts may be alike."""
-        return [world.machines[member.rank] for member in self.members]
+        return [world.machines[worker.rank] for worker in self.workers]
 
     def who_is_left_out(self) -> list[str]:
         """In words, a line for each reason."""
@@ -88,10 +88,10 @@ class Team:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Precision of each rank."""
-        return tuple(member.precision for member in self.members)
+        return tuple(worker.precision for worker in self.workers)
 
 
-def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team:
+def join_process_group(world: World, precision: str = "auto", hosts: str = "all") -> ProcessGroup:
     """Decide who trains and join the process group; every launched rank calls it.
 
     NCCL where every participant owns a GPU, gloo for all otherwise.
@@ -102,9 +102,9 @@ def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team
     check_nccl(world)
     gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
     machine = world.machines[world.rank]
-    seats = world.allgather(Seat(world.rank, world.host, machine, world.local_rank, gpus))
-    named = parse_hosts(hosts, [seat.host for seat in seats])
-    chosen, left_out = choose_participants(seats, named)
+    candidates = world.allgather(Candidate(world.rank, world.host, machine, world.local_rank, gpus))
+    named = parse_hosts(hosts, [candidate.host for candidate in candidates])
+    chosen, left_out = choose_participants(candidates, named)
     participants = list(chosen)
     rank = world.join_group(participants)
     device = torch.device("cpu")
@@ -112,23 +112,23 @@ def join_team(world: World, precision: str = "auto", hosts: str = "all") -> Team
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     wanted = parse_precision(precision, len(participants))
-    members = world.allgather(None if rank is None else _member(rank, world, device, wanted[rank]))
-    team = tuple(member for member in members if member is not None)
-    return Team(rank, team, left_out, device, _connect(world, rank, team, device))
+    workers = world.allgather(None if rank is None else _worker(rank, world, device, wanted[rank]))
+    group = tuple(worker for worker in workers if worker is not None)
+    return ProcessGroup(rank, group, left_out, device, _connect(world, rank, group, device))
 
 
 def _connect(
-    world: World, rank: int | None, members: Sequence[Member], device: torch.device
+    world: World, rank: int | None, workers: Sequence[Worker], device: torch.device
 ) -> str:
     """Make the process group; returns its backend. Every launched rank calls it."""
     if rank == 0:  # init_process_group takes it, as one of the same port
         host, port = world.master()
         _store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, len(members), is_master=True, timeout=_TIMEOUT,
+            host, port, len(workers), is_master=True, timeout=_TIMEOUT,
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
     world.allgather(None)  # who knocks before somebody listens tries again half a second later
-    if not all(member.uuid for member in members):
+    if not all(worker.uuid for worker in workers):
         if rank is not None:
             dist.init_process_group("gloo", timeout=_TIMEOUT)
         return "gloo"
@@ -141,28 +141,28 @@ def _connect(
     return "nccl"
 
 
-def narrowed(members: Sequence[Member], ranks: Collection[int]) -> tuple[Member, ...]:
+def narrowed(workers: Sequence[Worker], ranks: Collection[int]) -> tuple[Worker, ...]:
     """Those of these launched ranks, numbered anew."""
-    kept = [member for member in members if member.rank in ranks]
-    return tuple(replace(member, group_rank=number) for number, member in enumerate(kept))
+    kept = [worker for worker in workers if worker.rank in ranks]
+    return tuple(replace(worker, group_rank=number) for number, worker in enumerate(kept))
 
 
-def narrow_team(
-    world: World, team: Team, ranks: Collection[int], reasons: Mapping[int, str]
-) -> Team:
+def shrink_group(
+    world: World, group: ProcessGroup, ranks: Collection[int], reasons: Mapping[int, str]
+) -> ProcessGroup:
     """Go on with these launched ranks alone; every launched rank calls it.
 
     Args:
         reasons: why the others are left out, by launched rank.
     """
-    if team.rank is not None:
-        leave_team()
-    members = narrowed(team.members, ranks)
-    out = [LeftOut(m.rank, m.host, reasons[m.rank]) for m in team.members if m.rank not in ranks]
-    left_out = sorted([*team.left_out, *out], key=lambda entry: entry.rank)
-    rank = world.join_group([member.rank for member in members])
-    backend = _connect(world, rank, members, team.device)
-    return Team(rank, members, tuple(left_out), team.device, backend)
+    if group.rank is not None:
+        leave_process_group()
+    workers = narrowed(group.workers, ranks)
+    out = [LeftOut(m.rank, m.host, reasons[m.rank]) for m in group.workers if m.rank not in ranks]
+    left_out = sorted([*group.left_out, *out], key=lambda entry: entry.rank)
+    rank = world.join_group([worker.rank for worker in workers])
+    backend = _connect(world, rank, workers, group.device)
+    return ProcessGroup(rank, workers, tuple(left_out), group.device, backend)
 
 
 def check_nccl(world: World) -> None:
@@ -190,14 +190,14 @@ def _uuid(index: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
-def leave_team() -> None:
+def leave_process_group() -> None:
     """Leave the process group."""
     leave_group()
 
 
 def gpu_logger(
     world: World,
-    team: Team,
+    group: ProcessGroup,
     folder: RunFolder,
     progress: Callable[[], Progress] = Progress,
     interval: float = 2.0,
@@ -209,13 +209,13 @@ def gpu_logger(
     """
     if not world.first_here:
         return contextlib.nullcontext()
-    here = [member for member in team.members if world.machines[member.rank] == world.rank]
+    here = [worker for worker in group.workers if world.machines[worker.rank] == world.rank]
     lowest = here[0].rank if here else world.rank  # nobody trains here
-    ranks = {"": lowest} | {member.uuid: member.rank for member in here if member.uuid}
+    ranks = {"": lowest} | {worker.uuid: worker.rank for worker in here if worker.uuid}
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)
 
 
-def _member(rank: int, world: World, device: torch.device, wanted: str) -> Member:
+def _worker(rank: int, world: World, device: torch.device, wanted: str) -> Worker:
     name, uuid, capability = "cpu", "", None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -235,7 +235,7 @@ def _member(rank: int, world: World, device: torch.device, wanted: str) -> Membe
         raise MotleyError(
             f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
         )
-    return Member(world.rank, rank, world.host, name, uuid, precision, why)
+    return Worker(world.rank, rank, world.host, name, uuid, precision, why)
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from motley.plan.wire import (
     rounded_as,
     rounded_too,
 )
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import speed_of, with_sizes
 from motley.tasks.model import Classifier
 
@@ -56,7 +56,7 @@ class Measured:
 
 def measure_team(
     world: World,
-    team: Team,
+    group: ProcessGroup,
     model: Classifier | None,
     config: Config,
     sending: Sending,
@@ -69,17 +69,17 @@ def measure_team(
     """
     own = None
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
-    if model is not None and team.rank is not None:
-        own = speed_of(team, model, config, sending.parts(team.size))
+    if model is not None and group.rank is not None:
+        own = speed_of(group, model, config, sending.parts(group.size))
     found = [each for each in world.allgather(own) if each is not None]
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
-    speeds = _alike(team, found)
-    wires = wires_of(world, team, model, [EXACT], sending)
+    speeds = _alike(group, found)
+    wires = wires_of(world, group, model, [EXACT], sending)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
-    modes = _other_modes(team, asked, sending, part, _leaf(team.machines(world), links))
-    return Measured(speeds, wires_of(world, team, model, modes, sending, wires), links)
+    modes = _other_modes(group, asked, sending, part, _leaf(group.machines(world), links))
+    return Measured(speeds, wires_of(world, group, model, modes, sending, wires), links)
 
 
 def _passing_links(world: World) -> Links:
@@ -97,7 +97,7 @@ def _passing_links(world: World) -> Links:
 
 
 def _other_modes(
-    team: Team, asked: WireMode | None, sending: Sending, part: float, leaf: int | None
+    group: ProcessGroup, asked: WireMode | None, sending: Sending, part: float, leaf: int | None
 ) -> list[WireMode]:
     """What may be taken besides the exact wire in a ring, or is worth a word.
 
@@ -105,24 +105,24 @@ def _other_modes(
         part: that the exact one takes, in steps without any.
         leaf: the rank that a slow link would be spared for.
     """
-    if team.size == 1:
+    if group.size == 1:
         return []
     modes = [] if asked is None else [asked]
     if part > _WORTH_A_WORD:
-        modes += [EXACT, rounded_as(team.precisions) or BF16]
-        modes.append(rounded_too(OFFERED, team.precisions))
+        modes += [EXACT, rounded_as(group.precisions) or BF16]
+        modes.append(rounded_too(OFFERED, group.precisions))
         modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
     if leaf is not None:
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [
         mode for mode in dict.fromkeys(modes)
-        if mode != EXACT and sending.can(mode) and not (mode.kind == "powersgd" and team.is_mixed)
+        if mode != EXACT and sending.can(mode) and not (mode.kind == "powersgd" and group.is_mixed)
     ]  # fmt: skip
 
 
 def wires_of(
     world: World,
-    team: Team,
+    group: ProcessGroup,
     model: Classifier | None,
     modes: Sequence[WireMode],
     sending: Sending,
@@ -134,12 +134,12 @@ def wires_of(
         known: of other modes; they are part of what is returned.
     """
     own: dict[WireMode, Wire] | None = None
-    if model is not None and team.rank is not None:
+    if model is not None and group.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         own = dict(known or {})
         for mode in dict.fromkeys(modes):
             world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")
-            if team.size == 1:
+            if group.size == 1:
                 own[mode] = Wire(0.0, 0.0)
             elif mode.kind == "local" and EXACT in own:  # as many bytes
                 own[mode] = replace(own[EXACT], every=mode.every)
@@ -147,15 +147,15 @@ def wires_of(
                 own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
-        mode: sending.through(replace(wire, overlaps=can_overlap(world, team, mode, wire)), mode)
+        mode: sending.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)
         for mode, wire in wires.items()
     }
 
 
-def can_overlap(world: World, team: Team, mode: WireMode, wire: Wire) -> bool:
+def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: Wire) -> bool:
     """Whether a backward pass can hide a wire, if the engine lets it."""
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
-    apart = any(member.uuid for member in team.members) or len(set(team.machines(world))) > 1
+    apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
     return apart and not (wire.on_gpu and mode.rank)  # PowerSGD waits for the GPU in each bucket
 
 
@@ -172,7 +172,7 @@ def _leaf(machines: Sequence[int], links: Links | None) -> int | None:
 
 def refine(
     world: World,
-    team: Team,
+    group: ProcessGroup,
     model: Classifier | None,
     global_batch: int,
     measured: Measured,
@@ -194,9 +194,11 @@ def refine(
         speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
         shows = wire.likes_long_batches and predicted.exposed_s > _SHOWS * predicted.step_s
         speed = None
-        if model is not None and team.rank is not None:
-            speed, own = measured.speeds[team.rank], counts[team.rank]
-            sizes = cut(own, speeds[team.rank].micro_batch) if team.members[team.rank].uuid else ()
+        if model is not None and group.rank is not None:
+            speed, own = measured.speeds[group.rank], counts[group.rank]
+            sizes = (
+                cut(own, speeds[group.rank].micro_batch) if group.workers[group.rank].uuid else ()
+            )
             if shows and 0 < own <= (most or own) and has_room(model, speed, own):
                 sizes = (*sizes, own)
             speed = with_sizes(model, speed, sizes)
@@ -207,14 +209,14 @@ def refine(
     return measured
 
 
-def _alike(team: Team, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
+def _alike(group: ProcessGroup, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
     """CPU ranks of one machine share its cores and are equal: noise must not tell them apart."""
     groups: dict[str, list[Speed]] = {}
-    for member, speed in zip(team.members, speeds, strict=True):
-        groups.setdefault(member.host, []).append(speed)
+    for worker, speed in zip(group.workers, speeds, strict=True):
+        groups.setdefault(worker.host, []).append(speed)
     return tuple(
-        speed if member.uuid else _middle(groups[member.host])
-        for member, speed in zip(team.members, speeds, strict=True)
+        speed if worker.uuid else _middle(groups[worker.host])
+        for worker, speed in zip(group.workers, speeds, strict=True)
     )
 
 

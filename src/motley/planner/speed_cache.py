@@ -17,20 +17,20 @@ from motley.launch.world import cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.split import Speed
 from motley.plan.wire import Sending
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import Classifier, image_size
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
-def speed_of(team: Team, model: Classifier, config: Config, parts: int) -> Speed:
+def speed_of(group: ProcessGroup, model: Classifier, config: Config, parts: int) -> Speed:
     """This rank's speed, remembered if the device still is as fast.
 
     Args:
         parts: that the optimizer is cut into, of which this rank has one.
     """
-    path, key = _place(team, config, parts)
+    path, key = _place(group, config, parts)
     if (speed := read_speed(path, key)) is not None:
         try:
             if _slowdown(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
@@ -45,7 +45,7 @@ def speed_of(team: Team, model: Classifier, config: Config, parts: int) -> Speed
     def make() -> torch.optim.Optimizer:
         return make_optimizer(model.net if parts == 1 else a_part(model.net, parts), config)
 
-    try_optimizer(config, team.device)  # which says what is wrong with one that cannot be timed
+    try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
     return measure_speed(model, make, config.batch_size)
 
 
@@ -68,16 +68,16 @@ def with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
     return speed
 
 
-def remember(team: Team, config: Config, sending: Sending, speed: Speed) -> None:
-    """Keep this rank's speed, measured beside all of ``team``, for the next run."""
-    write_speed(*_place(team, config, sending.parts(team.size)), speed)
+def remember(group: ProcessGroup, config: Config, sending: Sending, speed: Speed) -> None:
+    """Keep this rank's speed, measured beside all of ``group``, for the next run."""
+    write_speed(*_place(group, config, sending.parts(group.size)), speed)
 
 
-def _place(team: Team, config: Config, parts: int) -> tuple[Path, dict[str, Any]]:
+def _place(group: ProcessGroup, config: Config, parts: int) -> tuple[Path, dict[str, Any]]:
     """Where a rank's speed is remembered, and all that it depends on."""
-    assert team.rank is not None
-    own = team.members[team.rank]
-    here = sum(member.host == own.host for member in team.members)
+    assert group.rank is not None
+    own = group.workers[group.rank]
+    here = sum(worker.host == own.host for worker in group.workers)
     key = {
         "device": own.device, "uuid": own.uuid, "precision": own.precision,
         "ranks": 1 if own.uuid else here, "threads": torch.get_num_threads(),

@@ -124,7 +124,7 @@ def _row(
         "checkpointing": cell.checkpointing, "options": " ".join(cell.options),
         "model": f"{config.get('model', '')} {config.get('img_size', '')}".strip(),
         "machines": cell.hosts, "batch": cell.batch, "repeats": len(runs),
-        "hosts": " ".join(dict.fromkeys(seat["host"] for seat in about.get("ranks") or ())),
+        "hosts": " ".join(dict.fromkeys(worker["host"] for worker in about.get("ranks") or ())),
         "micro_batch": " ".join(str(max(sizes)) for sizes in plan.get("micro_batches") or ()),
         "outcome": failed[0].kind if failed else DONE,
         "error": failed[0].error if failed else "", "when": failed[0].when if failed else "",
@@ -219,7 +219,7 @@ def _loss(steps: Steps) -> float | None:
 
 def _memory(about: JsonDict, steps: Steps) -> str:
     """``a 812, b 640``: the most that a rank held, by host."""
-    hosts = {seat["rank"]: seat["host"] for seat in about.get("ranks") or ()}
+    hosts = {worker["rank"]: worker["host"] for worker in about.get("ranks") or ()}
     most: dict[str, float] = {}
     for rank, lines in steps.items():
         for line in lines:
@@ -254,12 +254,14 @@ def joules(folder: RunFolder, steps: Steps) -> float | None:
     """Of the GPUs that trained, for an image, while the steps that count ran; None where one of
     them did not say."""
     lines = max(steps.values(), key=len, default=[])
-    seats = folder.read_run().get("ranks") or ()
-    if not lines or not seats or any(not seat.get("uuid") for seat in seats):
+    workers = folder.read_run().get("ranks") or ()
+    if not lines or not workers or any(not worker.get("uuid") for worker in workers):
         return None
     first_s = lines[0]["n_global"] / lines[0]["images_per_s"]
     start, end = lines[0]["time"] - first_s, lines[-1]["time"]
-    watts: dict[tuple[str, str], list[float]] = {(seat["host"], seat["uuid"]): [] for seat in seats}
+    watts: dict[tuple[str, str], list[float]] = {
+        (worker["host"], worker["uuid"]): [] for worker in workers
+    }
     for log in find_gpu_logs([folder.path]):
         for sample in read_gpu_log(log):
             own = watts.get((sample.host, sample.uuid or ""))

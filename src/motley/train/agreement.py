@@ -17,7 +17,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.plan.length import Position
-from motley.planner.process_group import Member
+from motley.planner.process_group import Worker
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
 
@@ -42,7 +42,7 @@ class Agreement:
             MotleyError: nobody can say what is right.
         """
         job = self._job
-        if not job.engine.whole or len(job.members) == 1:
+        if not job.engine.whole or len(job.workers) == 1:
             return position
         right, wrong = vote(digests(job.engine))
         if not wrong:
@@ -53,7 +53,7 @@ class Agreement:
         folders = everyone(job.checkpoints.found() or job.run.resume_from)[0]
         if folders and self._back_at is None and not self._round:
             return self._go_back(wrong, position, folders)
-        if _unlike(job.members):  # and that is nobody's fault
+        if _unlike(job.workers):  # and that is nobody's fault
             self._round = True
             self._take(0, wrong, position, "since unlike devices may round differently")
             return position
@@ -67,8 +67,8 @@ class Agreement:
         )  # fmt: skip
 
     def _names(self, ranks: Sequence[int]) -> str:
-        members = [self._job.members[rank] for rank in ranks]
-        return ", ".join(f"rank {member.rank} on {member.host}" for member in members)
+        workers = [self._job.workers[rank] for rank in ranks]
+        return ", ".join(f"rank {worker.rank} on {worker.host}" for worker in workers)
 
     def _take(self, right: int, wrong: list[int], position: Position, why: str) -> None:
         """Give one rank's to all."""
@@ -105,7 +105,7 @@ class Agreement:
             self._back_at = None
 
     def _tell(self, wrong: list[int], position: Position, text: str) -> None:
-        ranks = [self._job.members[rank].rank for rank in wrong]
+        ranks = [self._job.workers[rank].rank for rank in wrong]
         self._recorder.note("drift", text, step=position.step, ranks=ranks)
 
 
@@ -133,8 +133,8 @@ def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
     return right, [rank for rank, digest in enumerate(digests) if digest != reference]
 
 
-def _unlike(members: Sequence[Member]) -> bool:
+def _unlike(workers: Sequence[Worker]) -> bool:
     """Whether there are devices of several kinds; the processors of two hosts may well be."""
-    kinds = {member.device.partition(" ")[2] or f"{member.device} {member.host}"
-             for member in members}  # fmt: skip
+    kinds = {worker.device.partition(" ")[2] or f"{worker.device} {worker.host}"
+             for worker in workers}  # fmt: skip
     return len(kinds) > 1

@@ -27,7 +27,7 @@ from motley.plan.length import Position
 from motley.plan.plan import Plan
 from motley.planner.parts import open_parts
 from motley.planner.planner import plan_batch
-from motley.planner.process_group import gpu_logger, join_team, leave_team
+from motley.planner.process_group import gpu_logger, join_process_group, leave_process_group
 from motley.records.run_folder import EpochRecord
 from motley.tasks.model import model_name
 from motley.train.agreement import Agreement
@@ -45,49 +45,49 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     say(Phase.PREPARE, DATA)
     world.once_per_node(lambda: prepare(config))
     say(Phase.BUILD, PROGRESS_TIMEOUT_S)
-    team = join_team(world, config.precision, config.hosts)
+    group = join_process_group(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
-    parts = open_parts(team, config)
-    team, planned = plan_batch(world, run, team, parts, config, make_engine.sending)
+    parts = open_parts(group, config)
+    group, planned = plan_batch(world, run, group, parts, config, make_engine.sending)
     plan = planned.plan
-    run.check_leader(team.members[0].rank)
+    run.check_leader(group.workers[0].rank)
     job, position, notes = None, Position(), list[str]()
-    if team.rank is not None and parts is not None:
-        job = assemble(run, team, planned, config, make_engine, parts)
+    if group.rank is not None and parts is not None:
+        job = assemble(run, group, planned, config, make_engine, parts)
         plan = job.plan
         position, notes = job.resume(run.resume_from)
-        if team.rank == 0:
+        if group.rank == 0:
             budget = budget_of(job, position, planned)
             budget.check()
-    run.start(records_of(config, team, plan, planned, make_engine.sending))
-    announce(world, run, team, planned, plan, config)
+    run.start(records_of(config, group, plan, planned, make_engine.sending))
+    announce(world, run, group, planned, plan, config)
     if job is None:
         parts = None  # its memory is of use to others
         release()
-        with gpu_logger(world, team, run.folder, interval=config.gpu_log_interval):
+        with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
             run.finish()  # this rank is left out, and waits for the others
         return
 
-    if team.rank == 0:
+    if group.rank == 0:
         print(f"  {budget.sentence()}", flush=True)
         job.checkpoints.set_aside_after(position.step)
     tells_sync = not job.engine.equal_micro_steps
     release_groups()  # those that were measured
     last = job.length.last_step(position)
-    recorder = Recorder(run, team, config, tells_sync, position.step, last)
+    recorder = Recorder(run, group, config, tells_sync, position.step, last)
     for note in notes:
         recorder.note("resume", note)
     for kind, text, content in job.notes:
         recorder.note(kind, text, **content)
     with (
-        gpu_logger(world, team, run.folder, lambda: recorder.progress, config.gpu_log_interval),
+        gpu_logger(world, group, run.folder, lambda: recorder.progress, config.gpu_log_interval),
         recorder,
     ):
         evaluated = fit(world, job, recorder, position)
     say(Phase.LEAVE, PROGRESS_TIMEOUT_S)
-    leave_team()
-    if team.rank == 0:
+    leave_process_group()
+    if group.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
     run.finish()
 

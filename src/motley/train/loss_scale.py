@@ -15,7 +15,7 @@ from motley.data.loader import Loader
 from motley.engines.gradients import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
@@ -25,18 +25,18 @@ _BATCHES = 2  # global batches that are tried
 
 
 def search_scale(
-    team: Team, loader: Loader, model: Classifier, plan: Plan, smoothing: float
+    group: ProcessGroup, loader: Loader, model: Classifier, plan: Plan, smoothing: float
 ) -> float:
     """Find the loss scale on the first global batches of the first epoch."""
-    assert team.rank is not None
+    assert group.rank is not None
     wire = plan.wire.kind == "fp16"
-    fp16, batches = wire or team.precisions[team.rank] == "fp16", list[Batch]()
+    fp16, batches = wire or group.precisions[group.rank] == "fp16", list[Batch]()
     if fp16:
         for _, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
             batches += [batch for batch, _ in micro_batches]
     # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and a sum
     # on the wire may be so many times a rank's part.
-    weight = team.size / plan.global_batch
+    weight = group.size / plan.global_batch
     return find_scale(model, batches, weight, smoothing, fp16, wire)
 
 

@@ -17,7 +17,7 @@ from motley.engines.step_timer import Laps
 from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.plan.plan import Plan
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
 from motley.train.progress import Reporter
@@ -31,22 +31,22 @@ class Recorder:
     """
 
     def __init__(
-        self, run: Run, team: Team, config: Config, tells_sync: bool, done: int, total: int
+        self, run: Run, group: ProcessGroup, config: Config, tells_sync: bool, done: int, total: int
     ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
         Args:
             tells_sync: the engine can tell compute from communication.
         """
-        assert team.rank is not None
-        rank, launched = team.rank, team.members[team.rank].rank
-        self._run, self._rank, self._device = run, rank, team.device
-        self._launched, self._ranks = launched, [member.rank for member in team.members]
+        assert group.rank is not None
+        rank, launched = group.rank, group.workers[group.rank].rank
+        self._run, self._rank, self._device = run, rank, group.device
+        self._launched, self._ranks = launched, [worker.rank for worker in group.workers]
         self._open(done)
         self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
-        if team.device.type == "cuda":  # what was measured for the plan does not count
-            torch.cuda.reset_peak_memory_stats(team.device)
+        if group.device.type == "cuda":  # what was measured for the plan does not count
+            torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
         self._pending: tuple[StepRecord, Laps] | None = None
         self._started = time.monotonic()

@@ -63,8 +63,8 @@ def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> st
     except (RuntimeError, MemoryError) as error:  # the others wait for this rank's word
         words = f"could not compute the step again ({error})"
     where = "; ".join(
-        f"rank {member.rank} on {member.host} ({member.precision}): {words}"
-        for member, words in zip(job.members, everyone(words), strict=True) if words
+        f"rank {worker.rank} on {worker.host} ({worker.precision}): {words}"
+        for worker, words in zip(job.workers, everyone(words), strict=True) if words
     )  # fmt: skip
     return f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
 
@@ -92,7 +92,7 @@ def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step
             an epoch.
     """
     short = result.short
-    names = {rank: f"rank {job.members[rank].rank} on {job.members[rank].host}" for rank in short}
+    names = {rank: f"rank {job.workers[rank].rank} on {job.workers[rank].host}" for rank in short}
     said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
     try:
         smaller = plan.halved(tuple(short))

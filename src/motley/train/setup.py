@@ -14,14 +14,14 @@ from motley.checkpoint.transfer import resume
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
-from motley.engines.protocol import Engine, EngineMaker, Seating
+from motley.engines.protocol import Engine, EngineContext, EngineMaker
 from motley.plan.length import Length, Position
 from motley.plan.plan import Plan
 from motley.plan.precision import parse_loss_scale
 from motley.plan.replan import Watch
 from motley.planner.parts import Parts
 from motley.planner.planner import Planned
-from motley.planner.process_group import Member, Team
+from motley.planner.process_group import ProcessGroup, Worker
 from motley.tasks.model import Classifier, image_size
 from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.loss_scale import search_scale
@@ -53,7 +53,7 @@ class Job:
     length: Length
     saved_config: dict[str, Any]
     notes: list[Note]
-    members: tuple[Member, ...]
+    workers: tuple[Worker, ...]
     watch: Watch
 
     def resume(self, folders: list[Path]) -> tuple[Position, list[str]]:
@@ -67,22 +67,28 @@ class Job:
 
 
 def assemble(
-    run: Run, team: Team, planned: Planned, config: Config, make_engine: EngineMaker, parts: Parts
+    run: Run,
+    group: ProcessGroup,
+    planned: Planned,
+    config: Config,
+    make_engine: EngineMaker,
+    parts: Parts,
 ) -> Job:
     """Set an engine on the model, and make what else training needs."""
-    assert team.rank is not None
+    assert group.rank is not None
     img_size, model, plan = image_size(config), parts.model, planned.plan
-    loader = Loader(parts.images, config, img_size, team.rank, team.device)
-    torch.manual_seed(seed_of(config.seed, team.rank))  # drop-out differs between ranks
-    scale = parse_loss_scale(config.loss_scale, (*team.precisions, plan.wire.kind))
+    loader = Loader(parts.images, config, img_size, group.rank, group.device)
+    torch.manual_seed(seed_of(config.seed, group.rank))  # drop-out differs between ranks
+    scale = parse_loss_scale(config.loss_scale, (*group.precisions, plan.wire.kind))
     notes: list[Note] = []
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
-        scale.value = search_scale(team, loader, model, plan, config.smoothing)
+        scale.value = search_scale(group, loader, model, plan, config.smoothing)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
     numbers = sum(value.numel() for value in model.net.state_dict().values())
     engine = make_engine(  # some leave no rank a whole parameter
-        model, Seating(config, team.rank, team.size, team.device, team.precisions, scale, plan)
+        model,
+        EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
     )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
@@ -97,11 +103,11 @@ def assemble(
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
         length=length,
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
-        members=team.members,
+        workers=group.workers,
         watch=Watch(
             # Where every pass waits for all ranks, each seems to take as long as the slowest.
             planned.speeds if config.replan == "auto" and not engine.equal_micro_steps else (),
-            [member.uuid or member.host for member in team.members],
+            [worker.uuid or worker.host for worker in group.workers],
         ),
     )  # fmt: skip
 

@@ -10,18 +10,18 @@ from motley.launch.world import World
 from motley.plan.plan import Plan
 from motley.plan.wire import Sending
 from motley.planner.planner import Planned
-from motley.planner.process_group import Team
+from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import image_size
 
 
 def records_of(
-    config: Config, team: Team, plan: Plan, planned: Planned, sending: Sending
+    config: Config, group: ProcessGroup, plan: Plan, planned: Planned, sending: Sending
 ) -> dict[str, Any]:
     """What run.json says of who trains what and how."""
     return {
         "config": {**dataclasses.asdict(config), "img_size": image_size(config)},
-        "ranks": [dataclasses.asdict(member) for member in team.members],
-        "left_out": [dataclasses.asdict(entry) for entry in team.left_out],
+        "ranks": [dataclasses.asdict(worker) for worker in group.workers],
+        "left_out": [dataclasses.asdict(entry) for entry in group.left_out],
         "plan": {
             **dataclasses.asdict(plan),
             "counts": plan.counts,
@@ -33,34 +33,34 @@ def records_of(
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
         "links": planned.links and planned.links.as_json(),
-        "backend": team.backend,
+        "backend": group.backend,
     }
 
 
 def announce(
-    world: World, run: Run, team: Team, planned: Planned, plan: Plan, config: Config
+    world: World, run: Run, group: ProcessGroup, planned: Planned, plan: Plan, config: Config
 ) -> None:
     """Say on rank 0 who trains what and how."""
     if world.rank != 0:
         return
     predicted = planned.forecast
-    for entry in team.left_out:
+    for entry in group.left_out:
         run.event("left_out", **dataclasses.asdict(entry))
     print(f"{config.model} at {image_size(config)} pixels on {config.dataset}")
     name = run.folder.path.name
     print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
-    for member in team.members:
+    for worker in group.workers:
         print(
-            f"  rank {member.rank} on {member.host}: {member.device}, {member.precision} "
-            f"({member.why}), {plan.sentence(member.group_rank)}"
-            + (f", {predicted.compute_s[member.group_rank]:.3g} s" if predicted else "")
+            f"  rank {worker.rank} on {worker.host}: {worker.device}, {worker.precision} "
+            f"({worker.why}), {plan.sentence(worker.group_rank)}"
+            + (f", {predicted.compute_s[worker.group_rank]:.3g} s" if predicted else "")
         )
-    for line in team.who_is_left_out():
+    for line in group.who_is_left_out():
         print(f"  {line}")
     for line in planned.links.remarks() if planned.links else ():
         print(f"  {line}")
     counts = " + ".join(map(str, plan.counts))
-    print(f"  a step is {plan.global_batch} samples = {counts}, over {team.backend}, {plan.wire}")
+    print(f"  a step is {plan.global_batch} samples = {counts}, over {group.backend}, {plan.wire}")
     if predicted:
         print(f"  {predicted.sentence()}")
     for line in planned.advice:
