@@ -19,14 +19,14 @@ from motley.config.options import Config, read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
 from motley.engines.optimizer import make_optimizer
-from motley.engines.protocol import EngineContext, EngineMaker
+from motley.engines.protocol import EngineContext, EngineFactory
 from motley.engines.step_timer import Laps
 from motley.engines.torch_engines import TorchEngines
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
 from motley.plan.precision import parse_loss_scale
-from motley.plan.split import Speed
+from motley.plan.split import SpeedTable
 from motley.plan.wire import EXACT, WireMode
 from motley.planner.planner import balance
 from motley.planner.process_group import ProcessGroup
@@ -90,7 +90,7 @@ class Bench(ABC):
             torch.cuda.synchronize()
         self.world.allgather(None)  # not through gloo, where local steps have something on the way
 
-    def speeds(self, most: int) -> list[Speed]:
+    def speeds(self, most: int) -> list[SpeedTable]:
         """Every rank alone at its best, all ranks busy at once."""
         model = self.model()
         self._meet()
@@ -99,8 +99,8 @@ class Bench(ABC):
     def ours(
         self,
         n: int,
-        speeds: list[Speed],
-        make_engine: EngineMaker | None = None,
+        speeds: list[SpeedTable],
+        engine_factory: EngineFactory | None = None,
         mode: WireMode = EXACT,
         **options: Any,
     ) -> dict[str, Any]:
@@ -108,15 +108,15 @@ class Bench(ABC):
 
         Args:
             n: the global batch.
-            make_engine: default: torch.distributed's.
+            engine_factory: default: torch.distributed's.
             mode: what travels.
             options: of the training, which the engine reads.
         """
-        make_engine = make_engine or TorchEngines(self.config)
+        engine_factory = engine_factory or TorchEngines(self.config)
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()), mode)
-        wire = make_engine.sending.through(wire, mode)
+        wire = engine_factory.traits.through(wire, mode)
         measured = Measured(tuple(speeds), {mode: wire})
         planned = balance(n, refine(self.world, self.group, model, n, measured, mode), mode)
         measured_s = time.perf_counter() - start
@@ -127,7 +127,7 @@ class Bench(ABC):
             replace(self.config, batch_size=n, **options), self.rank, self.group.size,
             self.group.device, self.group.precisions, scale, plan,
         )  # fmt: skip
-        engine = make_engine(model, context)
+        engine = engine_factory(model, context)
         plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
         engine.reconfigure(plan)
         sizes = plan.micro_batches[self.rank]
@@ -138,7 +138,7 @@ class Bench(ABC):
             losses: list[Tensor] = []
             for place, batch in enumerate(batches):
                 losses.append(engine.accumulate(batch, plan.global_batch, place == len(sizes) - 1))
-            if short := engine.step(torch.cat(losses).sum(), 0.0).short:
+            if short := engine.step(torch.cat(losses).sum(), 0.0).oom_ranks:
                 raise SystemExit(f"out of memory: {short}")
             laps.append(engine.clock.cut())
 

@@ -23,7 +23,7 @@ from motley.data.batch import Batch
 from motley.engines.optimizer import make_optimizer
 from motley.engines.zero import ZeroEngines
 from motley.launch.world import World, run
-from motley.plan.split import Speed, limit_s
+from motley.plan.split import SpeedTable, limit_s
 from motley.plan.wire import EXACT, parse_wire
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model, image_size
@@ -102,7 +102,7 @@ class LabBench(Bench):
         return self._deepspeed(model, batch, 1)
 
 
-def ours(bench: LabBench, mode: str, speeds: list[Speed]) -> dict[str, Any]:
+def ours(bench: LabBench, mode: str, speeds: list[SpeedTable]) -> dict[str, Any]:
     """``motley-ddp``, ``motley-deepspeed-STAGE``, and either with ``-WIRE``."""
     _, engine, *rest = mode.split("-")
     make, stage = None, None
@@ -142,7 +142,7 @@ def main(world: World, options: argparse.Namespace) -> None:
             print("READY", flush=True)
         time.sleep(_QUOTAS_S)
 
-    def limit() -> list[Speed]:
+    def limit() -> list[SpeedTable]:
         speeds = bench.speeds(options.n)
         alone = min(speed.seconds_of(options.n) for speed in speeds)
         tell("limit", repeat, {"step_s": limit_s(options.n, speeds), "alone_s": alone})

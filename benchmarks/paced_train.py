@@ -71,7 +71,7 @@ class Changing:
     """An engine maker whose engines change the pace between two steps."""
 
     def __init__(self, make: Any, pace: Pace, rank: int, slow: list[float]) -> None:
-        self.sending = make.sending
+        self.traits = make.traits
         self._make, self._pace, self._rank, self._slow = make, pace, rank, slow
 
     def __call__(self, model: Any, context: Any) -> Any:

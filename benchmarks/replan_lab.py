@@ -21,7 +21,7 @@ import matplotlib as mpl
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
-from motley.plan.split import Speed, limit_s
+from motley.plan.split import SpeedTable, limit_s
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -53,7 +53,7 @@ def runs(lab: BenchLab, options: argparse.Namespace) -> dict[str, dict[str, Any]
 
 def limits(run: dict[str, Any], n: int) -> tuple[float, float]:
     """Images/s at the limit: as measured, and while the slow host is slow."""
-    speeds = [Speed.from_json(each) for each in run["plan"]["speeds"]]
+    speeds = [SpeedTable.from_json(each) for each in run["plan"]["speeds"]]
     slow = list(speeds)
     slow[SLOW] = replace(slow[SLOW], seconds=tuple(FACTOR * s for s in slow[SLOW].seconds))
     return n / limit_s(n, speeds), n / limit_s(n, slow)

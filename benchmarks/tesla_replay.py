@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 import result
 from bench_lab import BenchLab, bench_lab
 
-from motley.plan.split import Speed, limit_s
+from motley.plan.split import SpeedTable, limit_s
 
 _FACTS = result.ROOT / "lab" / "tesla_lab.json"
 _GRADIENT = 1_802_920  # bytes, of vit_digits
@@ -157,7 +157,7 @@ class Replay:
     def limit(self, n: int) -> float:
         """Seconds of a step in the real lab if nobody waited and nothing was sent."""
         rates, opt = self.pace(best=True)
-        speeds = [Speed((1,), (1 / r,), o) for r, o in zip(rates, opt, strict=True)]
+        speeds = [SpeedTable((1,), (1 / r,), o) for r, o in zip(rates, opt, strict=True)]
         return limit_s(n, speeds) / self.slower
 
 

@@ -14,7 +14,7 @@ from lab_machine import Lab
 from lab_profile import LabHost, check_free, read_profile
 
 from motley.errors import MotleyError
-from motley.text import nearest
+from motley.text import did_you_mean
 
 ONE_HOST = ("cut", "heal", "freeze", "thaw", "kill", "boot")
 COMMANDS = ("up", "status", "exec", *ONE_HOST, "cpus", "down")
@@ -45,7 +45,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     command = next((word for word in words if word in COMMANDS), words[0] if words else "")
     if command not in COMMANDS:
         raise MotleyError(
-            f"no command {command!r}{nearest(command, COMMANDS)}; there are {', '.join(COMMANDS)}"
+            f"no command {command!r}{did_you_mean(command, COMMANDS)}; there are "
+            f"{', '.join(COMMANDS)}"
         )
     parser = Parser(prog="lab.sh", allow_abbrev=False)
     parser.add_argument("command")

@@ -18,7 +18,7 @@ from lab_net import Switch
 from lab_profile import LabHost, read_profile
 
 from motley.errors import MotleyError
-from motley.text import nearest
+from motley.text import did_you_mean
 
 # In the environment of every process that a lab starts on the machine, so that all can be
 # found again whatever became of the lab.sh that started them.
@@ -88,7 +88,8 @@ class Lab:
                 return host
         names = [host.name for host in self.hosts]
         raise MotleyError(
-            f"lab {self.name} has no host {name!r}{nearest(name, names)}; it has {', '.join(names)}"
+            f"lab {self.name} has no host {name!r}{did_you_mean(name, names)}; it has "
+            f"{', '.join(names)}"
         )
 
     def up(self, profile: Path) -> None:

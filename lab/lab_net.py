@@ -90,7 +90,7 @@ class Switch:
         self._change.run(
             "nsenter", "-t", pid, "-n", "sysctl", "-q", "-w", "net.ipv4.conf.all.arp_notify=1"
         )
-        # To set an address, the same too, is what makes the kernel announce it.
+        # To set an address, the same too, is what makes the kernel print_summary it.
         self._ip(pid, [f"link set dev {host.interface} address {card}"])
 
     def unplug(self, port: int) -> None:

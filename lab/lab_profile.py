@@ -12,7 +12,7 @@ from typing import Any
 
 from motley.cluster.hostfile import check_name
 from motley.errors import MotleyError
-from motley.text import nearest
+from motley.text import did_you_mean
 
 SHELLS = ("bash", "tcsh", "zsh")
 PYTHONS = ("normal", "no-pip", "no-ensurepip", "none")
@@ -78,7 +78,7 @@ def read_profile(path: Path) -> tuple[LabHost, ...]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = sorted(file.name for file in Path(__file__).parent.glob("*.toml"))
-        raise MotleyError(f"no profile {path}{nearest(path.name, known)}") from None
+        raise MotleyError(f"no profile {path}{did_you_mean(path.name, known)}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise MotleyError(f"profile {path} cannot be read: {error}") from None
     try:
@@ -165,7 +165,7 @@ def _check_keys(table: Any, known: Sequence[str], where: str) -> None:
         raise MotleyError(f"found {table!r}{where}; a table of keys goes there")
     for key in table:
         if key not in known:
-            raise MotleyError(f"unknown key {key!r}{where}{nearest(key, known)}")
+            raise MotleyError(f"unknown key {key!r}{where}{did_you_mean(key, known)}")
 
 
 def _check_clashes(hosts: Sequence[LabHost]) -> None:

@@ -18,7 +18,7 @@ from cn import (
     try_password,
 )
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
 
@@ -170,7 +170,7 @@ def change_all(visits: Sequence[Visit]) -> dict[str, str | HostTrouble]:
         return by_host[host].change(password)
 
     if all("root" in visit.account.facts for visit in visits):
-        return on_all(by_host, partial(change, ""), LIMIT_S)
+        return run_on_all(by_host, partial(change, ""), LIMIT_S)
     return try_password({visit.host: visit.account.user for visit in visits}, change, LIMIT_S)
 
 

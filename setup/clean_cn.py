@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cn
 from cn_report import printable
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.orphans import Found, Survey, state, survey_from_json
 from motley.cluster.ssh import connect
 from motley.errors import HostTrouble
@@ -116,7 +116,9 @@ def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
     for row in rows:
         pairs = [(row.process.pid, row.process.ticks), *row.process.workers]
         targets.setdefault(row.host, []).extend(f"{pid}:{ticks}" for pid, ticks in pairs)
-    results = on_all(targets, lambda host: json.loads(ask(host, "--end", *targets[host])), LIMIT_S)
+    results = run_on_all(
+        targets, lambda host: json.loads(ask(host, "--end", *targets[host])), LIMIT_S
+    )
     troubles = {}
     for host, result in results.items():
         if isinstance(result, HostTrouble):

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host, read_hosts
 from motley.errors import HostTrouble, MotleyError
 
@@ -83,7 +83,7 @@ def print_troubles(troubles: Mapping[str, Trouble]) -> None:
 def ask_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
-    """As :func:`on_all`; on a terminal a line counts the hosts that have answered."""
+    """As :func:`run_on_all`; on a terminal a line counts the hosts that have answered."""
     names = list(hosts)
     counter = _Counter(len(names))
 
@@ -94,7 +94,7 @@ def ask_all(
             counter.one()
 
     try:
-        return on_all(names, one, limit)
+        return run_on_all(names, one, limit)
     finally:
         counter.end()
 
@@ -139,7 +139,7 @@ def try_password(
     for _ in range(TRIES):
         names = ", ".join(sorted({users[host] for host in left}))
         password = ask_password(f"Password of {names} on {', '.join(left)}: ")
-        answers = on_all(left, partial(work, password), limit)
+        answers = run_on_all(left, partial(work, password), limit)
         done |= answers
         troubles = split(answers)[1]
         left = [host for host, each in troubles.items() if each.kind == "password refused"]

@@ -18,7 +18,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from torch_builds import PYPI, HostGpu, build_of, choose_build
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
 
@@ -43,11 +43,11 @@ def main(words: Sequence[str]) -> int:
     print(table(("host", "Python", "environment"), [describe(each) for each in reports.values()]))
 
     work = functools.partial(prepare, reports=reports, options=options)
-    ready, failed = split(on_all(reports, work, INSTALL_S))
+    ready, failed = split(run_on_all(reports, work, INSTALL_S))
     troubles |= failed
     if ready and not options.dry_run:
         print(f"importing the packages and running a kernel on {', '.join(ready)}")
-        verified, failed = split(on_all(ready, verify, VERIFY_S))
+        verified, failed = split(run_on_all(ready, verify, VERIFY_S))
         troubles |= failed
         if verified:
             rows = [(host, *each) for host, each in verified.items()]

@@ -21,7 +21,7 @@ from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ss
 from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.login import HostKey, UnknownHostKey
 from motley.cluster.ssh import Remote, connect, login_of
 from motley.errors import HostTrouble, MotleyError
@@ -190,7 +190,7 @@ def main(words: Sequence[str]) -> int:
         print(f"{', '.join(hosts)}: this machine; nothing is to be done")
         return 0
     pins = choose_host_keys(states, options)
-    states |= on_all(pins, lambda host: look(host, pins[host]), LIMIT_S)
+    states |= run_on_all(pins, lambda host: look(host, pins[host]), LIMIT_S)
     if options.dry_run:
         plan(states, pins, options.mesh)
         return report(states, {})

@@ -6,7 +6,7 @@ from pathlib import Path
 from cn import ask, need_terminal, table
 from ssh_files import LIMIT_S
 
-from motley.cluster.fan_out import on_all
+from motley.cluster.fan_out import run_on_all
 from motley.cluster.login import HostKey
 from motley.cluster.ssh import host_key, known_keys, login_of
 from motley.errors import HostTrouble, MotleyError
@@ -28,7 +28,7 @@ def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
 
 def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
     """Each host's key as ``--known-hosts FILE`` has it, or why it has none."""
-    return on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
+    return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
 
 
 def _match(host: str, shown: HostKey, path: Path) -> HostKey:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from cn import print_troubles, table
 from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.login import HostKey
 from motley.cluster.ssh import Remote, connect, host_key, login_of
 from motley.errors import HostTrouble
@@ -27,7 +27,7 @@ def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
         The hosts that cannot take part, or cannot reach all others.
     """
     members = [host for host in hosts if host != "localhost"]
-    met, troubles = split(on_all(members, _visit, LIMIT_S))
+    met, troubles = split(run_on_all(members, _visit, LIMIT_S))
     remotes = {host: remote for host, (remote, _) in met.items()}
     keys: dict[str, str] = {}
     # One by one, here and below: homes may be shared.
@@ -62,7 +62,9 @@ def _visit(host: str) -> tuple[Remote, HostKey]:
 
 def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
     """Reach each host from each other one."""
-    said, troubles = split(on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S))
+    said, troubles = split(
+        run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
+    )
     for host, answer in said.items():
         if failed := {other: why for other, why in answer.items() if why != "works"}:
             pairs = "; ".join(f"to {other}: {why}" for other, why in failed.items())
@@ -92,7 +94,7 @@ def remove(dry_run: bool) -> int:
         print(f"would remove {KEY} and our block of ~/.ssh/config")
         return 0
     head, tag = (public.split()[1], tag_of(public)) if public else ("", "")
-    states = on_all(hosts, connect, LIMIT_S)
+    states = run_on_all(hosts, connect, LIMIT_S)
     rows, troubles = [], {}
     for host, remote in states.items():
         try:

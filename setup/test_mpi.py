@@ -19,7 +19,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
-from motley.cluster.fan_out import on_all, split
+from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
@@ -98,7 +98,7 @@ def tell_hosts(
         with connect(host) as remote:
             return settle(remote, lines, write=not dry_run)
 
-    found, troubles = split(on_all(reports, one, LIMIT_S))
+    found, troubles = split(run_on_all(reports, one, LIMIT_S))
     own = {
         host: HostTrouble(
             "own parameters",
@@ -154,7 +154,7 @@ def try_pairs(
             threading.Thread(target=listen, args=(host, remote), daemon=True).start()
         for _ in remotes:
             ready.acquire(timeout=20)
-        told = on_all(remotes, call, LIMIT_S)
+        told = run_on_all(remotes, call, LIMIT_S)
     finally:
         for remote in remotes.values():
             remote.close()
@@ -194,7 +194,7 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
         with connect(host) as remote:
             send(remote, VENV, [HELLO], VENV)
 
-    on_all([host for host, each in reports.items() if not each.same_folder], one, LIMIT_S)
+    run_on_all([host for host, each in reports.items() if not each.same_folder], one, LIMIT_S)
     return True
 
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from motley.errors import MotleyError
 from motley.plan.forecast import Forecast, choose_machines, forecast, what_if
 from motley.plan.plan import cut
-from motley.plan.split import Speed, limit_s, split
+from motley.plan.split import SpeedTable, limit_s, split
 from motley.plan.wire import Wire
 
 CLOSE = 1 + 1e-9
 
 
 @st.composite
-def speeds(draw: st.DrawFn) -> Speed:
+def speeds(draw: st.DrawFn) -> SpeedTable:
     """As measured: doubling from 1, an overhead, a noisy clock, and any length."""
     sizes = [2**power for power in range(draw(st.integers(1, 8)))]
     if draw(st.booleans()):
@@ -29,26 +29,28 @@ def speeds(draw: st.DrawFn) -> Speed:
     overhead, sample = draw(st.floats(0, 0.05)), draw(st.floats(1e-4, 0.1))
     noise = draw(st.lists(st.floats(0.7, 1.4), min_size=len(sizes), max_size=len(sizes)))
     times = [(overhead + sample * s) * n for s, n in zip(sizes, noise, strict=True)]
-    return Speed(tuple(sizes), tuple(times), draw(st.floats(0, 0.05)))
+    return SpeedTable(tuple(sizes), tuple(times), draw(st.floats(0, 0.05)))
 
 
 groups = st.lists(speeds(), min_size=1, max_size=6)
 
 
-def linear(samples_per_s: float, step_s: float = 0.0) -> Speed:
+def linear(samples_per_s: float, step_s: float = 0.0) -> SpeedTable:
     sizes = (1, 2, 4, 8, 16)
-    return Speed(sizes, tuple(size / samples_per_s for size in sizes), step_s)
+    return SpeedTable(sizes, tuple(size / samples_per_s for size in sizes), step_s)
 
 
 @given(speeds(), st.integers(0, 600))
-def test_the_time_is_that_of_the_micro_batches_that_the_plan_cuts(speed: Speed, n: int) -> None:
+def test_the_time_is_that_of_the_micro_batches_that_the_plan_cuts(
+    speed: SpeedTable, n: int
+) -> None:
     parts = cut(n, speed.micro_batch) or (0,)
     assert speed.seconds_of(n) == pytest.approx(speed.step_s + sum(map(speed.micro_s, parts)))
     assert speed.seconds_of(n) <= speed.seconds_of(n + 1) * CLOSE
 
 
 @given(speeds(), st.floats(0, 3))
-def test_samples_in_is_the_most_that_seconds_of_allows(speed: Speed, seconds: float) -> None:
+def test_samples_in_is_the_most_that_seconds_of_allows(speed: SpeedTable, seconds: float) -> None:
     most = speed.samples_in(seconds)
     if most:
         assert speed.seconds_of(most) <= seconds * CLOSE
@@ -56,12 +58,14 @@ def test_samples_in_is_the_most_that_seconds_of_allows(speed: Speed, seconds: fl
 
 
 @given(speeds(), st.integers(1, 600))
-def test_samples_in_inverts_seconds_of(speed: Speed, n: int) -> None:
+def test_samples_in_inverts_seconds_of(speed: SpeedTable, n: int) -> None:
     assert speed.samples_in(speed.seconds_of(n) * CLOSE) >= n * (1 - 1e-6)
 
 
 @given(st.integers(1, 2000), groups)
-def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(n: int, group: list[Speed]) -> None:
+def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(
+    n: int, group: list[SpeedTable]
+) -> None:
     counts = split(n, group)
     assert sum(counts) == n and min(counts) >= 0
     slowest = max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
@@ -71,7 +75,7 @@ def test_shares_sum_to_the_batch_and_nobody_could_be_relieved(n: int, group: lis
 
 
 @given(st.integers(1, 12), st.lists(speeds(), min_size=1, max_size=3))
-def test_shares_are_the_best_of_all(n: int, group: list[Speed]) -> None:
+def test_shares_are_the_best_of_all(n: int, group: list[SpeedTable]) -> None:
     def slowest(counts: tuple[int, ...]) -> float:
         return max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
 
@@ -81,7 +85,7 @@ def test_shares_are_the_best_of_all(n: int, group: list[Speed]) -> None:
 
 
 @given(st.integers(1, 2000), groups)
-def test_nothing_beats_the_limit(n: int, group: list[Speed]) -> None:
+def test_nothing_beats_the_limit(n: int, group: list[SpeedTable]) -> None:
     counts = split(n, group)
     slowest = max(s.seconds_of(c) for s, c in zip(group, counts, strict=True) if c)
     assert limit_s(n, group) <= slowest * CLOSE
@@ -99,25 +103,25 @@ def test_the_limit_of_linear_machines_is_the_sum_of_their_rates() -> None:
 def test_a_share_that_is_no_multiple_is_cut_evenly_and_stays_fast() -> None:
     # A GPU: a launch-bound floor of 8 ms, then 400 samples a second.
     sizes = (1, 2, 4, 8, 16, 32, 64)
-    speed = Speed(sizes, tuple(max(0.008, size / 400) for size in sizes), 0.0)
+    speed = SpeedTable(sizes, tuple(max(0.008, size / 400) for size in sizes), 0.0)
     assert speed.micro_batch == 64
     assert speed.seconds_of(66) == pytest.approx(66 / 400)
 
 
 @given(speeds(), st.integers(1, 600))
-def test_at_most_keeps_what_is_below(speed: Speed, size: int) -> None:
+def test_at_most_keeps_what_is_below(speed: SpeedTable, size: int) -> None:
     less = speed.at_most(size)
     assert less.micro_batch <= max(less.sizes) <= max(size, 1)
     assert less.step_s == speed.step_s and len(less.sizes) == len(less.seconds)
     assert less.rate <= speed.rate * CLOSE
-    assert Speed.from_json(json.loads(json.dumps(less.as_json()))) == less
+    assert SpeedTable.from_json(json.loads(json.dumps(less.as_json()))) == less
 
 
 def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     dice = random.Random(0)
     sizes = tuple(2**power for power in range(9))
     rates = [dice.uniform(50, 3000) for _ in range(1000)]
-    group = [Speed(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
+    group = [SpeedTable(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
     start = time.perf_counter()
     counts = split(100_000, group)
     forecast(counts, group, Wire(0.001, 0.1))
@@ -136,12 +140,12 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
 )  # fmt: skip
 def test_a_table_that_is_none_is_refused(change: dict[str, object]) -> None:
     good = {"sizes": [1, 2, 4], "seconds": [1, 1.5, 2], "step_s": 0.1, "memory_mib": []}
-    assert Speed.from_json(good).micro_batch == 4
+    assert SpeedTable.from_json(good).micro_batch == 4
     with pytest.raises((ValueError, TypeError, KeyError)):
-        Speed.from_json({**good, **change})
+        SpeedTable.from_json({**good, **change})
     for name in good:
         with pytest.raises(KeyError):
-            Speed.from_json({key: value for key, value in good.items() if key != name})
+            SpeedTable.from_json({key: value for key, value in good.items() if key != name})
 
 
 def test_no_ranks_are_refused() -> None:
@@ -155,7 +159,7 @@ wires = st.builds(Wire, st.floats(0, 0.02), st.floats(0, 0.5), st.booleans(), st
 
 @given(st.integers(1, 500), groups, wires, st.integers(1, 20))
 def test_a_forecast_is_within_its_bounds(
-    n: int, group: list[Speed], wire: Wire, buckets: int
+    n: int, group: list[SpeedTable], wire: Wire, buckets: int
 ) -> None:
     predicted = forecast(split(n, group), group, wire, buckets)
     assert predicted.step_s >= max(predicted.compute_s)
@@ -212,7 +216,7 @@ def test_who_is_left_out_makes_no_step_longer(case: tuple) -> None:
 
 def test_a_time_that_was_disturbed_does_not_lose_samples() -> None:
     # 129 are the fastest; the time of 128 before them was longer, and none takes longer than 129.
-    speed = Speed((1, 64, 128, 129), (0.0625, 3.0, 8.0, 6.046875), 0.0)
+    speed = SpeedTable((1, 64, 128, 129), (0.0625, 3.0, 8.0, 6.046875), 0.0)
     assert split(130, [speed]) == (130,)
     assert speed.micro_s(128) == pytest.approx(6.0, abs=0.05)
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.config.options import read_config, training_parser
-from motley.plan.length import Length, Position
+from motley.plan.length import Length, TrainState
 from motley.train.setup import make_schedule
 
 
-def walk(length: Length, start: Position, until: int | None = None) -> list[Position]:
+def walk(length: Length, start: TrainState, until: int | None = None) -> list[TrainState]:
     """The positions before each step, as the loop takes them, and the last one."""
     here, seen = start, []
     while not length.ended(here) and (until is None or here.step < until):
@@ -30,7 +30,7 @@ EPOCHS, SAMPLES, BATCH = st.integers(1, 5), st.integers(1, 60), st.integers(1, 7
 def test_a_run_ends_after_its_epochs_whatever_the_batch(
     epochs: int, samples: int, first: int, then: int, change: int
 ) -> None:
-    before = walk(Length(epochs, samples, first), Position(), change)
+    before = walk(Length(epochs, samples, first), TrainState(), change)
     after = Length(epochs, samples, then)
     steps = walk(after, before[-1])
     assert steps[-1].epoch == epochs and steps[-1].consumed == 0
@@ -45,7 +45,7 @@ def test_checkpoints_are_counted_as_they_are_made(
     epochs: int, samples: int, batch: int, every: int | None, most: int | None, start: int
 ) -> None:
     length = Length(epochs, samples, batch, most, every)
-    here = walk(Length(epochs, samples, batch), Position(), start)[-1]
+    here = walk(Length(epochs, samples, batch), TrainState(), start)[-1]
     made = [each for each in walk(length, here)[1:] if length.saves(each)]
     assert length.saves_left(here) == len(made)
     if every is None and most is None:  # one an epoch
@@ -64,7 +64,7 @@ def test_the_rate_of_an_unchanged_batch_is_that_of_its_step_to_the_bit(
     rates = []
     for updates in (lambda each: each.step, length.updates):
         rates.append([])
-        for each in walk(length, Position())[:-1]:
+        for each in walk(length, TrainState())[:-1]:
             schedule.step_update(updates(each))
             rates[-1].append(optimizer.param_groups[0]["lr"])
     assert rates[0] == rates[1]

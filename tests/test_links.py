@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from motley.measure import links as traffic
 from motley.plan.forecast import choose_machines
 from motley.plan.links import Flow, Links, Port, rounds
-from motley.plan.split import Speed
+from motley.plan.split import SpeedTable
 from motley.plan.wire import Wire
 
 WORD = b"0123456789abcdef"
@@ -63,7 +63,7 @@ def test_the_real_lab_goes_without_the_host_on_the_slow_port() -> None:
     # shared/tesla_lab.json: ViT-B/16 in fp32, N = 80; 4.8 s of all-reduce among all five.
     rates = {"ecetesla0": 23.7, "ecetesla1": 78.9, "ecetesla2": 78.9, "ecetesla3": 28.0,
              "ecetesla4": 78.9}  # fmt: skip
-    speeds = [Speed((1, 16), (1 / rate, 16 / rate), 0.02) for rate in rates.values()]
+    speeds = [SpeedTable((1, 16), (1 / rate, 16 / rate), 0.02) for rate in rates.values()]
     lab = links({name: 115e6 if name == "ecetesla3" else 1000e6 for name in rates})
     wire = Wire(0.001, 4.8, size=346e6)
     few = wire.among(range(5), [0, 1, 2, 4], lab)

@@ -19,7 +19,7 @@ from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import is_elementwise, try_optimizer
 from motley.errors import MotleyError
-from motley.plan.length import Position
+from motley.plan.length import TrainState
 
 CPU = torch.device("cpu")
 NAMES = [*timm.optim.list_optimizers(), "lookahead_adamw", "lookahead_sgd", "lookahead_lamb"]
@@ -54,7 +54,7 @@ class Training:
     def save(self, folder: Path) -> Path:
         """As motley.checkpoint.transfer does it."""
         kept = self.memory.state()
-        progress = {**asdict(Position(1)), "optimizer": kept.plain}
+        progress = {**asdict(TrainState(1)), "optimizer": kept.plain}
         return Checkpoints(folder, 1).save(model_state(self.net) | kept.tensors, progress)
 
     def load(self, folder: Path) -> None:

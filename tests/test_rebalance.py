@@ -5,14 +5,14 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motley.plan.replan import Watch
-from motley.plan.split import Speed, limit_s, split
+from motley.plan.replan import ReplanMonitor
+from motley.plan.split import SpeedTable, limit_s, split
 
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
-def speed(sample_s: float) -> Speed:
-    return Speed(SIZES, tuple(0.002 + sample_s * size for size in SIZES), 0.001)
+def speed(sample_s: float) -> SpeedTable:
+    return SpeedTable(SIZES, tuple(0.002 + sample_s * size for size in SIZES), 0.001)
 
 
 class Lab:
@@ -23,7 +23,7 @@ class Lab:
         self.now, self.noise = list(self.measured), noise
         self.random = random.Random(seed)
         self.counts = split(180, self.measured)
-        self.watch = Watch(self.measured, range(len(samples_s)))
+        self.watch = ReplanMonitor(self.measured, range(len(samples_s)))
         self.replans = 0
 
     def run(self, steps: int) -> float:
@@ -62,7 +62,7 @@ def test_a_host_at_half_speed_and_back(rank: int, factor: float, seed: int) -> N
 
 
 def test_a_plan_made_by_hand_stays() -> None:
-    watch = Watch((), ())
+    watch = ReplanMonitor((), ())
     assert all(watch.step((1.0, 9.0), (5, 5)) is None for _ in range(50))
 
 
@@ -76,5 +76,5 @@ def test_a_rank_short_of_memory_hands_on_what_it_is_slower_by() -> None:
 
 
 def test_equal_ranks_of_one_machine_stay_equal() -> None:
-    watch = Watch([speed(0.001), speed(0.001)], ["a", "a"])
+    watch = ReplanMonitor([speed(0.001), speed(0.001)], ["a", "a"])
     assert all(watch.step((0.1, 0.2), (90, 90)) is None for _ in range(50))

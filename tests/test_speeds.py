@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from motley.plan.split import Speed, split
+from motley.plan.split import SpeedTable, split
 from motley.plan.wire import EXACT, Wire
 from motley.planner import speed_cache as speeds
 from motley.planner.profile import Measured, refine
@@ -17,9 +17,9 @@ from motley.planner.profile import Measured, refine
 class Alone:
     """A world in which the other rank's speed never changes."""
 
-    other: Speed
+    other: SpeedTable
 
-    def allgather(self, own: Speed) -> list[Speed]:
+    def allgather(self, own: SpeedTable) -> list[SpeedTable]:
         return [self.other, own]
 
 
@@ -35,8 +35,8 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
         return real(size), None
 
     monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
-    fast = Speed((1, 512), (0.01, 512 / 2900), 0.0)
-    slow = Speed((1, 32, 64), (0.01, real(32), 0.167), 0.0)
+    fast = SpeedTable((1, 512), (0.01, 512 / 2900), 0.0)
+    slow = SpeedTable((1, 32, 64), (0.01, real(32), 0.167), 0.0)
     workers = [SimpleNamespace(uuid="a"), SimpleNamespace(uuid="b")]
     group: Any = SimpleNamespace(rank=1, workers=workers)
     world: Any = Alone(fast)
@@ -54,7 +54,7 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch: pytest.MonkeyPatch, factor: float, timed: list[int], kept: bool
 ) -> None:
-    remembered, anew = Speed((1, 64), (0.01, 0.3), 0.0), Speed((1,), (1.0,), 0.0)
+    remembered, anew = SpeedTable((1, 64), (0.01, 0.3), 0.0), SpeedTable((1,), (1.0,), 0.0)
     tried = []
 
     def time_micro_batch(_: object, size: int) -> tuple[float, None]:

@@ -20,13 +20,13 @@ from motley.errors import MotleyError
 from motley.measure.all_reduce import _tensors
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import arrange, choose_machines, forecast
-from motley.plan.split import Speed
+from motley.plan.split import SpeedTable
 from motley.plan.wire import (
     BF16,
     EXACT,
     LOST_POINTS,
     OFFERED,
-    Sending,
+    EngineTraits,
     Wire,
     WireMode,
     parse_wire,
@@ -36,7 +36,7 @@ from motley.plan.wire import (
 from motley.planner.planner import _best_mode
 from motley.tasks.model import vit_digits
 
-TEAM = (Speed((1, 8), (0.01, 0.08), 0.001), Speed((1, 8), (0.02, 0.16), 0.001))
+TEAM = (SpeedTable((1, 8), (0.01, 0.08), 0.001), SpeedTable((1, 8), (0.02, 0.16), 0.001))
 
 
 @pytest.mark.parametrize(
@@ -138,27 +138,30 @@ def test_buckets_are_forecast_as_ddp_fills_them(sizes: list[int], buckets: int) 
 def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     # 120 samples are 10 micro-batches of 8 on the faster rank, of 0.08 s, and 5 on the other.
     group, wire = TEAM, Wire(0.0, 0.2)
-    zero = [replace(wire, overlaps=False, once=o, each=e) for o, e in ((1, 0), (1.5, 0), (0.5, 1))]
+    zero = [
+        replace(wire, overlaps=False, allreduces_per_step=o, allreduces_per_micro_step=e)
+        for o, e in ((1, 0), (1.5, 0), (0.5, 1))
+    ]
     shown = [forecast((80, 40), group, each).exposed_s for each in zero]
     assert shown == pytest.approx([0.2, 0.3, 0.1 + 10 * 0.2])
     # Where each micro-batch sends, few and long ones are worth being slower.
     steep = tuple(
-        Speed((1, 8, 80), (0.1 * t, 0.08 * t, 0.85 * t), 0.0, preferred=8) for t in (1, 2)
+        SpeedTable((1, 8, 80), (0.1 * t, 0.08 * t, 0.85 * t), 0.0, preferred=8) for t in (1, 2)
     )
     long, *_, found = arrange(120, steep, zero[2])
     assert max(speed.micro_batch for speed in long) == 80 and found.exposed_s < 0.5
     assert arrange(120, steep, zero[0])[0] == steep
 
     # Parameters are gathered in fp32, whatever the gradients travel in.
-    stage1 = Sending(False, gathers=0.5, words="stage 1 sends twice")
-    assert [stage1.through(wire, mode).once for mode in (EXACT, BF16)] == [1.5, 2.0]
-    assert not stage1.through(wire, EXACT).overlaps and Sending().through(wire, EXACT) == wire
+    stage1 = EngineTraits(False, gathers_per_step=0.5, words="stage 1 sends twice")
+    assert [stage1.through(wire, mode).allreduces_per_step for mode in (EXACT, BF16)] == [1.5, 2.0]
+    assert not stage1.through(wire, EXACT).overlaps and EngineTraits().through(wire, EXACT) == wire
     engines = {"--stage 0": forecast((80, 40), group, zero[0]),
                "torch": forecast((80, 40), group, wire)}  # fmt: skip
     (words,) = better_engine(stage1, forecast((80, 40), group, zero[2]), engines)
     assert words.startswith("stage 1 sends twice: 2.1 s") and "with torch a step" in words
     assert better_engine(stage1, engines["torch"], engines) == ()
-    assert better_engine(Sending(), engines["torch"], {}) == ()
+    assert better_engine(EngineTraits(), engines["torch"], {}) == ()
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")

@@ -36,7 +36,7 @@ from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
 from motley.sweep.table import HEAD, shown, write_rows
-from motley.text import nearest
+from motley.text import did_you_mean
 from motley.train.progress import clock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,8 +221,8 @@ def matrix_file(name: str) -> Path:
     path = Path(name)
     if not path.is_file():
         raise MotleyError(
-            f"--matrix {name} is no preset{nearest(name, PRESETS)} and no file; the presets are "
-            f"{', '.join(PRESETS)}"
+            f"--matrix {name} is no preset{did_you_mean(name, PRESETS)} and no file; the presets "
+            f"are {', '.join(PRESETS)}"
         )
     return path
 

@@ -17,7 +17,7 @@ from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext, StepResult
 from motley.launch.world import run
-from motley.plan.wire import Sending
+from motley.plan.wire import EngineTraits
 from motley.tasks.model import Classifier
 from motley.train.loop import train
 
@@ -35,9 +35,9 @@ class Flipped:
         return super().step(loss_sum, ready_s)  # type: ignore[misc, no-any-return]
 
     @torch.no_grad()
-    def unite(self) -> None:
+    def sync_parameters(self) -> None:
         """See motley.engines.protocol.Engine."""
-        super().unite()  # type: ignore[misc]
+        super().sync_parameters()  # type: ignore[misc]
         rank, what, step = self.flip
         due = self._taken == step or (self.again and self._taken > step)
         if not due or self._context.rank != rank:  # type: ignore[attr-defined]
@@ -59,9 +59,9 @@ class FlippedLocal(Flipped, LocalEngine):
 
 
 class Engines:
-    """Implements motley.engines.protocol.EngineMaker."""
+    """Implements motley.engines.protocol.EngineFactory."""
 
-    sending = Sending()
+    traits = EngineTraits()
 
     def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """As motley's own do."""

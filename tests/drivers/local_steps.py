@@ -80,7 +80,7 @@ def main(world: World) -> None:
         result = engine.step(loss, 1.0)
         assert result.overflow == ((step, group.rank) in BROKEN)
         assert (result.loss_sum is None) == (step + 1 != 2 * EVERY)
-    engine.unite()
+    engine.sync_parameters()
     assert len(set(digests(engine))) == 1
 
     optimizers = [make_optimizer(model.net, config) for model in models]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.comm.reducer import Sender, buckets_of
-from motley.comm.senders import make_sender
+from motley.comm.reducer import Reducer, buckets_of
+from motley.comm.senders import make_reducer
 from motley.launch.world import World, run
 from motley.plan.wire import parse_wire
 from motley.planner.process_group import join_process_group, leave_process_group
@@ -21,7 +21,7 @@ SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
 STEPS, LONG = 8, 100
 
 
-def send(sender: Sender, seed: int, scale: float, device: torch.device) -> tuple[Tensor, float]:
+def send(reducer: Reducer, seed: int, scale: float, device: torch.device) -> tuple[Tensor, float]:
     """The sum of one step's gradients, the loss scale undone; and the error of a bias in it."""
     torch.manual_seed(seed)
     buckets = buckets_of([torch.empty(shape, device=device) for shape in SHAPES], 10_000)
@@ -29,7 +29,7 @@ def send(sender: Sender, seed: int, scale: float, device: torch.device) -> tuple
         bucket.flat.mul_(scale)
     bias = buckets[0].grads[1].clone()  # beside a matrix, and not compressed
     dist.all_reduce(bias)
-    for future in [sender.send(bucket) for bucket in buckets]:
+    for future in [reducer.send(bucket) for bucket in buckets]:
         future.wait()
     error = float((buckets[0].grads[1] - bias).abs().max()) / scale
     return torch.cat([bucket.flat for bucket in buckets]) / scale, error
@@ -40,15 +40,15 @@ def own_errors(wire: str, rank: int, device: torch.device) -> list[float]:
     always far larger than the sum, and the others' take it away again."""
     mode, norms = parse_wire(wire), list[float]()
     assert mode is not None
-    sender = make_sender(mode, device)
+    reducer = make_reducer(mode, device)
     part = -9.0 if rank else 10.0 * dist.get_world_size() - 9.0
     for step in range(2 * LONG):
-        send(sender, 5, part, device)
-        sender.settle(True, 1.0)
+        send(reducer, 5, part, device)
+        reducer.after_step(True, 1.0)
         if (step + 1) % LONG == 0:
-            kept = [value for key, value in sender.state().items() if key.startswith("error")]
+            kept = [value for key, value in reducer.state().items() if key.startswith("error")]
             norms.append(float(torch.cat(kept).norm()))
-    sender.close()
+    reducer.close()
     return norms
 
 
@@ -56,25 +56,25 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
     """Run both, compare; returns the worst error of a bias."""
     mode, worst = parse_wire(wire), 0.0
     assert mode is not None
-    plain, tried = make_sender(mode, device), make_sender(mode, device)
+    plain, tried = make_reducer(mode, device), make_reducer(mode, device)
     for step in range(STEPS):
         seed, scale = 10 * step + rank, 1.0 if step < 2 else 2.0
         expected, error = send(plain, seed, 1.0, device)
         worst = max(worst, error)
-        plain.settle(True, 1.0)
+        plain.after_step(True, 1.0)
         if step in (0, 2, 3, 4):
             send(tried, seed, math.inf, device)
-            tried.settle(False, 1.0)
+            tried.after_step(False, 1.0)
         if step in (1, 5):  # as after a resume, or where a run goes back, before it compresses
-            again = make_sender(mode, device)
+            again = make_reducer(mode, device)
             for later in range(4):
                 send(again, later, 1.0, device)
-                again.settle(True, 1.0)
+                again.after_step(True, 1.0)
             again.load_state(tried.state())
             tried.close()
             tried = again
         found, _ = send(tried, seed, scale, device)
-        tried.settle(True, 2.0 if step == 1 else 1.0)
+        tried.after_step(True, 2.0 if step == 1 else 1.0)
         assert torch.equal(found, expected), (step, found - expected)
     plain.close()
     tried.close()

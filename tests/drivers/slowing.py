@@ -12,7 +12,7 @@ from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
-from motley.plan.replan import Watch
+from motley.plan.replan import ReplanMonitor
 from motley.planner import parts
 from motley.tasks.model import Classifier
 from motley.train import loop as train
@@ -54,6 +54,6 @@ class Counting(DdpEngine):
 if __name__ == "__main__":
     parts.Classifier = Slow
     # CPU ranks of one machine count as equal, which these are not.
-    job.Watch = lambda speeds, kinds: Watch(speeds, range(len(kinds)))
+    job.ReplanMonitor = lambda speeds, kinds: ReplanMonitor(speeds, range(len(kinds)))
     config = read_config(training_parser(str(__doc__)))
     run(lambda world: train.train(world, config, Counting))

@@ -18,7 +18,7 @@ from torch import Tensor
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
-from motley.engines.zero import SENDING
+from motley.engines.zero import TRAITS
 from motley.launch.world import run
 from motley.tasks.model import Classifier
 from motley.train.loop import train
@@ -83,5 +83,5 @@ if __name__ == "__main__":
     parser.add_argument("--stage", type=int)
     config = read_config(parser)
     if config.stage is not None:
-        Squeezed.sending = SENDING[config.stage]
+        Squeezed.traits = TRAITS[config.stage]
     run(lambda world: train(world, config, Squeezed))

@@ -10,7 +10,7 @@ from timm.optim import list_optimizers
 
 from motley.errors import MotleyError
 from motley.plan.precision import PRECISIONS
-from motley.text import nearest
+from motley.text import did_you_mean
 
 ENGINES = ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")
 FAULTS = ("kill", "oom", "sender", "overflow", "flip", "replan", "stranger")
@@ -185,7 +185,7 @@ def _build(kind: type, content: Any, where: str) -> Any:
     given = {}
     for name, value in content.items():
         if name not in known:
-            raise MotleyError(f"--case: {where} knows no {name!r}{nearest(name, known)}")
+            raise MotleyError(f"--case: {where} knows no {name!r}{did_you_mean(name, known)}")
         part = _PARTS.get(name)
         if part is Recipe:
             value = _build(part, value, name)
@@ -211,7 +211,7 @@ def _check(case: Case) -> None:
 
     def one_of(what: str, word: Any, known: tuple[str, ...]) -> None:
         if word not in known:
-            near, some = nearest(str(word), known), ", ".join(known[:9])
+            near, some = did_you_mean(str(word), known), ", ".join(known[:9])
             raise MotleyError(f"--case: there is no {what} {word!r}{near}; such as {some}")
 
     if not case.segments:

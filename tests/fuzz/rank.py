@@ -25,7 +25,7 @@ from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines import torch_engines, zero, zero_config
 from motley.launch.world import Launched, World, run
-from motley.plan.replan import Proposal, Watch
+from motley.plan.replan import Proposal, ReplanMonitor
 from motley.train.loop import train
 
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (fuzz)"
@@ -65,7 +65,7 @@ class Probe:
         return None
 
     def attach(self, engine: Any, model: torch.nn.Module) -> None:
-        """Watch this engine."""
+        """ReplanMonitor this engine."""
         self._engine, self._model = engine, model
         engine.accumulate = partial(self._accumulate, engine.accumulate)
         engine.step = partial(self._step, engine.step)
@@ -90,7 +90,7 @@ class Probe:
         result = then(*given)
         self.write(
             step=self.world.supervisor.step, indices=self._indices, sizes=self._sizes,
-            overflow=result.overflow, again=bool(result.short and result.again),
+            overflow=result.overflow, again=bool(result.oom_ranks and result.retry),
         )  # fmt: skip
         self._indices, self._sizes = [], []
         if fault := self.due("flip"):
@@ -153,7 +153,7 @@ class Probe:
 
     def digest(self) -> None:
         """Write down what this rank holds at the end, where each holds the whole."""
-        if not self._engine.whole:
+        if not self._engine.replicated:
             return
         sha = hashlib.sha256()
         for tensor in self._model.net.state_dict().values():
@@ -192,7 +192,7 @@ def _ignore(call: Callable[[], None]) -> None:
         call()
 
 
-class Told(Watch):
+class Told(ReplanMonitor):
     """Proposes the splits that the case tells it to, and no others."""
 
     def __init__(self, probe: Probe, speeds: Any) -> None:
@@ -201,7 +201,7 @@ class Told(Watch):
         self._probe = probe
 
     def step(self, ready_s: Any, counts: Any) -> Proposal | None:
-        """See Watch."""
+        """See ReplanMonitor."""
         if fault := self._probe.due("replan"):
             self._probe.write(replanned=fault["counts"])
             return Proposal(tuple(fault["counts"]), (1.0,) * len(fault["counts"]), 0.5)
@@ -212,10 +212,10 @@ class Makers:
     """An engine maker whose engines are watched."""
 
     def __init__(self, makers: Any, probe: Probe) -> None:
-        self._makers, self._probe, self.sending = makers, probe, makers.sending
+        self._makers, self._probe, self.traits = makers, probe, makers.traits
 
     def __call__(self, model: Any, context: Any) -> Any:
-        """See motley.engines.protocol.EngineMaker."""
+        """See motley.engines.protocol.EngineFactory."""
         engine = self._makers(model, context)
         self._probe.attach(engine, model)
         return engine
@@ -232,7 +232,7 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
     config = read_config(parser)
     faults = argument["faults"]
     probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
-    motley.train.setup.Watch = lambda speeds, _: Told(probe, speeds)
+    motley.train.setup.ReplanMonitor = lambda speeds, _: Told(probe, speeds)
     for fault in faults:
         if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
             probe.kill_at(fault)

@@ -14,13 +14,13 @@ from motley.data.order import seed_of
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
-from motley.plan.length import Position
+from motley.plan.length import TrainState
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
 
 
 def save(
-    engine: Engine, checkpoints: Checkpoints, position: Position, config: dict[str, Any]
+    engine: Engine, checkpoints: Checkpoints, position: TrainState, config: dict[str, Any]
 ) -> None:
     """Write a checkpoint; all ranks call it, rank 0 writes."""
     state = engine.state()
@@ -41,7 +41,7 @@ def save(
 
 def resume(
     engine: Engine, folders: list[Path], config: dict[str, Any], device: torch.device
-) -> tuple[Position, list[str]]:
+) -> tuple[TrainState, list[str]]:
     """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
     Rank 0 reads and gives everything to the others, so the folders need exist there alone.
@@ -50,7 +50,7 @@ def resume(
         Where training stands, and what the user should know.
     """
     if not folders:
-        return Position(), []
+        return TrainState(), []
     content: list[Any] = [None, None, None]
     tensors: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
@@ -69,7 +69,7 @@ def resume(
     engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
     if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
-    position = Position(progress["step"], progress["epoch"], progress["consumed"])
+    position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
     # What no other rank has saved begins anew, and not as the run did: with other drop-out.
     torch.manual_seed(seed_of(config["seed"], dist.get_rank(), position.step))
     notes += engine.load_own_state(own)

@@ -10,7 +10,7 @@ from motley.errors import HostTrouble
 T = TypeVar("T")
 
 
-def on_all(
+def run_on_all(
     hosts: Iterable[str], work: Callable[[str], T], limit: float
 ) -> dict[str, T | HostTrouble]:
     """Call ``work(host)`` for all hosts at once.
@@ -52,7 +52,7 @@ def on_all(
 
 
 def split(results: Mapping[str, T | HostTrouble]) -> tuple[dict[str, T], dict[str, HostTrouble]]:
-    """What :func:`on_all` returned, and the troubles, each by host."""
+    """What :func:`run_on_all` returned, and the troubles, each by host."""
     well = {host: each for host, each in results.items() if not isinstance(each, HostTrouble)}
     troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
     return well, troubles

@@ -34,7 +34,7 @@ def release_groups() -> None:
         _LEFT.popleft()
 
 
-def gather(values: Sequence[Tensor | float]) -> Tensor:
+def all_gather(values: Sequence[Tensor | float]) -> Tensor:
     """Every rank's numbers, fp64 [ranks, numbers]. All ranks must call it.
 
     Over NCCL the result is on the GPU, and nothing waits for it here.
@@ -63,14 +63,14 @@ def begin_copy(table: Tensor) -> tuple[Tensor, Callable[[], None]]:
     return copy, event.synchronize
 
 
-def everyone(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """Every rank's value, of any type, by rank. All ranks must call it."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def exchange(values: Sequence[Tensor | float]) -> list[list[float]]:
+def all_gather_floats(values: Sequence[Tensor | float]) -> list[list[float]]:
     """Every rank's numbers, by rank. All ranks must call it."""
-    rows: list[list[float]] = gather(values).tolist()
+    rows: list[list[float]] = all_gather(values).tolist()
     return rows

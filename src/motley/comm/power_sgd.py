@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.futures import Future
 
 from motley.comm.collectives import leave_group
-from motley.comm.reducer import Bucket, Sender, add_up, in_thread
+from motley.comm.reducer import Bucket, Reducer, add_up, in_thread
 from motley.plan.wire import WireMode
 
 _LANES = 2  # a third was no faster
@@ -149,7 +149,7 @@ class _Lane:
                 leave_group(group)
 
 
-class PowerSgdSender(Sender):
+class PowerSgdReducer(Reducer):
     """Sends two thin matrices in place of each gradient matrix; what they leave out, the error,
     is added to the next step's gradient.
 
@@ -168,12 +168,12 @@ class PowerSgdSender(Sender):
         ]
 
     def begin_at_once(self) -> None:
-        """See Sender."""
+        """See Reducer."""
         for lane in self._lanes:
             lane.power.iter = _EXACT_AT_FIRST
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """See Sender."""
+        """See Reducer."""
         lane = self._lanes[bucket.place % len(self._lanes)]
         if lane.thread is None:
             return self._sum(bucket, lane)
@@ -201,8 +201,8 @@ class PowerSgdSender(Sender):
 
         return future.then(put_back)
 
-    def settle(self, taken: bool, factor: float) -> None:
-        """See Sender."""
+    def after_step(self, taken: bool, factor: float) -> None:
+        """See Reducer."""
         for lane in self._lanes:
             if taken:
                 lane.power.iter += 1  # the hook would know of its last bucket, were it one lane
@@ -212,12 +212,12 @@ class PowerSgdSender(Sender):
             lane.keep()
 
     def close(self) -> None:
-        """See Sender."""
+        """See Reducer."""
         for lane in self._lanes:
             lane.close()
 
     def state(self) -> dict[str, Tensor]:
-        """See Sender."""
+        """See Reducer."""
         state = {"iter": torch.tensor(self._lanes[0].power.iter)}
         for power in (lane.power for lane in self._lanes):
             for place in power.p_memory_dict:
@@ -226,7 +226,7 @@ class PowerSgdSender(Sender):
         return state
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
-        """See Sender. No step is taken: the first ones, which are exact, are counted."""
+        """See Reducer. No step is taken: the first ones, which are exact, are counted."""
         for power in (lane.power for lane in self._lanes):
             power.iter = int(state.get("iter", 0))
             for memory in _memories(power).values():

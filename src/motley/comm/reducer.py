@@ -46,7 +46,7 @@ class Bucket:
         return self.final
 
 
-class Sender:
+class Reducer:
     """The exact one: fp32. What the others do besides is for what they keep between steps."""
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
@@ -57,11 +57,11 @@ class Sender:
     def begin_at_once(self) -> None:
         """Without steps that are exact at first, as torch's PowerSGD takes them."""
 
-    def settle(self, taken: bool, factor: float) -> None:
+    def after_step(self, taken: bool, factor: float) -> None:
         """Hear how the step went; all ranks hear the same.
 
         Args:
-            taken: else the parameters are as before, and so must be what the sender keeps.
+            taken: else the parameters are as before, and so must be what the reducer keeps.
             factor: of the coming step's loss scale to this one's.
         """
 
@@ -81,7 +81,7 @@ class Sender:
 
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
-    """Buckets of at most so many numbers (or one tensor), filled with noise: to time a sender."""
+    """Buckets of at most so many numbers (or one tensor), filled with noise: to time a reducer."""
     groups: list[list[Tensor]] = [[]]
     for parameter in parameters:
         if groups[-1] and sum(p.numel() for p in groups[-1]) + parameter.numel() > numbers:

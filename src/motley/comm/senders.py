@@ -1,6 +1,6 @@
 """How a rank adds its gradient to the others', one class for each ``--wire``.
 
-A sender is given buckets in the same order on every rank, and gives back their sums over all
+A reducer is given buckets in the same order on every rank, and gives back their sums over all
 ranks: exact, rounded to 16 bits on the way, past one slow link, or by PowerSGD.
 """
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from motley.comm.power_sgd import PowerSgdSender
-from motley.comm.reducer import Bucket, Sender, add_up
-from motley.comm.slow_rank import LeafSender
+from motley.comm.power_sgd import PowerSgdReducer
+from motley.comm.reducer import Bucket, Reducer, add_up
+from motley.comm.slow_rank import SlowRankReducer
 from motley.plan.wire import WireMode
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class RoundingSender(Sender):
+class RoundingReducer(Reducer):
     """Sends 16-bit numbers. The gradient is divided by N and scaled already, so that nothing
     is divided after it is rounded; a sum that overflows is seen in the norm."""
 
@@ -24,16 +24,16 @@ class RoundingSender(Sender):
         self._dtype = dtype
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """See Sender."""
+        """See Reducer."""
         return add_up(bucket.flat, self._dtype)
 
 
-def make_sender(mode: WireMode, device: torch.device) -> Sender:
-    """The sender of a mode."""
+def make_reducer(mode: WireMode, device: torch.device) -> Reducer:
+    """The reducer of a mode."""
     if mode.kind == "powersgd":
-        return PowerSgdSender(mode, device)
+        return PowerSgdReducer(mode, device)
     if mode.leaf is not None:
-        return LeafSender(mode.leaf, _DTYPES.get(mode.kind, torch.float32), device)
+        return SlowRankReducer(mode.leaf, _DTYPES.get(mode.kind, torch.float32), device)
     if mode.kind in _DTYPES:
-        return RoundingSender(_DTYPES[mode.kind])
-    return Sender()
+        return RoundingReducer(_DTYPES[mode.kind])
+    return Reducer()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from motley.comm.collectives import leave_group
-from motley.comm.reducer import Bucket, Sender, in_thread
+from motley.comm.reducer import Bucket, Reducer, in_thread
 
 # Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
 # not hidden by others; but each costs the other ranks an all-reduce.
@@ -21,7 +21,7 @@ _PIECE, _PIECES = 4 * 1024, 128
 _FLYING = 4
 
 
-class LeafSender(Sender):
+class SlowRankReducer(Reducer):
     """Spares one slow link: its rank, the leaf, sends its bucket once and receives the sum once.
 
     In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way; here the leaf's
@@ -45,7 +45,7 @@ class LeafSender(Sender):
         self._flying = Semaphore(_FLYING)
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
-        """See Sender."""
+        """See Reducer."""
         if self._stream is None:
             return in_thread(self._thread, self._begin(bucket.flat.to(self._dtype), bucket.flat))
         ready = torch.cuda.current_stream(self._device).record_event()
@@ -116,7 +116,7 @@ class LeafSender(Sender):
         return pieces[-1]
 
     def close(self) -> None:
-        """See Sender."""
+        """See Reducer."""
         self._thread.shutdown()
         self._sending.shutdown()
         for group in (self._up, self._down, self._inner):

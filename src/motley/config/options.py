@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from motley.launch.world import launched_rank, stop_usage
-from motley.text import nearest
+from motley.text import did_you_mean
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder", "synthetic")
 ATTENTION = ("auto", "fused", "efficient", "plain")
@@ -97,7 +97,7 @@ class OneVoice(argparse.ArgumentParser):
         """End with status 2; an unknown option is answered with the nearest known one."""
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
-            message = f"unknown option {word}{nearest(word, self._option_string_actions)}"
+            message = f"unknown option {word}{did_you_mean(word, self._option_string_actions)}"
         stop_usage(f"{message}; see {self.prog} -h")
 
 

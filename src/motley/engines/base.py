@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.comm.collectives import everyone
+from motley.comm.collectives import all_gather_object
 from motley.data.batch import Batch
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (
@@ -25,7 +25,7 @@ from motley.engines.step_timer import Clock
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
 from motley.plan.plan import Plan
-from motley.plan.wire import Sending
+from motley.plan.wire import EngineTraits
 from motley.tasks.losses import sample_losses, score
 from motley.tasks.model import Classifier
 
@@ -33,14 +33,14 @@ from motley.tasks.model import Classifier
 class EngineBase:
     """What is the same in both engines, whatever the wire between ranks.
 
-    An engine adds ``sending``, of its :class:`EngineMaker`; ``_accumulate``, which is
+    An engine adds ``traits``, of its :class:`EngineFactory`; ``_accumulate``, which is
     :meth:`Engine.accumulate` with memory enough; ``_abandon``, which puts what is not finite in
     its place when there was not; and ``_send``, which sends what the others wait for and the last
     backward pass has not sent.
     """
 
-    sending: Sending
-    whole = True
+    traits: EngineTraits
+    replicated = True
     _sharding: Sharding | None = None
 
     def __init__(self, model: Classifier, context: EngineContext) -> None:
@@ -51,8 +51,8 @@ class EngineBase:
         self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
         self._short = ""  # of memory, in this step: what was found
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.traits = try_optimizer(context.config, context.device, self._sharding)
-        self.optimizer = make_optimizer(model.net, context.config, self.traits.fused)
+        self.optimizer_traits = try_optimizer(context.config, context.device, self._sharding)
+        self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
         self.memory = OptimizerMemory(model.net, self.optimizer)
         if context.config.compile:
             model.net.compile()
@@ -84,12 +84,12 @@ class EngineBase:
             self._send()
         return losses
 
-    def unite(self) -> None:
+    def sync_parameters(self) -> None:
         """See :class:`Engine`. They always are."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
-        if not self.whole:
+        if not self.replicated:
             return self._evaluate_together(batch)
         whole = slice(0, len(batch.labels))
         found = in_halves(lambda part: score(self._model, batch[part]), whole)
@@ -122,15 +122,15 @@ class EngineBase:
         """Memory has ended in a pass that communicates: nobody can do the step again."""
         found = shortage(error, self._context.device)
         raise NoMemoryError(
-            f"{found}; in a pass in which {self.sending.words}, so the step cannot be done again; "
+            f"{found}; in a pass in which {self.traits.words}, so the step cannot be done again; "
             f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
         ) from error
 
     def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
-        """:attr:`StepResult.short`, if any of ``ranks`` (one flag a rank) is; all call it."""
+        """:attr:`StepResult.oom_ranks`, if any of ``ranks`` (one flag a rank) is; all call it."""
         if not any(ranks):
             return {}
-        found, self._short = everyone(self._short), ""
+        found, self._short = all_gather_object(self._short), ""
         return {rank: words for rank, words in enumerate(found) if words}
 
     def state(self) -> State:

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.comm.reducer import Bucket, Sender
-from motley.comm.senders import make_sender
+from motley.comm.reducer import Bucket, Reducer
+from motley.comm.senders import make_reducer
 from motley.data.batch import Batch
 from motley.engines.memory import out_of_memory, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
-from motley.plan.wire import SIXTEEN, Sending
+from motley.plan.wire import SIXTEEN, EngineTraits
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
@@ -29,7 +29,7 @@ class DdpEngine(SynchronousEngine):
     DDP's own average over ranks, which is wrong for unequal shares, is not used.
     """
 
-    sending = Sending(kinds=("exact", *SIXTEEN, "powersgd"))
+    traits = EngineTraits(kinds=("exact", *SIXTEEN, "powersgd"))
     loss_weight = 1
     equal_micro_steps = False
 
@@ -37,7 +37,7 @@ class DdpEngine(SynchronousEngine):
         super().__init__(model, context)
         self._overlap = context.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
-        self._sender = make_sender(context.plan.wire, context.device)
+        self._reducer = make_reducer(context.plan.wire, context.device)
         self._keeps = f"wire.{context.plan.wire}.{context.plan.buckets}."  # between steps
         self._wrap()
 
@@ -66,7 +66,7 @@ class DdpEngine(SynchronousEngine):
         if own.final:
             self.clock.lap("compute", ready=True)
         self._buckets[own.place] = own
-        future = self._sender.send(own)
+        future = self._reducer.send(own)
         self._sent += 1  # if memory had ended, it would be sent again
         return future
 
@@ -77,11 +77,11 @@ class DdpEngine(SynchronousEngine):
         with warnings.catch_warnings():
             # The first gradients are not views of the buckets yet, and DDP says so.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            sender, self._sender = self._sender, Sender()  # what is sent here is no gradient
+            reducer, self._reducer = self._reducer, Reducer()  # what is sent here is no gradient
             for _ in range(2):
                 self._buckets.clear()
                 self._ddp(self._model.blank_images(1)).sum().backward()
-        self._sender, self._sent = sender, 0
+        self._reducer, self._sent = reducer, 0
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
@@ -104,15 +104,15 @@ class DdpEngine(SynchronousEngine):
     def _send(self) -> None:
         # Gradients are views of these, and DDP's own hook would sum the very same.
         buckets = [self._buckets[index] for index in range(self._sent, len(self._buckets))]
-        for future in [self._sender.send(bucket) for bucket in buckets]:
+        for future in [self._reducer.send(bucket) for bucket in buckets]:
             future.wait()
         self._sent = 0
         self.clock.lap("sync")
 
-    def _settle(self, stepped: bool, broken_off: bool, factor: float) -> None:
+    def _after_step(self, stepped: bool, broken_off: bool, factor: float) -> None:
         if broken_off:
             self._wrap_anew()
-        self._sender.settle(stepped, factor)
+        self._reducer.after_step(stepped, factor)
 
     def _wrap_anew(self) -> None:
         del self._ddp
@@ -129,7 +129,7 @@ class DdpEngine(SynchronousEngine):
 
     def own_state(self) -> dict[str, Tensor]:
         """See Engine."""
-        kept = self._sender.state()
+        kept = self._reducer.state()
         if kept:  # in the unit of the loss scale
             kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
         return super().own_state() | {self._keeps + name: value for name, value in kept.items()}
@@ -143,9 +143,9 @@ class DdpEngine(SynchronousEngine):
         }  # fmt: skip
         if kept:
             factor = self.scale.value / float(kept.pop("scale"))
-            self._sender.load_state(kept, factor)
-        elif self._sender.state():
-            self._sender.load_state({})
+            self._reducer.load_state(kept, factor)
+        elif self._reducer.state():
+            self._reducer.load_state({})
             notes.append(
                 f"--wire {self._context.plan.wire} begins with an empty error memory: the "
                 "checkpoint is of other ranks, another --wire or other buckets"

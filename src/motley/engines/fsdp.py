@@ -20,7 +20,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
-from motley.plan.wire import SIXTEEN, Sending
+from motley.plan.wire import SIXTEEN, EngineTraits
 from motley.tasks.model import AUTOCAST, Classifier, blocks_of
 
 
@@ -32,13 +32,14 @@ class FsdpEngine(SynchronousEngine):
     compute in it anyway.
     """
 
-    sending = Sending(
-        overlaps=False, kinds=("exact", *SIXTEEN), leaf=False, mixed=False, cuts=True, once=0.0,
-        each=1.5,        words="FSDP gathers parameters and scatters gradients in each micro-batch",
-        others={"--strategy ddp, if memory allows,": Sending()},
+    traits = EngineTraits(
+        overlaps=False, kinds=("exact", *SIXTEEN), leaf=False, mixed=False, shards_optimizer=True,
+        allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
+        words="FSDP gathers parameters and scatters gradients in each micro-batch",
+        others={"--strategy ddp, if memory allows,": EngineTraits()},
     )  # fmt: skip
     equal_micro_steps = True
-    whole = False
+    replicated = False
 
     def __init__(self, model: Classifier, context: EngineContext) -> None:
         check_offload(context)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.comm.collectives import exchange
+from motley.comm.collectives import all_gather_floats
 from motley.data.batch import Batch
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
@@ -26,7 +26,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.protocol import EngineContext, StepResult
 from motley.errors import MotleyError, NotFiniteError
 from motley.plan.plan import Plan
-from motley.plan.wire import Sending
+from motley.plan.wire import EngineTraits
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
@@ -36,13 +36,13 @@ _TOLD = 4  # numbers that each rank tells at a meeting
 class LocalEngine(EngineBase):
     """Implements Engine."""
 
-    sending = Sending(kinds=("local",), leaf=False)
+    traits = EngineTraits(kinds=("local",), leaf=False)
     loss_weight = 1
     equal_micro_steps = False
 
     def __init__(self, model: Classifier, context: EngineContext) -> None:
         super().__init__(model, context)
-        if self.traits.nests:
+        if self.optimizer_traits.nests:
             raise MotleyError(
                 f"--opt {context.config.opt} keeps what cannot be averaged over ranks, as --wire "
                 f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
@@ -121,7 +121,7 @@ class LocalEngine(EngineBase):
         mean = float(losses.sum() / used.sum()) if used.any() else None
         return StepResult(
             None if mean is None else mean * self._n_global, norm, overflow, scale,
-            ready_s=tuple(ready.tolist()), short=self._tell_short(short.tolist()), again=False,
+            ready_s=tuple(ready.tolist()), oom_ranks=self._tell_short(short.tolist()), retry=False,
         )  # fmt: skip
 
     # -- meetings
@@ -163,7 +163,7 @@ class LocalEngine(EngineBase):
                                torch.maximum(self._news[:, 2:], table[:, 2:])], dim=1)  # fmt: skip
         self._news = table
 
-    def unite(self) -> None:
+    def sync_parameters(self) -> None:
         """See Engine: a meeting that waits for its sum. The optimizer's memory is
         averaged too, for whoever goes on from a checkpoint."""
         if self._steps == 0 and self._sum is None:
@@ -173,7 +173,7 @@ class LocalEngine(EngineBase):
         self._begin()
         self._average_memory()
         scale = self.scale
-        values, steps = zip(*exchange([scale.value, scale.good_steps]), strict=True)
+        values, steps = zip(*all_gather_floats([scale.value, scale.good_steps]), strict=True)
         scale.value, scale.good_steps = min(values), int(min(steps))
 
     def _average_memory(self) -> None:
@@ -195,7 +195,7 @@ class LocalEngine(EngineBase):
             _copy_into(some, flat)
         numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps
         if numbers:
-            table = exchange([float(each[key]) for each, key in numbers])
+            table = all_gather_floats([float(each[key]) for each, key in numbers])
             for (each, key), column in zip(numbers, zip(*table, strict=True), strict=True):
                 each[key] = type(each[key])(max(column))
 

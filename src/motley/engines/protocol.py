@@ -18,7 +18,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.step_timer import Clock
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
-from motley.plan.wire import Sending
+from motley.plan.wire import EngineTraits
 from motley.tasks.model import Classifier
 
 
@@ -33,10 +33,10 @@ class StepResult:
         overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
         loss_scale: that this step's losses were multiplied by.
         ready_s: what each rank gave to :meth:`Engine.step`; empty if nobody told.
-        short: ranks that had not enough memory, and what was found there. If there is one,
+        oom_ranks: ranks that had not enough memory, and what was found there. If there is one,
             nobody stepped, the parameters and the scale are as before, and the same samples
             are due again.
-        again: they are; not with local steps, where these ranks alone took none, for a while.
+        retry: they are; not with local steps, where these ranks alone took none, for a while.
     """
 
     loss_sum: float | None
@@ -44,8 +44,8 @@ class StepResult:
     overflow: bool
     loss_scale: float
     ready_s: tuple[float, ...]
-    short: Mapping[int, str] = field(default_factory=dict)
-    again: bool = True
+    oom_ranks: Mapping[int, str] = field(default_factory=dict)
+    retry: bool = True
 
 
 class Engine(Protocol):
@@ -55,8 +55,8 @@ class Engine(Protocol):
         loss_weight: on each loss, besides the scale and 1/N: what undoes its own average.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
             and compute cannot be told from communication.
-        whole: each rank holds all parameters; else a part of them, and a pass through the model
-            is one of all ranks.
+        replicated: each rank holds all parameters; else a part of them, and a pass through the
+            model is one of all ranks.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
         device: where the parameters are.
@@ -64,7 +64,7 @@ class Engine(Protocol):
 
     loss_weight: int
     equal_micro_steps: bool
-    whole: bool
+    replicated: bool
     clock: Clock
     optimizer: torch.optim.Optimizer
     device: torch.device
@@ -87,7 +87,7 @@ class Engine(Protocol):
             ready_s: a time that travels along to all ranks; see motley.train.recorder.
         """
 
-    def unite(self) -> None:
+    def sync_parameters(self) -> None:
         """Make the parameters the same on all ranks, where they are not after every step; all
         ranks call it, before an evaluation and before :meth:`state`."""
 
@@ -149,10 +149,10 @@ class EngineContext:
     plan: Plan
 
 
-class EngineMaker(Protocol):
+class EngineFactory(Protocol):
     """An engine's class: it makes one, and says beforehand what it can."""
 
-    sending: Sending
+    traits: EngineTraits
 
     def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """Set an engine on a model."""

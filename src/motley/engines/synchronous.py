@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from motley.comm.collectives import begin_copy, gather
+from motley.comm.collectives import all_gather, begin_copy
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.protocol import EngineContext, StepResult
@@ -34,7 +34,7 @@ class SynchronousEngine(EngineBase):
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
 
-    def _settle(self, stepped: bool, broken_off: bool, factor: float) -> None:
+    def _after_step(self, stepped: bool, broken_off: bool, factor: float) -> None:
         """After a step.
 
         Args:
@@ -50,7 +50,7 @@ class SynchronousEngine(EngineBase):
         norm = gradient_norm(self._parameters)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
-        table = gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
+        table = all_gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
         norms = table[:, 1]
         unscale_and_clip(self._parameters, self._norm(norms), scale, self._context.config.clip_grad)
         copy, copied = begin_copy(table)
@@ -72,7 +72,7 @@ class SynchronousEngine(EngineBase):
             self._zero_gradients()
         if not short:
             self.scale.update(overflow)
-        self._settle(
+        self._after_step(
             not overflow and not short,
             bool(short) and any(row[4] for row in rows), self.scale.value / scale,
         )  # fmt: skip
@@ -83,5 +83,5 @@ class SynchronousEngine(EngineBase):
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[2] for row in rows),
-            short=short,
+            oom_ranks=short,
         )

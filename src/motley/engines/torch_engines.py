@@ -8,7 +8,7 @@ from motley.engines.fsdp import FsdpEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext
 from motley.errors import MotleyError
-from motley.plan.wire import Sending
+from motley.plan.wire import EngineTraits
 from motley.tasks.model import Classifier
 
 
@@ -32,12 +32,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class TorchEngines:
-    """Implements EngineMaker: FSDP where ``--strategy`` says so; local steps where
+    """Implements EngineFactory: FSDP where ``--strategy`` says so; local steps where
     ``--wire`` does; else DDP."""
 
     def __init__(self, config: Config) -> None:
         self._shards = config.strategy == "fsdp"
-        self.sending = FsdpEngine.sending if self._shards else Sending()
+        self.traits = FsdpEngine.traits if self._shards else EngineTraits()
         if config.offload != "none" and not self._shards:
             raise MotleyError(
                 f"--offload {config.offload}: DDP keeps all on its device; add --strategy fsdp, or "

@@ -16,7 +16,7 @@ from motley.engines.base import check_offload
 from motley.engines.protocol import EngineContext
 from motley.errors import MotleyError
 from motley.plan.wire import SIXTEEN
-from motley.text import nearest
+from motley.text import did_you_mean
 
 STAGES = (0, 1, 2, 3)
 
@@ -190,5 +190,5 @@ def _check_keys(path: Path, found: Iterable[str], known: Iterable[str], where: s
         if key not in known:
             raise MotleyError(
                 f"{path}: the key {where}{key} is unknown, or not supported here"
-                f"{nearest(key, known)}"
+                f"{did_you_mean(key, known)}"
             )

@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from motley.comm.collectives import exchange, gather
+from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
@@ -23,7 +23,7 @@ from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
-from motley.engines.zero import SENDING
+from motley.engines.zero import TRAITS
 from motley.engines.zero_config import config_path, read_config
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
@@ -49,7 +49,7 @@ class ZeroEngine(EngineBase):
         parameters = sum(parameter.numel() for parameter in model.parameters())
         config = read_config(config_path(context.config), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
-        self.sending = SENDING[self._stage]
+        self.traits = TRAITS[self._stage]
         installed = importlib.metadata.version("deepspeed")
         if self._stage == 2 and Version(installed) < _COUNTS_ALL:
             raise MotleyError(
@@ -57,7 +57,7 @@ class ZeroEngine(EngineBase):
                 "micro-batches; install 0.18.4 or later, as bash setup/make_env.sh does, or take "
                 "--stage 1"
             )
-        self.equal_micro_steps, self.whole = self._stage >= 2, self._stage < 3
+        self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
         if self._stage >= 2 and len(set(context.precisions)) > 1:
             raise MotleyError(
                 f"ZeRO stage {self._stage} reduces gradients in the order in which they come, and "
@@ -83,7 +83,7 @@ class ZeroEngine(EngineBase):
     def _check_optimizer(self) -> None:
         """MotleyError if ``--opt`` is another one where it is cut, keeps what cannot be saved, or
         counts wrong."""
-        traits, stage = self.traits, self._stage
+        traits, stage = self.optimizer_traits, self._stage
         others = ["torch_dist/train_vit.py", "an optimizer such as adamw"]
         if stage and traits.wraps:
             why = "wraps another one, which DeepSpeed steps past"
@@ -137,7 +137,7 @@ class ZeroEngine(EngineBase):
         try:
             logits: Tensor = self._engine(images)
         except (RuntimeError, MemoryError) as error:
-            if not self.whole and out_of_memory(error):
+            if not self.replicated and out_of_memory(error):
                 self._no_second_try(error, "--stage 1")
             raise
         return logits
@@ -168,7 +168,7 @@ class ZeroEngine(EngineBase):
             self._engine.step()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
-            rows = exchange(told)
+            rows = all_gather_floats(told)
         short = self._tell_short([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)
@@ -179,7 +179,7 @@ class ZeroEngine(EngineBase):
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[1] for row in rows),
-            short=short,
+            oom_ranks=short,
         )
 
     def _step_whole(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool]:
@@ -188,7 +188,7 @@ class ZeroEngine(EngineBase):
         Returns:
             What each rank told, and the norm that it found; and whether any is not finite.
         """
-        heard = gather([*told, gradient_norm(self._parameters)]).cpu()
+        heard = all_gather([*told, gradient_norm(self._parameters)]).cpu()
         overflow = not bool(heard[:, 3].isfinite().all())
         if overflow:  # not even with no gradients: some optimizers count their steps
             self._engine.zero_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from motley.comm.reducer import Bucket, buckets_of
-from motley.comm.senders import make_sender
+from motley.comm.senders import make_reducer
 from motley.measure.device import wait_for
 from motley.plan.wire import EXACT, Wire, WireMode
 
@@ -76,17 +76,17 @@ def _send_s(
         warm: once before it is timed, to make the connections.
     """
     device = buckets[0].flat.device
-    sender = make_sender(mode, device)
-    sender.begin_at_once()
+    reducer = make_reducer(mode, device)
+    reducer.begin_at_once()
 
     def send() -> None:
-        for future in [sender.send(bucket) for bucket in buckets]:
+        for future in [reducer.send(bucket) for bucket in buckets]:
             future.wait()
 
     if warm:
         send()
     seconds = _together_s(send, device, whose)
-    sender.close()
+    reducer.close()
     return seconds
 
 

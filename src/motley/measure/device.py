@@ -13,7 +13,7 @@ from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.named_state import load_random_state, random_state
 from motley.engines.step_timer import Clock
 from motley.errors import NoMemoryError
-from motley.plan.split import Speed
+from motley.plan.split import SpeedTable
 from motley.tasks.model import AUTOCAST, Classifier, set_matmul_precision
 
 
@@ -82,7 +82,7 @@ def measure_speed(
     make: Callable[[], torch.optim.Optimizer],
     most: int,
     budget_s: float = BUDGET_S,
-) -> Speed:
+) -> SpeedTable:
     """Time forward and backward pass of micro-batches of 1, 2, 4, ..., and one optimizer step.
 
     Ends at ``most`` samples, where memory ends, or when the next size would not fit into the
@@ -123,7 +123,7 @@ def _as_it_was(model: Classifier) -> Iterator[None]:
 
 def _measure_speed(
     model: Classifier, make: Callable[[], torch.optim.Optimizer], most: int, budget_s: float
-) -> Speed:
+) -> SpeedTable:
     """See :func:`measure_speed`; its optimizer's memory goes with it."""
     device = next(model.parameters()).device
     optimizer = make()
@@ -154,7 +154,7 @@ def _measure_speed(
             f"{device} has no room for one sample of this model; choose a smaller --model or "
             "--img-size, or see who holds its memory with: bash setup/test_cn_connection.sh"
         )
-    return Speed(tuple(sizes), tuple(seconds), step_s, tuple(memory))
+    return SpeedTable(tuple(sizes), tuple(seconds), step_s, tuple(memory))
 
 
 def _doubling(most: int) -> Iterator[int]:
@@ -243,7 +243,7 @@ def _fits(
     return peak + (size - last) * (peak - less) / (last - before) < _MEMORY_MARGIN * room
 
 
-def has_room(model: Classifier, speed: Speed, size: int) -> bool:
+def has_room(model: Classifier, speed: SpeedTable, size: int) -> bool:
     """Whether a micro-batch of ``size`` should fit into memory, and is worth timing.
 
     Nobody says what a CPU's takes; there, not beyond twice what was tried.

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
-from motley.plan.split import Speed
-from motley.plan.wire import Sending, Wire, WireMode
+from motley.plan.split import SpeedTable
+from motley.plan.wire import EngineTraits, Wire, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -40,7 +40,7 @@ def better_modes(
 
 
 def better_engine(
-    sending: Sending, predicted: Forecast, engines: Mapping[str, Forecast]
+    traits: EngineTraits, predicted: Forecast, engines: Mapping[str, Forecast]
 ) -> tuple[str, ...]:
     """An engine that sends otherwise and would be faster, a sentence.
 
@@ -52,7 +52,7 @@ def better_engine(
         return ()
     step_s = engines[best].step_s
     return (
-        f"{sending.words}: {predicted.exposed_s:.3g} s of a step that nothing hides; with {best} "
+        f"{traits.words}: {predicted.exposed_s:.3g} s of a step that nothing hides; with {best} "
         f"a step should take {step_s:.3g} s, {predicted.step_s / step_s:.2f} times as fast",
     )
 
@@ -61,7 +61,7 @@ def larger_batch(
     global_batch: int,
     names: Sequence[str],
     machines: Sequence[int],
-    speeds: Sequence[Speed],
+    speeds: Sequence[SpeedTable],
     wire: Wire,
     links: Links | None = None,
 ) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from motley.plan.links import Links
-from motley.plan.split import Speed, limit_s, split
+from motley.plan.split import SpeedTable, limit_s, split
 from motley.plan.wire import Wire
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
@@ -79,7 +79,7 @@ class Forecast:
 
 
 def forecast(
-    counts: Sequence[int], speeds: Sequence[Speed], wire: Wire, buckets: int | None = None
+    counts: Sequence[int], speeds: Sequence[SpeedTable], wire: Wire, buckets: int | None = None
 ) -> Forecast:
     """Predict a plan.
 
@@ -112,8 +112,8 @@ def forecast(
 
 
 def arrange(
-    global_batch: int, speeds: Sequence[Speed], wire: Wire
-) -> tuple[tuple[Speed, ...], tuple[int, ...], Forecast]:
+    global_batch: int, speeds: Sequence[SpeedTable], wire: Wire
+) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
     """Split the batch, in micro-batches that make a step short: the fastest, or where the wire is
     to hide behind a backward pass, whole shares.
 
@@ -150,7 +150,7 @@ class Choice:
 def choose_machines(
     global_batch: int,
     machines: Sequence[int],
-    speeds: Sequence[Speed],
+    speeds: Sequence[SpeedTable],
     wire: Wire,
     links: Links | None = None,
     needed: int | None = None,
@@ -208,7 +208,7 @@ def what_if(
     global_batch: int,
     names: Sequence[str],
     machines: Sequence[int],
-    speeds: Sequence[Speed],
+    speeds: Sequence[SpeedTable],
     wire: Wire,
     links: Links | None = None,
 ) -> dict[str, Forecast]:

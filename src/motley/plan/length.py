@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainState:
     """How far training has come.
 
     Attributes:
@@ -42,27 +42,27 @@ class Length:
         """Of this batch."""
         return math.ceil(self.epoch_samples / self.batch)
 
-    def at(self, position: Position) -> Position:
+    def at(self, position: TrainState) -> TrainState:
         """The same, in the next epoch where this one's samples are used up."""
         if position.consumed < self.epoch_samples:
             return position
-        return Position(position.step, position.epoch + 1, 0)
+        return TrainState(position.step, position.epoch + 1, 0)
 
-    def after(self, position: Position, samples: int) -> Position:
+    def after(self, position: TrainState, samples: int) -> TrainState:
         """The position after a step of so many samples."""
         consumed = position.consumed + samples
         return self.at(dataclasses.replace(position, step=position.step + 1, consumed=consumed))
 
-    def ended(self, position: Position) -> bool:
+    def ended(self, position: TrainState) -> bool:
         """Nothing is left to be done."""
         cut = self.max_steps is not None and position.step >= self.max_steps
         return cut or position.epoch >= self.epochs
 
-    def evaluates(self, position: Position) -> bool:
+    def evaluates(self, position: TrainState) -> bool:
         """An evaluation is due there: at the end of an epoch, and of the run."""
         return position.step > 0 and (position.consumed == 0 or self.ended(position))
 
-    def saves(self, position: Position) -> bool:
+    def saves(self, position: TrainState) -> bool:
         """A checkpoint is due there; at the end always, if there are any."""
         if self.save_every is None:
             return self.evaluates(position)
@@ -70,12 +70,12 @@ class Length:
             self.ended(position) or position.step % self.save_every == 0
         )
 
-    def updates(self, position: Position) -> float:
+    def updates(self, position: TrainState) -> float:
         """Where the schedule stands, in steps of this batch since the start; whole numbers, the
         steps themselves, unless the batch changed in the middle of the current epoch."""
         return position.epoch * self.steps_an_epoch + position.consumed / self.batch
 
-    def last_step(self, position: Position) -> int:
+    def last_step(self, position: TrainState) -> int:
         """The step at which the run ends, from where it stands."""
         if self.ended(position):
             return position.step
@@ -83,7 +83,7 @@ class Length:
         last = position.step + self._epoch_left(position) + later * self.steps_an_epoch
         return min(last, self.max_steps or last)
 
-    def saves_left(self, position: Position) -> int:
+    def saves_left(self, position: TrainState) -> int:
         """Checkpoints that are still going to be made."""
         last, every = self.last_step(position), self.save_every
         if every == 0 or last == position.step:
@@ -93,6 +93,6 @@ class Length:
         after_epoch = last - position.step - self._epoch_left(position)
         return 1 if after_epoch < 0 else 1 + math.ceil(after_epoch / self.steps_an_epoch)
 
-    def _epoch_left(self, position: Position) -> int:
+    def _epoch_left(self, position: TrainState) -> int:
         """Steps until the current epoch ends."""
         return math.ceil((self.epoch_samples - position.consumed) / self.batch)

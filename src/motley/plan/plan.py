@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from motley.errors import MotleyError
 from motley.plan.wire import EXACT, WireMode
-from motley.text import nearest
+from motley.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def parse_hosts(text: str, known: Sequence[str]) -> tuple[str, ...] | None:
         if name not in known:
             raise MotleyError(
                 f"--hosts {text}: there is no {name!r} among the started hosts, "
-                f"{', '.join(dict.fromkeys(known))}{nearest(name, known)}; or give auto, or all"
+                f"{', '.join(dict.fromkeys(known))}{did_you_mean(name, known)}; or give auto, "
+                "or all"
             )
     return names
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.text import nearest
+from motley.text import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -26,7 +26,7 @@ def parse_precision(text: str, ranks: int) -> tuple[str, ...]:
     for name in names:
         if name not in (*PRECISIONS, "auto"):
             raise MotleyError(
-                f"--precision {name} is unknown{nearest(name, (*PRECISIONS, 'auto'))}; "
+                f"--precision {name} is unknown{did_you_mean(name, (*PRECISIONS, 'auto'))}; "
                 f"choose auto, {', '.join(PRECISIONS)}, or one of these for each rank"
             )
     if len(names) == 1:

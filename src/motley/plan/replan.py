@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from motley.plan.split import Speed, split
+from motley.plan.split import SpeedTable, split
 
 WINDOW = 8  # steps; their median forgives single slow ones
 SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later
@@ -33,7 +33,7 @@ class Proposal:
     gain: float
 
 
-class Watch:
+class ReplanMonitor:
     """The last steps of all ranks.
 
     Args:
@@ -42,7 +42,7 @@ class Watch:
             them apart; one a rank.
     """
 
-    def __init__(self, speeds: Sequence[Speed], kinds: Sequence[Hashable]) -> None:
+    def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
         self._speeds, self._kinds = tuple(speeds), tuple(kinds)
         self._slowdown = [1.0] * len(speeds)
         self.forget()

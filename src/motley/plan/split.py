@@ -25,7 +25,7 @@ _BISECTIONS = 45
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedTable:
     """How long one rank computes, as measured.
 
     Attributes:
@@ -112,11 +112,11 @@ class Speed:
         (low, high), (start, end) = self.sizes[place : place + 2], self._rising[place : place + 2]
         return low + (high - low) * (seconds - start) / (end - start)
 
-    def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "Speed":
+    def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
         """The same with one more size, that was not in it."""
         place = bisect_right(self.sizes, size)
         memory = self.memory_mib or (None,) * len(self.sizes)
-        return Speed(
+        return SpeedTable(
             (*self.sizes[:place], size, *self.sizes[place:]),
             (*self.seconds[:place], seconds, *self.seconds[place:]),
             self.step_s,
@@ -124,19 +124,19 @@ class Speed:
             self.preferred,
         )
 
-    def in_one(self, samples: int) -> "Speed":
+    def in_one(self, samples: int) -> "SpeedTable":
         """The same that takes so many samples in one micro-batch, or in as few as were timed."""
         if samples <= 0:
             return self
         enough = next((size for size in self.sizes if size >= samples), self.sizes[-1])
         return replace(self, preferred=enough)
 
-    def at_most(self, micro_batch: int) -> "Speed":
+    def at_most(self, micro_batch: int) -> "SpeedTable":
         """The same with no micro-batch above this size."""
         kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
         return (
-            Speed(
+            SpeedTable(
                 (*(self.sizes[index] for index in kept), micro_batch),
                 (*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
                 self.step_s,
@@ -153,7 +153,7 @@ class Speed:
                 "memory_mib": self.memory_mib, "preferred": self.preferred}  # fmt: skip
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Speed":
+    def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
         """Raises ValueError, KeyError or TypeError for anything that is no such table."""
         sizes = tuple(int(size) for size in content["sizes"])
         seconds = tuple(float(value) for value in content["seconds"])
@@ -170,7 +170,7 @@ class Speed:
         return cls(sizes, seconds, step_s, memory, preferred)
 
 
-def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
+def split(global_batch: int, speeds: Sequence[SpeedTable]) -> tuple[int, ...]:
     """Samples of each rank so that the slowest takes the shortest time; they sum to the batch.
 
     Holds for thousands of ranks: one bisection over the time, and one sample after another
@@ -192,7 +192,7 @@ def split(global_batch: int, speeds: Sequence[Speed]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def limit_s(global_batch: int, speeds: Sequence[Speed]) -> float:
+def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
     """Seconds of a step if nobody waited, nothing was sent, samples could be cut, and every
     rank had each of its samples at its best rate: the smallest T with
     sum of rate_i * (T - step_s_i) = N, over the ranks whose step fits into T."""
@@ -203,7 +203,7 @@ def limit_s(global_batch: int, speeds: Sequence[Speed]) -> float:
     return shortest
 
 
-def _time_for(global_batch: int, speeds: Sequence[Speed]) -> float:
+def _time_for(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
     """The smallest time, to 1e-12 of itself, in which the ranks do the batch together."""
     low, high = 0.0, 1.000001 * max(speed.seconds_of(global_batch) for speed in _some(speeds))
     for _ in range(_BISECTIONS):
@@ -213,12 +213,12 @@ def _time_for(global_batch: int, speeds: Sequence[Speed]) -> float:
     return high
 
 
-def _whole_in(seconds: float, speed: Speed) -> int:
+def _whole_in(seconds: float, speed: SpeedTable) -> int:
     """Whole samples; what is one but for rounding counts as one."""
     return int(speed.samples_in(seconds) + 1e-8)
 
 
-def _some(speeds: Sequence[Speed]) -> Sequence[Speed]:
+def _some(speeds: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
     if not speeds:
         raise MotleyError("no rank is left to train; see why each was left out")
     return speeds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from motley.errors import MotleyError
 from motley.plan.links import Links
-from motley.text import nearest
+from motley.text import did_you_mean
 
 SIXTEEN = ("bf16", "fp16")
 _NUMBERS = {
@@ -90,17 +90,18 @@ class WireMode:
 
 
 @dataclass(frozen=True)
-class Sending:
+class EngineTraits:
     """What an engine can do with gradients.
 
     Attributes:
         overlaps: send them while the backward pass still runs.
         kinds: of WireMode. leaf: spare one slow link.
-        once, each: all-reduces of the gradient that a step takes, and each of its micro-batches.
-        gathers, gathers_each: all-reduces as long as it takes to gather parameters, in fp32,
-            after a step, and in each of its micro-batches.
+        allreduces_per_step, allreduces_per_micro_step: of the gradient, once in a step and once in
+            each of its micro-batches.
+        gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
+            and in each of its micro-batches, in fp32 all-reduces of the gradient.
         mixed: whether GPUs and CPUs can do it together.
-        cuts: each rank keeps, and steps, a part of the optimizer alone.
+        shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
         words: how it sends, for the user.
         others: engines that send otherwise, by what a user writes to have them.
     """
@@ -108,14 +109,14 @@ class Sending:
     overlaps: bool = True
     kinds: tuple[str, ...] = _KINDS
     leaf: bool = True
-    once: float = 1.0
-    each: float = 0.0
-    gathers: float = 0.0
-    gathers_each: float = 0.0
+    allreduces_per_step: float = 1.0
+    allreduces_per_micro_step: float = 0.0
+    gathers_per_step: float = 0.0
+    gathers_per_micro_step: float = 0.0
     mixed: bool = True
-    cuts: bool = False
+    shards_optimizer: bool = False
     words: str = "gradients are sent while the backward pass still runs"
-    others: Mapping[str, "Sending"] = field(default_factory=dict)
+    others: Mapping[str, "EngineTraits"] = field(default_factory=dict)
 
     def can(self, mode: WireMode) -> bool:
         """Whether the engine can do this mode."""
@@ -125,18 +126,27 @@ class Sending:
         """What was measured of a mode, as the engine uses it."""
         wide = 2 if mode.kind in SIXTEEN else 1
         return dataclasses.replace(
-            wire, overlaps=wire.overlaps and self.overlaps, once=self.once + wide * self.gathers,
-            each=self.each + wide * self.gathers_each,
-        )  # fmt: skip
+            wire,
+            overlaps=wire.overlaps and self.overlaps,
+            allreduces_per_step=self.allreduces_per_step + wide * self.gathers_per_step,
+            allreduces_per_micro_step=(
+                self.allreduces_per_micro_step + wide * self.gathers_per_micro_step
+            ),
+        )
 
     def parts(self, ranks: int) -> int:
         """That the optimizer is cut into, over so many ranks."""
-        return ranks if self.cuts else 1
+        return ranks if self.shards_optimizer else 1
 
     @property
     def numbers(self) -> list[float]:
         """What a forecast depends on, for the records."""
-        return [self.once, self.each, self.gathers, self.gathers_each]
+        return [
+            self.allreduces_per_step,
+            self.allreduces_per_micro_step,
+            self.gathers_per_step,
+            self.gathers_per_micro_step,
+        ]
 
 
 EXACT, BF16 = WireMode(), WireMode("bf16")
@@ -159,8 +169,8 @@ def parse_wire(text: str) -> WireMode | None:
     if kind not in _KINDS:
         choices = ("auto", *_KINDS)
         raise MotleyError(
-            f"--wire {text} is unknown{nearest(kind, choices)}; choose auto, exact, bf16, fp16, "
-            "powersgd:R, as in powersgd:8, or local:H, as in local:4"
+            f"--wire {text} is unknown{did_you_mean(kind, choices)}; choose auto, exact, bf16, "
+            "fp16, powersgd:R, as in powersgd:8, or local:H, as in local:4"
         )
     if kind not in _NUMBERS:
         if colon:
@@ -214,7 +224,7 @@ class Wire:
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.
-        once, each: of Sending.
+        allreduces_per_step, allreduces_per_micro_step: of EngineTraits.
         tensors: of each gradient, in the order of a backward pass, its part of all numbers (in
             proportion to which it is computed, too) and of all bytes; empty: any cut is possible.
     """
@@ -225,18 +235,20 @@ class Wire:
     overlaps: bool = True
     size: float = 0.0
     every: int = 1
-    once: float = 1.0
-    each: float = 0.0
+    allreduces_per_step: float = 1.0
+    allreduces_per_micro_step: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
 
     @property
     def likes_long_batches(self) -> bool:
         """Micro-batches of a whole share may shorten what a step waits for the wire."""
-        return self.overlaps or self.each > 0
+        return self.overlaps or self.allreduces_per_micro_step > 0
 
     def seconds(self, buckets: int = 1, micro_steps: int = 1) -> float:
         """All that a step sends, in so many buckets one after the other."""
-        return (buckets * self.latency_s + self.transfer_s) * (self.once + self.each * micro_steps)
+        return (buckets * self.latency_s + self.transfer_s) * (
+            self.allreduces_per_step + self.allreduces_per_micro_step * micro_steps
+        )
 
     def exposed(
         self, buckets: int, backward_s: float, compute_s: float = 0.0, micro_steps: int = 1

@@ -12,10 +12,10 @@ from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
-from motley.plan.split import Speed
-from motley.plan.wire import EXACT, Sending, Wire, WireMode, may_take, parse_wire, rounded_too
+from motley.plan.split import SpeedTable
+from motley.plan.wire import EXACT, EngineTraits, Wire, WireMode, may_take, parse_wire, rounded_too
 from motley.planner.parts import Parts
-from motley.planner.process_group import ProcessGroup, narrowed, shrink_group
+from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
 from motley.planner.speed_cache import remember
 from motley.tasks.model import (
@@ -37,7 +37,7 @@ class Planned:
     """
 
     plan: Plan
-    speeds: tuple[Speed, ...] = ()
+    speeds: tuple[SpeedTable, ...] = ()
     forecast: Forecast | None = None
     wires: Mapping[WireMode, Wire] = field(default_factory=dict)
     others: Mapping[str, Forecast] = field(default_factory=dict)
@@ -51,21 +51,21 @@ def plan_batch(
     group: ProcessGroup,
     parts: Parts | None,
     config: Config,
-    sending: Sending | None = None,
+    traits: EngineTraits | None = None,
 ) -> tuple[ProcessGroup, Planned]:
     """Who does how much of every global batch. Every launched rank calls it.
 
     Args:
         run: may be a continued one; None if nothing is to be trained.
         parts: None on a rank that is left out.
-        sending: what the engine can; None: all.
+        traits: what the engine can; None: all.
 
     Returns:
         Those who train, all or without hosts that make a step longer; and their plan.
     """
-    sending = sending or Sending()
+    traits = traits or EngineTraits()
     asked = parse_wire(config.wire)
-    _check_engine(asked, group, sending)
+    _check_engine(asked, group, traits)
     if asked is not None:
         asked = rounded_too(asked, group.precisions)
     if config.shares is not None:
@@ -73,14 +73,14 @@ def plan_batch(
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
         mode = asked if asked is not None and group.size > 1 else EXACT
         planned = Planned(make_plan(config.batch_size, shares, sizes, wire=mode))
-    elif run is not None and (before := _plan_before(world, run, group, config, sending)):
+    elif run is not None and (before := _plan_before(world, run, group, config, traits)):
         group, planned = before
     else:
         make_plan(
             config.batch_size, (1.0,) * group.size, (1,) * group.size
         )  # refuses a small batch
         model = parts.model if parts else None
-        group, planned = _measure_and_plan(world, run, group, model, config, sending, asked)
+        group, planned = _measure_and_plan(world, run, group, model, config, traits, asked)
     note = ""
     if config.wire == "local:1":
         note = "--wire local:1: ranks that meet after every step take it together; this is exact"
@@ -91,16 +91,16 @@ def plan_batch(
     return group, planned
 
 
-def _check_engine(asked: WireMode | None, group: ProcessGroup, sending: Sending) -> None:
+def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTraits) -> None:
     """MotleyError if the engine cannot do these ranks, or it or they what ``--wire`` asks for."""
-    if group.is_mixed and not sending.mixed:
+    if group.is_mixed and not traits.mixed:
         raise MotleyError(
-            f"{sending.words}; GPUs and CPUs together cannot. Leave out one kind with --hosts, or "
+            f"{traits.words}; GPUs and CPUs together cannot. Leave out one kind with --hosts, or "
             "train with torch_dist/train_vit.py --strategy ddp"
         )
-    if asked is not None and not sending.can(asked):
+    if asked is not None and not traits.can(asked):
         raise MotleyError(
-            f"--wire {asked}: {sending.words}, as they are or rounded, in a ring; choose exact, "
+            f"--wire {asked}: {traits.words}, as they are or rounded, in a ring; choose exact, "
             "bf16 or fp16, or train with torch_dist/train_vit.py --strategy ddp"
         )
     if asked is not None and asked.kind == "powersgd" and group.is_mixed:
@@ -121,11 +121,11 @@ def _measure_and_plan(
     group: ProcessGroup,
     model: Classifier | None,
     config: Config,
-    sending: Sending,
+    traits: EngineTraits,
     asked: WireMode | None,
 ) -> tuple[ProcessGroup, Planned]:
     """See :func:`plan_batch`; where nobody has said who takes how much."""
-    measured = measure_team(world, group, model, config, sending, asked)
+    measured = measure_team(world, group, model, config, traits, asked)
     most = None  # samples in a micro-batch of this rank
     if config.micro_batch is not None:
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * group.size)
@@ -141,16 +141,16 @@ def _measure_and_plan(
         group = shrink_group(world, group, *_stay(world, group, measured, choice))
         model = model if group.rank is not None else None
         mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
-        wires = wires_of(world, group, model, [EXACT, mode], sending)
+        wires = wires_of(world, group, model, [EXACT, mode], traits)
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
         measured = Measured(speeds, wires, measured.links)
     measured = refine(world, group, model, config.batch_size, measured, mode, most)
     if config.micro_batch is None and own is not None:
         remember(
-            everyone, config, sending, own if group.rank is None else measured.speeds[group.rank]
+            everyone, config, traits, own if group.rank is None else measured.speeds[group.rank]
         )
     planned = balance(config.batch_size, measured, mode)
-    engines = _other_engines(world, group, config.batch_size, measured, mode, sending)
+    engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
     others = {f"--wire {other}": found.chosen for other, found in options.items() if other != mode}
     forecast = planned.forecast
     assert forecast is not None
@@ -161,7 +161,7 @@ def _measure_and_plan(
     names = [worker.host for worker in everyone.workers]
     machines = everyone.machines(world)
     ring = everything.wires.get(mode, everything.wires[EXACT])
-    advice = better_engine(sending, forecast, engines)
+    advice = better_engine(traits, forecast, engines)
     advice += better_modes(options, mode, names)
     if mode.leaf is None:
         advice += larger_batch(
@@ -176,14 +176,14 @@ def _other_engines(
     global_batch: int,
     measured: Measured,
     mode: WireMode,
-    sending: Sending,
+    traits: EngineTraits,
 ) -> dict[str, Forecast]:
     """The same through engines that send otherwise, by what a user writes to have them."""
     wire = measured.wires[mode]
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     return {
         name: arrange(global_batch, measured.speeds, other.through(wire, mode))[2]
-        for name, other in sending.others.items()
+        for name, other in traits.others.items()
         if other.can(mode)
     }
 
@@ -252,7 +252,7 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
 
 
 def _plan_before(
-    world: World, run: Run, group: ProcessGroup, config: Config, sending: Sending
+    world: World, run: Run, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> tuple[ProcessGroup, Planned] | None:
     """The plan that the run which is continued began with, if the same ranks go on through an
     engine alike: so, to the bit, do they, unless that run had to change it."""
@@ -265,7 +265,7 @@ def _plan_before(
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])
     kept = {rank["rank"] for rank in ranks}
-    workers = narrowed(group.workers, kept)
+    workers = kept_workers(group.workers, kept)
     started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
     if not ranks or not started or ranks != [asdict(worker) for worker in workers]:
         return None
@@ -273,11 +273,11 @@ def _plan_before(
         return None
     plan = content["plan"]
     wire = parse_wire(plan.get("wire", "auto"))
-    if wire is None or plan.get("overlaps") != sending.overlaps:  # or of an older version
+    if wire is None or plan.get("overlaps") != traits.overlaps:  # or of an older version
         return None
-    if plan.get("sends") != sending.numbers:
+    if plan.get("sends") != traits.numbers:
         return None
-    speeds = [Speed.from_json(each) for each in plan["speeds"]]
+    speeds = [SpeedTable.from_json(each) for each in plan["speeds"]]
     known = plan["forecast"] and Forecast.from_json(plan["forecast"])
     if len(workers) < group.size:
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}

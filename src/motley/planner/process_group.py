@@ -141,7 +141,7 @@ def _connect(
     return "nccl"
 
 
-def narrowed(workers: Sequence[Worker], ranks: Collection[int]) -> tuple[Worker, ...]:
+def kept_workers(workers: Sequence[Worker], ranks: Collection[int]) -> tuple[Worker, ...]:
     """Those of these launched ranks, numbered anew."""
     kept = [worker for worker in workers if worker.rank in ranks]
     return tuple(replace(worker, group_rank=number) for number, worker in enumerate(kept))
@@ -157,7 +157,7 @@ def shrink_group(
     """
     if group.rank is not None:
         leave_process_group()
-    workers = narrowed(group.workers, ranks)
+    workers = kept_workers(group.workers, ranks)
     out = [LeftOut(m.rank, m.host, reasons[m.rank]) for m in group.workers if m.rank not in ranks]
     left_out = sorted([*group.left_out, *out], key=lambda entry: entry.rank)
     rank = world.join_group([worker.rank for worker in workers])

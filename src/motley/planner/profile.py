@@ -15,13 +15,13 @@ from motley.measure.links import measure_links
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut
-from motley.plan.split import Speed
+from motley.plan.split import SpeedTable
 from motley.plan.wire import (
     BF16,
     EXACT,
     OFFERED,
     SIXTEEN,
-    Sending,
+    EngineTraits,
     Wire,
     WireMode,
     rounded_as,
@@ -49,7 +49,7 @@ class Measured:
         links: between machines; None where there is one alone.
     """
 
-    speeds: tuple[Speed, ...]
+    speeds: tuple[SpeedTable, ...]
     wires: Mapping[WireMode, Wire]
     links: Links | None = None
 
@@ -59,7 +59,7 @@ def measure_team(
     group: ProcessGroup,
     model: Classifier | None,
     config: Config,
-    sending: Sending,
+    traits: EngineTraits,
     asked: WireMode | None,
 ) -> Measured:
     """Measure all ranks at once; every launched rank calls it, those left out without a model.
@@ -70,16 +70,16 @@ def measure_team(
     own = None
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
     if model is not None and group.rank is not None:
-        own = speed_of(group, model, config, sending.parts(group.size))
+        own = speed_of(group, model, config, traits.parts(group.size))
     found = [each for each in world.allgather(own) if each is not None]
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
     speeds = _alike(group, found)
-    wires = wires_of(world, group, model, [EXACT], sending)
+    wires = wires_of(world, group, model, [EXACT], traits)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
-    modes = _other_modes(group, asked, sending, part, _leaf(group.machines(world), links))
-    return Measured(speeds, wires_of(world, group, model, modes, sending, wires), links)
+    modes = _other_modes(group, asked, traits, part, _leaf(group.machines(world), links))
+    return Measured(speeds, wires_of(world, group, model, modes, traits, wires), links)
 
 
 def _passing_links(world: World) -> Links:
@@ -97,7 +97,7 @@ def _passing_links(world: World) -> Links:
 
 
 def _other_modes(
-    group: ProcessGroup, asked: WireMode | None, sending: Sending, part: float, leaf: int | None
+    group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, leaf: int | None
 ) -> list[WireMode]:
     """What may be taken besides the exact wire in a ring, or is worth a word.
 
@@ -116,7 +116,7 @@ def _other_modes(
         modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [
         mode for mode in dict.fromkeys(modes)
-        if mode != EXACT and sending.can(mode) and not (mode.kind == "powersgd" and group.is_mixed)
+        if mode != EXACT and traits.can(mode) and not (mode.kind == "powersgd" and group.is_mixed)
     ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def wires_of(
     group: ProcessGroup,
     model: Classifier | None,
     modes: Sequence[WireMode],
-    sending: Sending,
+    traits: EngineTraits,
     known: Mapping[WireMode, Wire] | None = None,
 ) -> dict[WireMode, Wire]:
     """What it takes to add up all gradients in these modes; every launched rank calls it.
@@ -147,7 +147,7 @@ def wires_of(
                 own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
-        mode: sending.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)
+        mode: traits.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)
         for mode, wire in wires.items()
     }
 
@@ -209,9 +209,9 @@ def refine(
     return measured
 
 
-def _alike(group: ProcessGroup, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
+def _alike(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
     """CPU ranks of one machine share its cores and are equal: noise must not tell them apart."""
-    groups: dict[str, list[Speed]] = {}
+    groups: dict[str, list[SpeedTable]] = {}
     for worker, speed in zip(group.workers, speeds, strict=True):
         groups.setdefault(worker.host, []).append(speed)
     return tuple(
@@ -220,11 +220,11 @@ def _alike(group: ProcessGroup, speeds: Sequence[Speed]) -> tuple[Speed, ...]:
     )
 
 
-def _middle(speeds: Sequence[Speed]) -> Speed:
+def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
     """Median of tables, over the sizes that all have."""
     tables = [dict(zip(speed.sizes, speed.seconds, strict=True)) for speed in speeds]
     sizes = sorted(set(tables[0]).intersection(*tables[1:]))
-    return Speed(
+    return SpeedTable(
         tuple(sizes),
         tuple(statistics.median(table[size] for table in tables) for size in sizes),
         statistics.median(speed.step_s for speed in speeds),

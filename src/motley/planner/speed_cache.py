@@ -15,8 +15,8 @@ from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.world import cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
-from motley.plan.split import Speed
-from motley.plan.wire import Sending
+from motley.plan.split import SpeedTable
+from motley.plan.wire import EngineTraits
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import Classifier, image_size
 
@@ -24,7 +24,7 @@ _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, o
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
-def speed_of(group: ProcessGroup, model: Classifier, config: Config, parts: int) -> Speed:
+def speed_of(group: ProcessGroup, model: Classifier, config: Config, parts: int) -> SpeedTable:
     """This rank's speed, remembered if the device still is as fast.
 
     Args:
@@ -49,13 +49,13 @@ def speed_of(group: ProcessGroup, model: Classifier, config: Config, parts: int)
     return measure_speed(model, make, config.batch_size)
 
 
-def _slowdown(model: Classifier, speed: Speed, size: int) -> float:
+def _slowdown(model: Classifier, speed: SpeedTable, size: int) -> float:
     """How much longer a micro-batch takes than is remembered, as a ratio."""
     seconds, _ = time_micro_batch(model, size)
     return seconds / speed.micro_s(size)
 
 
-def with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
+def with_sizes(model: Classifier, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
     """The speed with these sizes in its table."""
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
@@ -68,9 +68,9 @@ def with_sizes(model: Classifier, speed: Speed, sizes: Sequence[int]) -> Speed:
     return speed
 
 
-def remember(group: ProcessGroup, config: Config, sending: Sending, speed: Speed) -> None:
+def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
     """Keep this rank's speed, measured beside all of ``group``, for the next run."""
-    write_speed(*_place(group, config, sending.parts(group.size)), speed)
+    write_speed(*_place(group, config, traits.parts(group.size)), speed)
 
 
 def _place(group: ProcessGroup, config: Config, parts: int) -> tuple[Path, dict[str, Any]]:
@@ -91,18 +91,18 @@ def _place(group: ProcessGroup, config: Config, parts: int) -> tuple[Path, dict[
     return cache_folder() / f"speed-{digest[:20]}.json", key
 
 
-def read_speed(path: Path, key: Mapping[str, Any]) -> Speed | None:
+def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:
     """A remembered speed; None if there is none, or none that can be read."""
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
             return None
-        return Speed.from_json(content["speed"])
+        return SpeedTable.from_json(content["speed"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def write_speed(path: Path, key: Mapping[str, Any], speed: Speed) -> None:
+def write_speed(path: Path, key: Mapping[str, Any], speed: SpeedTable) -> None:
     """Remember a speed, whole or not at all."""
     new = path.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps({"key": key, "speed": speed.as_json()}))

@@ -34,7 +34,7 @@ from typing import Any
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError
 from motley.plan.precision import PRECISIONS
-from motley.text import nearest
+from motley.text import did_you_mean
 
 DDP, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
 _FSDP = ("--strategy", "fsdp")
@@ -251,7 +251,7 @@ def _cell(path: Path, name: str, named: Mapping[str, Any]) -> Cell:
     strategy = named["strategy"]
     if str(strategy) not in STRATEGIES:
         raise MotleyError(
-            f"{path}: the strategy {strategy} is unknown{nearest(str(strategy), STRATEGIES)}; "
+            f"{path}: the strategy {strategy} is unknown{did_you_mean(str(strategy), STRATEGIES)}; "
             f"choose of {', '.join(STRATEGIES)}"
         )
     script, words = STRATEGIES[strategy]
@@ -284,7 +284,7 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
     precisions = cell.precision.split(",")
     if unknown := [each for each in precisions if each not in _PRECISIONS]:
         raise MotleyError(
-            f"{where}: the precision {unknown[0]} is unknown{nearest(unknown[0], _PRECISIONS)}"
+            f"{where}: the precision {unknown[0]} is unknown{did_you_mean(unknown[0], _PRECISIONS)}"
         )
     if len(precisions) not in (1, ranks):
         raise MotleyError(
@@ -300,7 +300,7 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
 def _check_keys(path: Path, found: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for key in found:
         if key not in known:
-            raise MotleyError(f"{path}: the key {where}{key} is unknown{nearest(key, known)}")
+            raise MotleyError(f"{path}: the key {where}{key} is unknown{did_you_mean(key, known)}")
 
 
 def first_hosts(cell: Cell, hosts: Sequence[Host]) -> tuple[Sequence[Host], int]:
@@ -314,7 +314,7 @@ def shorter(matrix: Matrix, only: str) -> Matrix:
     cells = tuple(cell for cell in matrix.cells if only in cell.name)
     if not cells:
         names = [cell.name for cell in matrix.cells]
-        raise MotleyError(f"--only {only}: no cell is called so{nearest(only, names)}")
+        raise MotleyError(f"--only {only}: no cell is called so{did_you_mean(only, names)}")
     kinds = {cell.samples for cell in cells}
     kept = tuple(each for each in matrix.references if each.samples in kinds)
     return replace(matrix, cells=cells, references=kept)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from motley.config.options import Config
 from motley.data.datasets import Images
 from motley.errors import MotleyError
-from motley.text import nearest
+from motley.text import did_you_mean
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +42,7 @@ def image_size(config: Config) -> int:
     if not timm.is_model(name):
         raise MotleyError(
             f"--model {name} is unknown to timm {timm.__version__}"
-            f"{nearest(name, timm.list_models())}"
+            f"{did_you_mean(name, timm.list_models())}"
         )
     if config.img_size:
         return config.img_size
@@ -102,8 +102,8 @@ def recompute(net: nn.Module, names: Iterable[str]) -> None:
                 word for path in parts for word in (path.rsplit(".", 1)[-1], path)
             )
             raise MotleyError(
-                f"--grad-checkpointing {name}: the model has no such module{nearest(name, known)}; "
-                "without a name it takes all blocks"
+                f"--grad-checkpointing {name}: the model has no such module"
+                f"{did_you_mean(name, known)}; without a name it takes all blocks"
             )
         for part in found.values():
             # Not twice: then it would be computed three times.
@@ -130,7 +130,7 @@ class _Idle(torch.autograd.Function):
     """No images: no logits, and a gradient of zeros for every parameter.
 
     A rank without work must still take part in every collective, so its parameters need
-    gradients and their hooks must fire. Sending an empty batch through the network would
+    gradients and their hooks must fire. EngineTraits an empty batch through the network would
     do, but costs more, and torch 2.11's attention returns None for it in 16 bits on CUDA.
     """
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from motley.checkpoint.transfer import spread
-from motley.comm.collectives import everyone
+from motley.comm.collectives import all_gather_object
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
-from motley.plan.length import Position
+from motley.plan.length import TrainState
 from motley.planner.process_group import Worker
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
@@ -30,7 +30,7 @@ class Agreement:
         self._back_at: int | None = None  # of the checkpoint that was gone back to
         self._round = False  # the devices round differently: going back has not helped
 
-    def check(self, position: Position) -> Position:
+    def check(self, position: TrainState) -> TrainState:
         """Compare all that should be alike, and put right what is not; all ranks call it.
 
         Where each rank holds a part alone, there is nothing to compare.
@@ -42,7 +42,7 @@ class Agreement:
             MotleyError: nobody can say what is right.
         """
         job = self._job
-        if not job.engine.whole or len(job.workers) == 1:
+        if not job.engine.replicated or len(job.workers) == 1:
             return position
         right, wrong = vote(digests(job.engine))
         if not wrong:
@@ -50,7 +50,7 @@ class Agreement:
         if right is not None:
             self._take(right, wrong, position, "which more than half of the ranks have")
             return position
-        folders = everyone(job.checkpoints.found() or job.run.resume_from)[0]
+        folders = all_gather_object(job.checkpoints.found() or job.run.resume_from)[0]
         if folders and self._back_at is None and not self._round:
             return self._go_back(wrong, position, folders)
         if _unlike(job.workers):  # and that is nobody's fault
@@ -70,11 +70,11 @@ class Agreement:
         workers = [self._job.workers[rank] for rank in ranks]
         return ", ".join(f"rank {worker.rank} on {worker.host}" for worker in workers)
 
-    def _take(self, right: int, wrong: list[int], position: Position, why: str) -> None:
+    def _take(self, right: int, wrong: list[int], position: TrainState, why: str) -> None:
         """Give one rank's to all."""
         engine = self._job.engine
         state = engine.alike()
-        found = everyone((state.plain, engine.scale.state_dict()))[right]
+        found = all_gather_object((state.plain, engine.scale.state_dict()))[right]
         plain, scale = found
         engine.load_alike(State(spread(state.tensors, engine.device, right), plain))
         engine.scale.load_state_dict(scale)
@@ -84,7 +84,7 @@ class Agreement:
             f"{self._names([right])}'s, {why}; all take these now",
         )  # fmt: skip
 
-    def _go_back(self, wrong: list[int], position: Position, folders: list[Path]) -> Position:
+    def _go_back(self, wrong: list[int], position: TrainState, folders: list[Path]) -> TrainState:
         job = self._job
         self._tell(
             wrong, position,
@@ -99,12 +99,12 @@ class Agreement:
         self._recorder.go_back(back.step)
         return back
 
-    def saved(self, position: Position) -> None:
+    def saved(self, position: TrainState) -> None:
         """Hear of a checkpoint that all agreed on."""
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
-    def _tell(self, wrong: list[int], position: Position, text: str) -> None:
+    def _tell(self, wrong: list[int], position: TrainState, text: str) -> None:
         ranks = [self._job.workers[rank].rank for rank in wrong]
         self._recorder.note("drift", text, step=position.step, ranks=ranks)
 
@@ -117,7 +117,7 @@ def digests(engine: Engine) -> list[str]:
         digest.update(_bytes(tensor))
     plain = (state.plain, engine.scale.state_dict())
     digest.update(json.dumps(plain, sort_keys=True).encode())
-    return everyone(digest.hexdigest())
+    return all_gather_object(digest.hexdigest())
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from motley.checkpoint.run import Run
 from motley.checkpoint.transfer import save
-from motley.comm.collectives import exchange, release_groups
+from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.data.datasets import prepare
 from motley.engines.memory import release
-from motley.engines.protocol import EngineMaker
+from motley.engines.protocol import EngineFactory
 from motley.errors import NotFiniteError
 from motley.faults import Phase
 from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.plan.length import Position
+from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.planner.parts import open_parts
 from motley.planner.planner import plan_batch
@@ -32,12 +32,18 @@ from motley.records.run_folder import EpochRecord
 from motley.tasks.model import model_name
 from motley.train.agreement import Agreement
 from motley.train.recorder import Recorder
-from motley.train.recovery import check_finite, give_room, hopeless, readable, rebalance
+from motley.train.recovery import (
+    check_finite,
+    describe_overflow,
+    readable,
+    rebalance,
+    shrink_micro_batches,
+)
 from motley.train.setup import Job, assemble, budget_of
-from motley.train.summary import announce, records_of
+from motley.train.summary import print_summary, records_of
 
 
-def train(world: World, config: Config, make_engine: EngineMaker) -> None:
+def train(world: World, config: Config, engine_factory: EngineFactory) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config."""
     config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
@@ -49,19 +55,19 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
 
     # All that can be wrong with the options is said before the run's records are touched.
     parts = open_parts(group, config)
-    group, planned = plan_batch(world, run, group, parts, config, make_engine.sending)
+    group, planned = plan_batch(world, run, group, parts, config, engine_factory.traits)
     plan = planned.plan
     run.check_leader(group.workers[0].rank)
-    job, position, notes = None, Position(), list[str]()
+    job, position, notes = None, TrainState(), list[str]()
     if group.rank is not None and parts is not None:
-        job = assemble(run, group, planned, config, make_engine, parts)
+        job = assemble(run, group, planned, config, engine_factory, parts)
         plan = job.plan
         position, notes = job.resume(run.resume_from)
         if group.rank == 0:
             budget = budget_of(job, position, planned)
             budget.check()
-    run.start(records_of(config, group, plan, planned, make_engine.sending))
-    announce(world, run, group, planned, plan, config)
+    run.start(records_of(config, group, plan, planned, engine_factory.traits))
+    print_summary(world, run, group, planned, plan, config)
     if job is None:
         parts = None  # its memory is of use to others
         release()
@@ -92,7 +98,7 @@ def train(world: World, config: Config, make_engine: EngineMaker) -> None:
     run.finish()
 
 
-def fit(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord:
+def fit(world: World, job: Job, recorder: Recorder, position: TrainState) -> EpochRecord:
     """Train from ``position`` to the last step; returns the last evaluation."""
     engine, loader, say = job.engine, job.loader, world.supervisor.set_status
     engine.clock.on_phase = lambda phase: say(phase, recorder.timeout_s)
@@ -116,27 +122,27 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 indices += readable(batch, job.config, job.run)
             sample_loss = torch.cat(losses)
             result = engine.step(sample_loss.sum(), recorder.ready_s)
-            if result.short:
+            if result.oom_ranks:
                 # Of local steps the news is old: by now the batch may be another.
-                tried = part if result.again else plan
-                less = give_room(tried, job, result, recorder, position.step)
+                tried = part if result.retry else plan
+                less = shrink_micro_batches(tried, job, result, recorder, position.step)
                 plan = less.of_batch(plan.global_batch)
                 engine.reconfigure(plan)
                 watch.limit(plan.max_micro_batch)
-                if result.again:
+                if result.retry:
                     break  # the same samples, as the new plan cuts them
             known = sample_loss.sum().item() if result.loss_sum is None else result.loss_sum
             check_finite(known, sample_loss, indices)
             if result.overflow and not engine.scale.helps:
-                raise NotFiniteError(hopeless(job, plan, position, result))
+                raise NotFiniteError(describe_overflow(job, plan, position, result))
 
             recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
             position = length.after(position, part.global_batch)
             ended, saves = length.ended(position), length.saves(position)
             if ended or saves:
                 say(Phase.SAVE, PROGRESS_TIMEOUT_S)
-                recorder.settle()
-                engine.unite()
+                recorder.flush()
+                engine.sync_parameters()
                 agreed = agreement.check(position)
                 if agreed != position:
                     position = agreed
@@ -153,10 +159,10 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
                 plan = rebalance(plan, proposal, recorder, position)
                 engine.reconfigure(plan)
                 watch.forget()
-            changed = proposal or result.short
+            changed = proposal or result.oom_ranks
             if ended or (changed and position.epoch == epoch):
                 break
-        recorder.settle()
+        recorder.flush()
         if position.epoch <= epoch and not length.ended(position):
             continue  # the rest of the epoch, as the new plan shares it
         evaluated = evaluate(world, job, plan, position)
@@ -165,7 +171,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: Position) -> Epoch
     return evaluated
 
 
-def make_up(world: World, job: Job, recorder: Recorder, position: Position) -> EpochRecord | None:
+def make_up(world: World, job: Job, recorder: Recorder, position: TrainState) -> EpochRecord | None:
     """The evaluation that belongs to where a run goes on; made now if the run was stopped between
     the checkpoint and it. None where none is due."""
     if not job.length.evaluates(position):
@@ -177,20 +183,20 @@ def make_up(world: World, job: Job, recorder: Recorder, position: Position) -> E
     return evaluated
 
 
-def evaluate(world: World, job: Job, plan: Plan, position: Position) -> EpochRecord:
+def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
     """Accuracy on the held-out images, shared as ``plan`` shares a batch: sums and counts over all
     ranks, never a mean of means."""
     start = time.monotonic()
     parts = []
     say = world.supervisor.set_status
     say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    job.engine.unite()
+    job.engine.sync_parameters()
     for batch in job.loader.test_batches(plan):
         parts.append(job.engine.evaluate(batch))
         readable(batch, job.config, job.run)
         say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
-    table = exchange(list(torch.stack(parts).sum(dim=0)))
+    table = all_gather_floats(list(torch.stack(parts).sum(dim=0)))
     loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
     return EpochRecord(
         step=position.step, epoch=position.epoch - (position.consumed == 0),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from motley.comm.collectives import exchange
+from motley.comm.collectives import all_gather_floats
 from motley.data.batch import Batch
 from motley.data.loader import Loader
 from motley.engines.gradients import gradient_norm
@@ -70,7 +70,7 @@ def find_scale(
                 low = middle
         power = low
         load_random_state(random, next(model.parameters()).device)
-    lowest = min(found for (found,) in exchange([float(power)]))
+    lowest = min(found for (found,) in all_gather_floats([float(power)]))
     return float(2.0 ** max(0.0, lowest - MARGIN))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from motley.checkpoint.run import Run
-from motley.comm.collectives import everyone, exchange
+from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.options import Config
 from motley.engines.protocol import StepResult
 from motley.engines.step_timer import Laps
@@ -94,9 +94,9 @@ class Recorder:
         )  # fmt: skip
         self._pending = (record, laps)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write the last step; all ranks call it."""
-        self._write(tuple(ready for (ready,) in exchange([self.ready_s])))
+        self._write(tuple(ready for (ready,) in all_gather_floats([self.ready_s])))
 
     def _write(self, ready_s: tuple[float, ...]) -> None:
         """Write the step that waits, now that each rank's ``ready_s`` is known."""
@@ -144,7 +144,7 @@ class Recorder:
         continues; all ranks call it."""
         here = self._run.read_evaluations() if self._rank == 0 else []
         found = next((record for record in reversed(here) if record["step"] == step), None)
-        known = everyone(found)[0]
+        known = all_gather_object(found)[0]
         names = [field.name for field in dataclasses.fields(EpochRecord)]
         return known and EpochRecord(**{name: known[name] for name in names})
 

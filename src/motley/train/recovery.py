@@ -6,12 +6,12 @@ import math
 from torch import Tensor
 
 from motley.checkpoint.run import Run
-from motley.comm.collectives import everyone
+from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
-from motley.plan.length import Position
+from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
 from motley.train.overflow import find_overflow
@@ -45,14 +45,14 @@ def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> No
         )
 
 
-def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> str:
+def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> str:
     """What to say where skipping steps can help no more: which layer overflows, on which samples.
 
     All ranks compute the step again, and say the same; not where nobody can do it alone.
     """
     found = f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
-    if not job.engine.whole:
+    if not job.engine.replicated:
         return f"{found} are; {advice}"
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     factor = result.loss_scale * job.engine.loss_weight / part.global_batch
@@ -64,12 +64,12 @@ def hopeless(job: Job, plan: Plan, position: Position, result: StepResult) -> st
         words = f"could not compute the step again ({error})"
     where = "; ".join(
         f"rank {worker.rank} on {worker.host} ({worker.precision}): {words}"
-        for worker, words in zip(job.workers, everyone(words), strict=True) if words
+        for worker, words in zip(job.workers, all_gather_object(words), strict=True) if words
     )  # fmt: skip
     return f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
 
 
-def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Position) -> Plan:
+def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: TrainState) -> Plan:
     """The same batch, split anew; says what changed."""
     changed = dataclasses.replace(plan, shares=proposal.counts)
     slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
@@ -84,14 +84,16 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Posi
     return changed
 
 
-def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int) -> Plan:
+def shrink_micro_batches(
+    plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int
+) -> Plan:
     """The same shares in smaller micro-batches where memory had ended; says who holds it.
 
     Args:
         plan: of the batch in which it did, as far as that is known; it may be the ragged last of
             an epoch.
     """
-    short = result.short
+    short = result.oom_ranks
     names = {rank: f"rank {job.workers[rank].rank} on {job.workers[rank].host}" for rank in short}
     said = "; ".join(f"{names[rank]}: {words}" for rank, words in short.items())
     try:
@@ -107,7 +109,7 @@ def give_room(plan: Plan, job: Job, result: StepResult, recorder: Recorder, step
         "out_of_memory",
         (
             f"out of memory in step {step}, which is done again with micro-batches of at most "
-            if result.again
+            if result.retry
             else f"out of memory before step {step}; from here on micro-batches of at most "
         )
         + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())

@@ -14,11 +14,11 @@ from motley.checkpoint.transfer import resume
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
-from motley.engines.protocol import Engine, EngineContext, EngineMaker
-from motley.plan.length import Length, Position
+from motley.engines.protocol import Engine, EngineContext, EngineFactory
+from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.plan.precision import parse_loss_scale
-from motley.plan.replan import Watch
+from motley.plan.replan import ReplanMonitor
 from motley.planner.parts import Parts
 from motley.planner.planner import Planned
 from motley.planner.process_group import ProcessGroup, Worker
@@ -54,9 +54,9 @@ class Job:
     saved_config: dict[str, Any]
     notes: list[Note]
     workers: tuple[Worker, ...]
-    watch: Watch
+    watch: ReplanMonitor
 
-    def resume(self, folders: list[Path]) -> tuple[Position, list[str]]:
+    def resume(self, folders: list[Path]) -> tuple[TrainState, list[str]]:
         """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
         Returns:
@@ -71,7 +71,7 @@ def assemble(
     group: ProcessGroup,
     planned: Planned,
     config: Config,
-    make_engine: EngineMaker,
+    engine_factory: EngineFactory,
     parts: Parts,
 ) -> Job:
     """Set an engine on the model, and make what else training needs."""
@@ -86,7 +86,7 @@ def assemble(
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
     numbers = sum(value.numel() for value in model.net.state_dict().values())
-    engine = make_engine(  # some leave no rank a whole parameter
+    engine = engine_factory(  # some leave no rank a whole parameter
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
     )
@@ -104,7 +104,7 @@ def assemble(
         length=length,
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
         workers=group.workers,
-        watch=Watch(
+        watch=ReplanMonitor(
             # Where every pass waits for all ranks, each seems to take as long as the slowest.
             planned.speeds if config.replan == "auto" and not engine.equal_micro_steps else (),
             [worker.uuid or worker.host for worker in group.workers],
@@ -129,7 +129,7 @@ def make_schedule(
     )
 
 
-def budget_of(job: Job, position: Position, planned: Planned) -> Budget:
+def budget_of(job: Job, position: TrainState, planned: Planned) -> Budget:
     """What the rest of the run is going to take; on the rank that writes."""
     job.checkpoints.sweep()
     steps = job.length.last_step(position) - position.step

@@ -8,14 +8,14 @@ from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.launch.world import World
 from motley.plan.plan import Plan
-from motley.plan.wire import Sending
+from motley.plan.wire import EngineTraits
 from motley.planner.planner import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import image_size
 
 
 def records_of(
-    config: Config, group: ProcessGroup, plan: Plan, planned: Planned, sending: Sending
+    config: Config, group: ProcessGroup, plan: Plan, planned: Planned, traits: EngineTraits
 ) -> dict[str, Any]:
     """What run.json says of who trains what and how."""
     return {
@@ -27,8 +27,8 @@ def records_of(
             "counts": plan.counts,
             "micro_batches": plan.micro_batches,
             "wire": str(plan.wire),
-            "overlaps": sending.overlaps,
-            "sends": sending.numbers,
+            "overlaps": traits.overlaps,
+            "sends": traits.numbers,
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
@@ -37,7 +37,7 @@ def records_of(
     }
 
 
-def announce(
+def print_summary(
     world: World, run: Run, group: ProcessGroup, planned: Planned, plan: Plan, config: Config
 ) -> None:
     """Say on rank 0 who trains what and how."""
