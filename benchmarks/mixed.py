@@ -143,7 +143,9 @@ class Bench(ABC):
             laps.append(engine.clock.cut())
 
         # Of local steps whole periods; what the first begins with is on its way.
-        warm, steps = (-(-count // mode.every) * mode.every for count in (self.warm, self.steps))
+        warm, steps = (
+            -(-count // mode.sync_every) * mode.sync_every for count in (self.warm, self.steps)
+        )
         step_s = self.time_steps(step, warm, steps)
         own = {
             name: statistics.median(lap.seconds(name) for lap in laps[warm:])

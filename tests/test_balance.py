@@ -15,7 +15,7 @@ from motley.errors import MotleyError
 from motley.plan.forecast import Forecast, choose_machines, forecast, what_if
 from motley.plan.plan import cut
 from motley.plan.split import SpeedTable, limit_s, split
-from motley.plan.wire import Wire
+from motley.plan.wire import AllReduceCost
 
 CLOSE = 1 + 1e-9
 
@@ -124,7 +124,7 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     group = [SpeedTable(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
     start = time.perf_counter()
     counts = split(100_000, group)
-    forecast(counts, group, Wire(0.001, 0.1))
+    forecast(counts, group, AllReduceCost(0.001, 0.1))
     assert time.perf_counter() - start < 1
     assert sum(counts) == 100_000
 
@@ -154,12 +154,14 @@ def test_no_ranks_are_refused() -> None:
             function(10, [])
 
 
-wires = st.builds(Wire, st.floats(0, 0.02), st.floats(0, 0.5), st.booleans(), st.booleans())
+wires = st.builds(
+    AllReduceCost, st.floats(0, 0.02), st.floats(0, 0.5), st.booleans(), st.booleans()
+)
 
 
 @given(st.integers(1, 500), groups, wires, st.integers(1, 20))
 def test_a_forecast_is_within_its_bounds(
-    n: int, group: list[SpeedTable], wire: Wire, buckets: int
+    n: int, group: list[SpeedTable], wire: AllReduceCost, buckets: int
 ) -> None:
     predicted = forecast(split(n, group), group, wire, buckets)
     assert predicted.step_s >= max(predicted.compute_s)
@@ -172,8 +174,8 @@ def test_a_forecast_is_within_its_bounds(
 
 def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
     group = [linear(700), linear(100)]
-    rows = what_if(80, ["fast", "slow"], [0, 1], group, Wire(0.0, 0.0))
-    planned = forecast(split(80, group), group, Wire(0.0, 0.0))
+    rows = what_if(80, ["fast", "slow"], [0, 1], group, AllReduceCost(0.0, 0.0))
+    planned = forecast(split(80, group), group, AllReduceCost(0.0, 0.0))
     assert rows["fast alone"].images_per_s == pytest.approx(700)
     assert rows["equal shares"].images_per_s == pytest.approx(200)
     assert planned.images_per_s == pytest.approx(800)
@@ -182,14 +184,17 @@ def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
 def test_buckets_are_as_few_as_hide_the_wire() -> None:
     group = [linear(100), linear(100)]  # 80 samples take 0.4 s, their backward pass 0.27 s
 
-    def buckets(wire: Wire) -> int:
+    def buckets(wire: AllReduceCost) -> int:
         return forecast((40, 40), group, wire).buckets
 
-    assert buckets(Wire(0.0, 0.0008)) == 1  # not worth it
-    assert buckets(Wire(0.0, 0.1)) > 8
-    assert buckets(Wire(0.02, 0.1)) < 8  # each costs
-    assert buckets(Wire(0.0, 0.1, overlaps=False)) == 1
-    assert buckets(Wire(0.0, 0.011)) == 10 and buckets(Wire(0.0, 0.011, on_gpu=True)) == 1
+    assert buckets(AllReduceCost(0.0, 0.0008)) == 1  # not worth it
+    assert buckets(AllReduceCost(0.0, 0.1)) > 8
+    assert buckets(AllReduceCost(0.02, 0.1)) < 8  # each costs
+    assert buckets(AllReduceCost(0.0, 0.1, overlaps=False)) == 1
+    assert (
+        buckets(AllReduceCost(0.0, 0.011)) == 10
+        and buckets(AllReduceCost(0.0, 0.011, on_gpu=True)) == 1
+    )
 
 
 @given(
@@ -204,7 +209,9 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
 def test_who_is_left_out_makes_no_step_longer(case: tuple) -> None:
     group, machines, n, latency_s, transfer_s, must = case
     needed = machines[0] if must else None
-    choice = choose_machines(n, machines, group, Wire(latency_s, transfer_s), needed=needed)
+    choice = choose_machines(
+        n, machines, group, AllReduceCost(latency_s, transfer_s), needed=needed
+    )
     kept = choice.ranks
     assert list(kept) == sorted(set(kept)) and kept and not choice.idle & set(kept)
     # A forecast takes fewer buckets for 0.2 % of a step.
@@ -227,12 +234,12 @@ def test_hosts_are_left_out_for_a_slow_wire_and_for_a_slow_host() -> None:
     def kept(*given: Any, **more: int) -> tuple[int, ...]:
         return choose_machines(90, *given, **more).ranks
 
-    assert kept([0, 1, 2], group, Wire(0.0, 0.01)) == (0, 1, 2)
-    assert kept([0, 1, 2], group, Wire(0.0, 2.0)) == (0,)
-    assert kept([0, 1, 2], group, Wire(0.0, 2.0), needed=2) == (2,)
+    assert kept([0, 1, 2], group, AllReduceCost(0.0, 0.01)) == (0, 1, 2)
+    assert kept([0, 1, 2], group, AllReduceCost(0.0, 2.0)) == (0,)
+    assert kept([0, 1, 2], group, AllReduceCost(0.0, 2.0), needed=2) == (2,)
     # Ranks of one machine stay together, for their wire is not the one that was measured.
-    assert kept([0, 0, 0], group, Wire(0.0, 2.0)) == (0, 1, 2)
+    assert kept([0, 0, 0], group, AllReduceCost(0.0, 2.0)) == (0, 1, 2)
     # One sample of the second would take longer than all of them on the others.
     group = [linear(100), linear(1), linear(80)]
-    choice = choose_machines(90, [0, 1, 2], group, Wire(0.0, 0.01))
+    choice = choose_machines(90, [0, 1, 2], group, AllReduceCost(0.0, 0.01))
     assert choice.ranks == (0, 2) and choice.idle == {1}

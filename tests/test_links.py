@@ -13,7 +13,7 @@ from motley.measure import links as traffic
 from motley.plan.forecast import choose_machines
 from motley.plan.links import Flow, Links, Port, rounds
 from motley.plan.split import SpeedTable
-from motley.plan.wire import Wire
+from motley.plan.wire import AllReduceCost
 
 WORD = b"0123456789abcdef"
 
@@ -65,7 +65,7 @@ def test_the_real_lab_goes_without_the_host_on_the_slow_port() -> None:
              "ecetesla4": 78.9}  # fmt: skip
     speeds = [SpeedTable((1, 16), (1 / rate, 16 / rate), 0.02) for rate in rates.values()]
     lab = links({name: 115e6 if name == "ecetesla3" else 1000e6 for name in rates})
-    wire = Wire(0.001, 4.8, size=346e6)
+    wire = AllReduceCost(0.001, 4.8, size=346e6)
     few = wire.among(range(5), [0, 1, 2, 4], lab)
     assert few.transfer_s == pytest.approx(0.53, rel=0.05)  # as that lab's own log has it
     choice = choose_machines(80, range(5), speeds, wire, lab)
@@ -126,11 +126,11 @@ def test_large_messages_that_do_not_arrive_are_told_from_a_silent_machine(
 
 
 def test_the_leaf_is_the_one_machine_behind_a_far_slower_link() -> None:
-    assert links({"a": 1e9, "b": 1e8, "c": 1e9}).leaf() == 1
-    assert links({"a": 1e9, "b": 1e9, "c": (1e9, 1e8)}).leaf() == 2  # one way is enough
-    assert links({"a": 1e9, "b": 6e8, "c": 1e9}).leaf() is None  # not so much slower
-    assert links({"a": 1e8, "b": 1e8, "c": 1e9}).leaf() is None  # two are
-    assert links({"a": 1e9, "b": 1e8}).leaf() is None  # of two, a ring sends no more
+    assert links({"a": 1e9, "b": 1e8, "c": 1e9}).slow_rank() == 1
+    assert links({"a": 1e9, "b": 1e9, "c": (1e9, 1e8)}).slow_rank() == 2  # one way is enough
+    assert links({"a": 1e9, "b": 6e8, "c": 1e9}).slow_rank() is None  # not so much slower
+    assert links({"a": 1e8, "b": 1e8, "c": 1e9}).slow_rank() is None  # two are
+    assert links({"a": 1e9, "b": 1e8}).slow_rank() is None  # of two, a ring sends no more
 
 
 def test_why_a_link_is_slow_is_said_where_it_is_known() -> None:

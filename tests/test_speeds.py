@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from motley.plan.split import SpeedTable, split
-from motley.plan.wire import EXACT, Wire
+from motley.plan.wire import EXACT, AllReduceCost
 from motley.planner import speed_cache as speeds
 from motley.planner.profile import Measured, refine
 
@@ -40,7 +40,7 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     workers = [SimpleNamespace(uuid="a"), SimpleNamespace(uuid="b")]
     group: Any = SimpleNamespace(rank=1, workers=workers)
     world: Any = Alone(fast)
-    before = Measured((fast, slow), {EXACT: Wire(0.0, 0.002, on_gpu=True)})
+    before = Measured((fast, slow), {EXACT: AllReduceCost(0.0, 0.002, on_gpu=True)})
     assert split(512, before.speeds)[1] == 62  # as a straight line has it
     after = refine(world, group, torch.nn.Linear(1, 1), 512, before)  # type: ignore[arg-type]
     counts = split(512, after.speeds)

@@ -26,8 +26,8 @@ from motley.plan.wire import (
     EXACT,
     LOST_POINTS,
     OFFERED,
+    AllReduceCost,
     EngineTraits,
-    Wire,
     WireMode,
     parse_wire,
     rounded_as,
@@ -74,7 +74,12 @@ def test_auto_rounds_the_wire_only_where_a_rank_rounds_anyway() -> None:
     assert rounded_as(("fp32", "bf16")) == BF16
     assert rounded_as(("bf16", "fp16", "fp32")) == WireMode("fp16")
     assert str(rounded_too(OFFERED, ("fp32", "fp16"))) == "powersgd:8+bf16"
-    for mode in (EXACT, BF16, WireMode("local", every=2), WireMode("powersgd", 4, rounded=True)):
+    for mode in (
+        EXACT,
+        BF16,
+        WireMode("local", sync_every=2),
+        WireMode("powersgd", 4, rounded=True),
+    ):
         assert rounded_too(mode, ("fp32", "bf16")) == mode
     assert rounded_too(OFFERED, ("fp32", "tf32")) == OFFERED
 
@@ -112,7 +117,7 @@ def test_buckets_hold_every_number_once(sizes: list[int], most: int) -> None:
 
 @given(st.integers(2, 16), st.floats(0.0, 100.0))
 def test_local_steps_hide_the_wire_behind_those_between_two_meetings(every: int, s: float) -> None:
-    wire = Wire(0.0, s, every=every)
+    wire = AllReduceCost(0.0, s, sync_every=every)
     both = [
         forecast((80, 40), TEAM, each) for each in (wire, replace(wire, overlaps=False))
     ]  # of 0.801 s
@@ -127,7 +132,7 @@ def test_buckets_are_forecast_as_ddp_fills_them(sizes: list[int], buckets: int) 
     total = sum(sizes)
     filled, _ = dist._compute_bucket_assignment_by_size(tensors, [math.ceil(4 * total / buckets)])
     parts = [sum(sizes[place] for place in bucket) / total for bucket in filled]
-    wire = Wire(0.001, 0.1, tensors=tuple((size / total, size / total) for size in sizes))
+    wire = AllReduceCost(0.001, 0.1, tensors=tuple((size / total, size / total) for size in sizes))
     assert [sent for _, sent in wire._cut(buckets)] == pytest.approx(parts)
     # The last bucket is ready when the backward pass is done; no bucket waits for nothing.
     exposed = wire.exposed(buckets, 0.2)
@@ -137,7 +142,7 @@ def test_buckets_are_forecast_as_ddp_fills_them(sizes: list[int], buckets: int) 
 
 def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     # 120 samples are 10 micro-batches of 8 on the faster rank, of 0.08 s, and 5 on the other.
-    group, wire = TEAM, Wire(0.0, 0.2)
+    group, wire = TEAM, AllReduceCost(0.0, 0.2)
     zero = [
         replace(wire, overlaps=False, allreduces_per_step=o, allreduces_per_micro_step=e)
         for o, e in ((1, 0), (1.5, 0), (0.5, 1))
@@ -176,7 +181,7 @@ def test_the_order_and_size_of_tensors_are_those_of_ddps_own_buckets(tmp_path: P
 
     net = vit_digits()
     mib = sum(p.numel() for p in net.parameters()) * 4 / 2**20
-    wire = Wire(0.0, 1.0, tensors=_tensors(list(net.parameters()), EXACT))
+    wire = AllReduceCost(0.0, 1.0, tensors=_tensors(list(net.parameters()), EXACT))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         for buckets in (2, 3, 7, 10, 16):
@@ -192,7 +197,11 @@ def test_the_order_and_size_of_tensors_are_those_of_ddps_own_buckets(tmp_path: P
 
 
 def test_what_would_be_faster_is_said_with_its_price() -> None:
-    wires = {EXACT: Wire(0.0, 5.0), BF16: Wire(0.0, 2.5), OFFERED: Wire(0.0, 0.2)}
+    wires = {
+        EXACT: AllReduceCost(0.0, 5.0),
+        BF16: AllReduceCost(0.0, 2.5),
+        OFFERED: AllReduceCost(0.0, 0.2),
+    }
     options = {
         mode: choose_machines(120, [0, 1], TEAM, wire, fixed=True) for mode, wire in wires.items()
     }
@@ -200,7 +209,7 @@ def test_what_would_be_faster_is_said_with_its_price() -> None:
     assert "--wire bf16" in rounded and "rounded" in rounded and "with all hosts" in rounded
     assert "--wire powersgd:8" in inexact and "0.3 points of top-1 were lost" in inexact
     assert better_modes(options, OFFERED, ["a", "b"]) == ()
-    wires[EXACT] = Wire(0.0, 0.01)
+    wires[EXACT] = AllReduceCost(0.0, 0.01)
     options[EXACT] = choose_machines(120, [0, 1], TEAM, wires[EXACT], fixed=True)
     assert better_modes(options, EXACT, ["a", "b"]) == ()
 
@@ -226,13 +235,13 @@ def test_the_price_of_a_mode_is_what_the_benchmarks_measured() -> None:
             assert lost < 0.05
     assert LOST_POINTS.keys() <= worst.keys()
     assert "DEAR" in WireMode("powersgd", 1).price and "DEAR" not in OFFERED.price
-    assert "not measured" in WireMode("local", every=64).price
+    assert "not measured" in WireMode("local", sync_every=64).price
     assert "exact" in EXACT.price and "rounded" in BF16.price
 
 
 def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
     machines, names = [0, 1], ["a", "b"]
-    wire = Wire(0.0, 1.0, overlaps=False)
+    wire = AllReduceCost(0.0, 1.0, overlaps=False)
     (sentence,) = larger_batch(100, names, machines, TEAM, wire)  # a alone: 1.0 s
     wanted = int(sentence.partition("--batch-size ")[2].split()[0])
     assert "as a alone" in sentence and wanted % 100 == 0
@@ -241,15 +250,15 @@ def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
         together = choose_machines(samples, machines, TEAM, wire).chosen.step_s
         assert (alone / together >= 1.1) == beats
     assert larger_batch(wanted, names, machines, TEAM, wire) == ()
-    assert larger_batch(100, names, machines, TEAM, Wire(0.0, 1e9)) == ()  # none would do
+    assert larger_batch(100, names, machines, TEAM, AllReduceCost(0.0, 1e9)) == ()  # none would do
     assert larger_batch(100, names, [0, 0], TEAM, wire) == ()  # one machine
 
 
 def test_the_plan_takes_what_it_may_and_is_faster() -> None:
-    leaf, fp16 = replace(EXACT, leaf=1), WireMode("fp16")
-    seconds = {EXACT: 5.0, leaf: 3.0, fp16: 2.5, replace(fp16, leaf=1): 2.45, OFFERED: 0.2}
+    leaf, fp16 = replace(EXACT, slow_rank=1), WireMode("fp16")
+    seconds = {EXACT: 5.0, leaf: 3.0, fp16: 2.5, replace(fp16, slow_rank=1): 2.45, OFFERED: 0.2}
     options = {
-        mode: choose_machines(120, [0, 1], TEAM, Wire(0.0, spent), fixed=True)
+        mode: choose_machines(120, [0, 1], TEAM, AllReduceCost(0.0, spent), fixed=True)
         for mode, spent in seconds.items()
     }
     assert _best_mode(options, None, ("fp32", "fp32")) == leaf

@@ -63,7 +63,8 @@ def main(world: World) -> None:
     models = [Classifier(build_model(config, images), images, 8, "fp32", group.device)
               for _ in range(group.size + 1)]  # fmt: skip
     plan = replace(
-        make_plan(N, SHARES[: group.size], (N,) * group.size), wire=WireMode("local", every=EVERY)
+        make_plan(N, SHARES[: group.size], (N,) * group.size),
+        wire=WireMode("local", sync_every=EVERY),
     )
     scale = LossScale(1024.0)
     context = EngineContext(

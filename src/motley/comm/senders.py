@@ -32,8 +32,8 @@ def make_reducer(mode: WireMode, device: torch.device) -> Reducer:
     """The reducer of a mode."""
     if mode.kind == "powersgd":
         return PowerSgdReducer(mode, device)
-    if mode.leaf is not None:
-        return SlowRankReducer(mode.leaf, _DTYPES.get(mode.kind, torch.float32), device)
+    if mode.slow_rank is not None:
+        return SlowRankReducer(mode.slow_rank, _DTYPES.get(mode.kind, torch.float32), device)
     if mode.kind in _DTYPES:
         return RoundingReducer(_DTYPES[mode.kind])
     return Reducer()

@@ -1,4 +1,4 @@
-"""One slow link among fast ones: the rank behind it, a leaf, sends its gradient but once."""
+"""One slow link among fast ones: the rank behind it sends its gradient but once."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,35 +13,38 @@ from torch.futures import Future
 from motley.comm.collectives import leave_group
 from motley.comm.reducer import Bucket, Reducer, in_thread
 
-# Numbers that a leaf sends at once: a bucket's 128th, for what the first and the last piece take is
-# not hidden by others; but each costs the other ranks an all-reduce.
+# Numbers that the slow rank sends at once: a bucket's 128th, for what the first and the last piece
+# take is not hidden by others; but each costs the other ranks an all-reduce.
 _PIECE, _PIECES = 4 * 1024, 128
-# Pieces whose sums a leaf has not heard: one goes up, one is summed, one comes down, and one is at
-# hand. With all at once TCP overran the queue before the slow link, and sent a third of it again.
+# Pieces whose sums the slow rank has not heard: one goes up, one is summed, one comes down, and one
+# is at hand. With all at once TCP overran the queue before the slow link, and sent a third of it
+# again.
 _FLYING = 4
 
 
 class SlowRankReducer(Reducer):
-    """Spares one slow link: its rank, the leaf, sends its bucket once and receives the sum once.
+    """Spares one slow link: the rank behind it sends its bucket once and receives the sum once.
 
-    In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way; here the leaf's
-    carries it once. The bucket goes in pieces, so that its sum comes back while it is still
-    going. Next to the leaf is one rank that adds the leaf's pieces to its own; it and the others
+    In a ring of n ranks each link carries 2 (n - 1) / n of the bucket each way; here the slow
+    one's carries it once. The bucket goes in pieces, so that its sum comes back while it is still
+    going. Next to it is one rank that adds its pieces to its own; it and the others
     make the sum among themselves. All get the same bits. Over gloo, from copies on the CPU: a
     link that is worth this is far slower than they are.
     """
 
-    def __init__(self, leaf: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, slow: int, dtype: torch.dtype, device: torch.device) -> None:
         ranks, self._rank = range(dist.get_world_size()), dist.get_rank()
-        self._leaf, self._next = leaf, next(rank for rank in ranks if rank != leaf)
+        self._slow, self._next = slow, next(rank for rank in ranks if rank != slow)
         self._dtype, self._device = dtype, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        pair = sorted((self._leaf, self._next))
-        others = [rank for rank in ranks if rank != leaf]
+        pair = sorted((self._slow, self._next))
+        others = [rank for rank in ranks if rank != slow]
         # One group a direction: what one way has to wait for must not hold up the other.
         groups: list[Any] = [dist.new_group(each, backend="gloo") for each in (pair, pair, others)]
         self._up, self._down, self._inner = groups
-        self._thread, self._sending = (ThreadPoolExecutor(1, name) for name in ("leaf", "leaf up"))
+        self._thread, self._sending = (
+            ThreadPoolExecutor(1, name) for name in ("slow rank", "slow rank up")
+        )
         self._flying = Semaphore(_FLYING)
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
@@ -69,7 +72,7 @@ class SlowRankReducer(Reducer):
         """
         size = max(_PIECE, len(part) // _PIECES)
         pieces = torch.split(part, size)
-        if self._rank == self._leaf:
+        if self._rank == self._slow:
             sums = torch.empty_like(part)
             comes = torch.split(sums, size)
             waits: list[Any] = [dist.irecv(piece, self._next, self._down) for piece in comes]
@@ -84,14 +87,14 @@ class SlowRankReducer(Reducer):
 
         elif self._rank == self._next:
             comes = torch.split(torch.empty_like(part), size)
-            waits = [dist.irecv(piece, self._leaf, self._up) for piece in comes]
+            waits = [dist.irecv(piece, self._slow, self._up) for piece in comes]
 
             def finish() -> Tensor:
                 backs = list[Any]()
                 for piece, come, wait in zip(pieces, comes, waits, strict=True):
                     wait.wait()
                     dist.all_reduce(piece.add_(come), group=self._inner)
-                    backs.append(dist.isend(piece, self._leaf, self._down))
+                    backs.append(dist.isend(piece, self._slow, self._down))
                 for back in backs:
                     back.wait()
                 return into.copy_(part)
@@ -106,7 +109,7 @@ class SlowRankReducer(Reducer):
         return finish
 
     def _go_up(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Send the leaf's pieces, each when it may; returns the last."""
+        """Send the slow rank's pieces, each when it may; returns the last."""
         works = list[Any]()
         for piece in pieces:
             self._flying.acquire()

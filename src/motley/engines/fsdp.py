@@ -33,8 +33,8 @@ class FsdpEngine(SynchronousEngine):
     """
 
     traits = EngineTraits(
-        overlaps=False, kinds=("exact", *SIXTEEN), leaf=False, mixed=False, shards_optimizer=True,
-        allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
+        overlaps=False, kinds=("exact", *SIXTEEN), spares_slow_rank=False, mixed=False,
+        shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
         words="FSDP gathers parameters and scatters gradients in each micro-batch",
         others={"--strategy ddp, if memory allows,": EngineTraits()},
     )  # fmt: skip

@@ -1,14 +1,15 @@
-"""Local steps: each rank takes optimizer steps of its own, and now and then they meet.
+"""Local SGD: each rank takes optimizer steps of its own, and now and then parameters are averaged.
 
-At a meeting each rank sends its progress since the last one, to be averaged by the samples that
-each has used. It travels while the next steps are computed, and takes the place of a rank's own
-progress at the next meeting: with z what all agree on, d_i a rank's progress and n_i its samples,
+In an averaging round each rank sends its progress since the last one, to be averaged by the samples
+that each has used. It travels while the next steps are computed, and takes the place of a rank's
+own progress in the next averaging round: with z what all agree on, d_i a rank's progress and n_i
+its samples,
 
-    x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one meeting later,
+    x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one averaging round later,
 
-which hides the wire wholly if it takes no longer than the steps between two meetings; nor does a
-rank wait for another that is late by less. What ranks tell each other travels along. A gradient
-is of a rank's own samples alone: this is not the training of one big machine.
+which hides the wire wholly if it takes no longer than the steps between two averaging rounds; nor
+does a rank wait for another that is late by less. What ranks tell each other travels along. A
+gradient is of a rank's own samples alone: this is not the training of one big machine.
 """
 
 import math
@@ -30,13 +31,13 @@ from motley.plan.wire import EngineTraits
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
-_TOLD = 4  # numbers that each rank tells at a meeting
+_TOLD = 4  # numbers that each rank tells at an averaging round
 
 
 class LocalEngine(EngineBase):
     """Implements Engine."""
 
-    traits = EngineTraits(kinds=("local",), leaf=False)
+    traits = EngineTraits(kinds=("local",), spares_slow_rank=False)
     loss_weight = 1
     equal_micro_steps = False
 
@@ -47,10 +48,10 @@ class LocalEngine(EngineBase):
                 f"--opt {context.config.opt} keeps what cannot be averaged over ranks, as --wire "
                 f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
             )
-        self._plan, self._every = context.plan, context.plan.wire.every
+        self._plan, self._sync_every = context.plan, context.plan.wire.sync_every
         self._samples = 0  # of this rank, in this step
         self._n_global = 1
-        self._news: Tensor | None = None  # what was told, and the loop has not heard
+        self._heard: Tensor | None = None  # what was told, and the loop has not heard
         self._agreed = self._vector()
         dist.broadcast(self._agreed, src=0)
         self._begin()
@@ -67,7 +68,7 @@ class LocalEngine(EngineBase):
     def _begin(self) -> None:
         """All ranks hold the same."""
         self._take(self._agreed)
-        self._start = self._agreed.clone()  # this rank's, at the last meeting
+        self._start = self._agreed.clone()  # this rank's, at the last averaging round
         self._sum: Tensor | None = None  # of all progress until then, on its way
         self._steps = 0  # since
         self._used = 0  # samples, since
@@ -113,21 +114,21 @@ class LocalEngine(EngineBase):
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         self.clock.lap("opt")
-        if self._steps == self._every:
-            self._meet(ready_s)
-        if self._news is None:
+        if self._steps == self._sync_every:
+            self._average(ready_s)
+        if self._heard is None:
             return StepResult(None, norm, overflow, scale, ())
-        (losses, used, ready, short), self._news = self._news.unbind(dim=1), None
+        (losses, used, ready, short), self._heard = self._heard.unbind(dim=1), None
         mean = float(losses.sum() / used.sum()) if used.any() else None
         return StepResult(
             None if mean is None else mean * self._n_global, norm, overflow, scale,
             ready_s=tuple(ready.tolist()), oom_ranks=self._tell_short(short.tolist()), retry=False,
         )  # fmt: skip
 
-    # -- meetings
+    # -- averaging rounds
 
-    def _meet(self, ready_s: float = 0.0) -> None:
-        """Take what the last meeting sent, and send this rank's progress on its way."""
+    def _average(self, ready_s: float = 0.0) -> None:
+        """Take what the last averaging round sent, and send this rank's progress on its way."""
         self._land()
         self.clock.lap("sync")
         own = self._agreed.new_zeros(self._context.size, _TOLD)
@@ -153,22 +154,22 @@ class LocalEngine(EngineBase):
         progress, told = torch.split(
             self._sum, [len(self._agreed), len(self._sum) - len(self._agreed)]
         )
-        # Of each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the meeting
+        # Of each rank, fp32 [ranks, 4]: the sum of its losses and its samples since the round
         # before; ready_s; and whether it has no memory.
         table = told.view(-1, _TOLD)
         self._agreed.add_(progress / table[:, 1].sum().clamp(min=1))
         self._sum = None
-        if self._news is not None:  # two meetings, and no step between them
-            table = torch.cat([self._news[:, :2] + table[:, :2],
-                               torch.maximum(self._news[:, 2:], table[:, 2:])], dim=1)  # fmt: skip
-        self._news = table
+        if self._heard is not None:  # two averaging rounds, and no step between them
+            table = torch.cat([self._heard[:, :2] + table[:, :2],
+                               torch.maximum(self._heard[:, 2:], table[:, 2:])], dim=1)  # fmt: skip
+        self._heard = table
 
     def sync_parameters(self) -> None:
-        """See Engine: a meeting that waits for its sum. The optimizer's memory is
+        """See Engine: an averaging round that waits for its sum. The optimizer's memory is
         averaged too, for whoever goes on from a checkpoint."""
         if self._steps == 0 and self._sum is None:
             return
-        self._meet()
+        self._average()
         self._land()
         self._begin()
         self._average_memory()
@@ -220,7 +221,7 @@ class LocalEngine(EngineBase):
     def load_state(self, state: State) -> None:
         """See Engine."""
         super().load_state(state)
-        self._news = None
+        self._heard = None
         self._agreed = self._vector()
         self._begin()
 

@@ -13,7 +13,7 @@ from motley.plan.wire import SIXTEEN, EngineTraits
 from motley.tasks.model import Classifier
 
 _AFTER = EngineTraits(
-    overlaps=False, kinds=("exact", *SIXTEEN), leaf=False,
+    overlaps=False, kinds=("exact", *SIXTEEN), spares_slow_rank=False,
     words="DeepSpeed stage 0 sends gradients after the backward pass",
 )  # fmt: skip
 TRAITS = (  # by stage

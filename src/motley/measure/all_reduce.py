@@ -11,7 +11,7 @@ import torch.distributed as dist
 from motley.comm.reducer import Bucket, buckets_of
 from motley.comm.senders import make_reducer
 from motley.measure.device import wait_for
-from motley.plan.wire import EXACT, Wire, WireMode
+from motley.plan.wire import EXACT, AllReduceCost, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
@@ -21,7 +21,7 @@ _ENOUGH_S = 1.0  # of tries that took so long, none is repeated
 _PART_S = 2.0  # that sending a part of the gradient should take at most
 
 
-def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> Wire:
+def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> AllReduceCost:
     """Time what it takes to add up next to nothing, and the gradient of these parameters; of a
     wire so slow that this takes seconds, a part of it.
 
@@ -48,15 +48,15 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> 
     rest_s = (1 - share) * (
         (part_s - first_s) / (share - first) if len(part) > 1 else part_s / share
     )
-    return Wire(
+    return AllReduceCost(
         latency_s, max(0.0, part_s + rest_s - latency_s * len(part) / share),
         dist.get_backend() == "nccl",
-        size=float(size), every=mode.every, tensors=_tensors(parameters, mode),
+        size=float(size), sync_every=mode.sync_every, tensors=_tensors(parameters, mode),
     )  # fmt: skip
 
 
 def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[float, float], ...]:
-    """See Wire.tensors: the last layer's gradients come first."""
+    """See AllReduceCost.tensors: the last layer's gradients come first."""
     shapes = [tuple(parameter.shape) for parameter in reversed(parameters)]
     numbers, size = sum(map(math.prod, shapes)), mode.bytes_of(shapes)
     return tuple((math.prod(shape) / numbers, mode.bytes_of([shape]) / size) for shape in shapes)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
 from motley.plan.split import SpeedTable
-from motley.plan.wire import EngineTraits, Wire, WireMode
+from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -62,7 +62,7 @@ def larger_batch(
     names: Sequence[str],
     machines: Sequence[int],
     speeds: Sequence[SpeedTable],
-    wire: Wire,
+    wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[str, ...]:
     """That the batch is too small for these machines to beat the best of them, and which is not;

@@ -9,7 +9,7 @@ from typing import Any
 
 from motley.plan.links import Links
 from motley.plan.split import SpeedTable, limit_s, split
-from motley.plan.wire import Wire
+from motley.plan.wire import AllReduceCost
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
 _WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecasts are that good
@@ -79,7 +79,10 @@ class Forecast:
 
 
 def forecast(
-    counts: Sequence[int], speeds: Sequence[SpeedTable], wire: Wire, buckets: int | None = None
+    counts: Sequence[int],
+    speeds: Sequence[SpeedTable],
+    wire: AllReduceCost,
+    buckets: int | None = None,
 ) -> Forecast:
     """Predict a plan.
 
@@ -104,7 +107,7 @@ def forecast(
     return Forecast(
         total,
         compute,
-        wire.seconds(micro_steps=max(parts)) / wire.every,
+        wire.seconds(micro_steps=max(parts)) / wire.sync_every,
         buckets,
         exposed[buckets],
         limit_s(total, speeds),
@@ -112,7 +115,7 @@ def forecast(
 
 
 def arrange(
-    global_batch: int, speeds: Sequence[SpeedTable], wire: Wire
+    global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
     """Split the batch, in micro-batches that make a step short: the fastest, or where the wire is
     to hide behind a backward pass, whole shares.
@@ -151,7 +154,7 @@ def choose_machines(
     global_batch: int,
     machines: Sequence[int],
     speeds: Sequence[SpeedTable],
-    wire: Wire,
+    wire: AllReduceCost,
     links: Links | None = None,
     needed: int | None = None,
     fixed: bool = False,
@@ -209,7 +212,7 @@ def what_if(
     names: Sequence[str],
     machines: Sequence[int],
     speeds: Sequence[SpeedTable],
-    wire: Wire,
+    wire: AllReduceCost,
     links: Links | None = None,
 ) -> dict[str, Forecast]:
     """Other ways to do it, predicted: for a person who wonders.

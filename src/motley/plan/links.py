@@ -95,7 +95,7 @@ class Links:
         slowest = min(map(self.carries, machines))
         return 2 * (ranks - 1) / ranks * size / slowest if slowest > 0 else float("inf")
 
-    def leaf(self) -> int | None:
+    def slow_rank(self) -> int | None:
         """The one machine whose link is far slower than all others'; None if there is none."""
         if len(self.hosts) < 3:
             return None

@@ -14,8 +14,8 @@ SIXTEEN = ("bf16", "fp16")
 _NUMBERS = {
     "powersgd": "powersgd needs a rank of 1 or more, as in powersgd:8, or powersgd:8+bf16; a "
     "higher one sends more and leaves out less",
-    "local": "local needs the steps between two meetings, 1 or more, as in local:4; more of them "
-    "hide a slower wire and cost more accuracy",
+    "local": "local needs the steps between two averaging rounds, 1 or more, as in local:4; more "
+    "of them hide a slower wire and cost more accuracy",
 }
 _KINDS = ("exact", *SIXTEEN, "powersgd", "local")
 # Of top-1 against the exact wire, mean of so many seeds, on digits or textures, whichever lost
@@ -36,16 +36,16 @@ class WireMode:
             rank in place of the gradient's, what that leaves out is sent later; inexact.
             local: parameters, now and then, between which each rank takes steps of its own;
             inexact.
-        rank: of these matrices. every: so many local steps.
+        rank: of these matrices. sync_every: local steps between two averaging rounds.
         rounded: what PowerSGD sends is rounded to bf16 on the way.
-        leaf: the rank behind the one slow link, which sends its gradient once and receives the
+        slow_rank: the rank behind the one slow link, which sends its gradient once and receives the
             sum once, while the others make the sum among themselves; None: all in a ring.
     """
 
     kind: str = "exact"
     rank: int = 0
-    leaf: int | None = None
-    every: int = 1
+    slow_rank: int | None = None
+    sync_every: int = 1
     rounded: bool = False
 
     @property
@@ -83,10 +83,10 @@ class WireMode:
         return numbers if 2 * numbers < whole else None
 
     def __str__(self) -> str:
-        number = {"powersgd": f":{self.rank}", "local": f":{self.every}"}
+        number = {"powersgd": f":{self.rank}", "local": f":{self.sync_every}"}
         words = self.kind + number.get(self.kind, "")
         words += "+bf16" if self.rounded else ""
-        return words if self.leaf is None else f"{words}/leaf{self.leaf}"
+        return words if self.slow_rank is None else f"{words}/leaf{self.slow_rank}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class EngineTraits:
 
     Attributes:
         overlaps: send them while the backward pass still runs.
-        kinds: of WireMode. leaf: spare one slow link.
+        kinds: of WireMode. spares_slow_rank: whose link is slow; see WireMode.slow_rank.
         allreduces_per_step, allreduces_per_micro_step: of the gradient, once in a step and once in
             each of its micro-batches.
         gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
@@ -108,7 +108,7 @@ class EngineTraits:
 
     overlaps: bool = True
     kinds: tuple[str, ...] = _KINDS
-    leaf: bool = True
+    spares_slow_rank: bool = True
     allreduces_per_step: float = 1.0
     allreduces_per_micro_step: float = 0.0
     gathers_per_step: float = 0.0
@@ -120,9 +120,9 @@ class EngineTraits:
 
     def can(self, mode: WireMode) -> bool:
         """Whether the engine can do this mode."""
-        return mode.kind in self.kinds and (self.leaf or mode.leaf is None)
+        return mode.kind in self.kinds and (self.spares_slow_rank or mode.slow_rank is None)
 
-    def through(self, wire: "Wire", mode: WireMode) -> "Wire":
+    def through(self, wire: "AllReduceCost", mode: WireMode) -> "AllReduceCost":
         """What was measured of a mode, as the engine uses it."""
         wide = 2 if mode.kind in SIXTEEN else 1
         return dataclasses.replace(
@@ -159,12 +159,12 @@ def parse_wire(text: str) -> WireMode | None:
     """Read ``--wire``; None for auto."""
     if text == "auto":
         return None
-    text, slash, leaf = text.partition("/leaf")
+    text, slash, number = text.partition("/leaf")
     if slash:  # as the plan writes it
         mode = parse_wire(text)
-        if mode is None or mode.is_inexact or not leaf.isdecimal():
-            raise MotleyError(f"--wire {text}{slash}{leaf}: write it as in exact/leaf4")
-        return dataclasses.replace(mode, leaf=int(leaf))
+        if mode is None or mode.is_inexact or not number.isdecimal():
+            raise MotleyError(f"--wire {text}{slash}{number}: write it as in exact/leaf4")
+        return dataclasses.replace(mode, slow_rank=int(number))
     kind, colon, number = text.partition(":")
     if kind not in _KINDS:
         choices = ("auto", *_KINDS)
@@ -182,7 +182,7 @@ def parse_wire(text: str) -> WireMode | None:
         raise MotleyError(f"--wire {text}: {_NUMBERS[kind]}")
     if kind == "powersgd":
         return WireMode(kind, int(number), rounded=rounded)
-    return WireMode(kind, every=int(number)) if number != "1" else EXACT
+    return WireMode(kind, sync_every=int(number)) if number != "1" else EXACT
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
@@ -193,7 +193,7 @@ def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]
         precisions: of those who would train.
     """
     if asked is not None:
-        return mode == asked or asked == dataclasses.replace(mode, leaf=None)
+        return mode == asked or asked == dataclasses.replace(mode, slow_rank=None)
     return mode.kind == "exact" or mode.kind in precisions
 
 
@@ -214,13 +214,13 @@ def rounded_too(mode: WireMode, precisions: Sequence[str]) -> WireMode:
 
 
 @dataclass(frozen=True)
-class Wire:
+class AllReduceCost:
     """How long all ranks take to add up their gradients, as measured.
 
     Attributes:
         latency_s: of next to nothing: what each bucket costs, whatever its size.
         transfer_s: of the whole gradient, besides.
-        every: steps, once in which it is sent, beside them all.
+        sync_every: steps, once in which it is sent, beside them all.
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.
@@ -234,7 +234,7 @@ class Wire:
     on_gpu: bool = False
     overlaps: bool = True
     size: float = 0.0
-    every: int = 1
+    sync_every: int = 1
     allreduces_per_step: float = 1.0
     allreduces_per_micro_step: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
@@ -261,9 +261,9 @@ class Wire:
         Args:
             compute_s: of a whole step. micro_steps: in it.
         """
-        if self.every > 1:
-            hidden = self.every * compute_s if self.overlaps else 0.0
-            return max(0.0, self.seconds() - hidden) / self.every
+        if self.sync_every > 1:
+            hidden = self.sync_every * compute_s if self.overlaps else 0.0
+            return max(0.0, self.seconds() - hidden) / self.sync_every
         if buckets == 1 or not self.overlaps:
             return self.seconds(buckets, micro_steps)
         late_s = 0.0  # behind the backward pass
@@ -287,7 +287,9 @@ class Wire:
         if computed:
             yield computed, sent
 
-    def among(self, machines: Sequence[int], ranks: Sequence[int], links: Links | None) -> "Wire":
+    def among(
+        self, machines: Sequence[int], ranks: Sequence[int], links: Links | None
+    ) -> "AllReduceCost":
         """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
         over each link. What the slowest link does not account for, such as the processors' own
         work, shrinks with n alone.

@@ -13,7 +13,15 @@ from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_mac
 from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.plan.split import SpeedTable
-from motley.plan.wire import EXACT, EngineTraits, Wire, WireMode, may_take, parse_wire, rounded_too
+from motley.plan.wire import (
+    EXACT,
+    AllReduceCost,
+    EngineTraits,
+    WireMode,
+    may_take,
+    parse_wire,
+    rounded_too,
+)
 from motley.planner.parts import Parts
 from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
@@ -39,7 +47,7 @@ class Planned:
     plan: Plan
     speeds: tuple[SpeedTable, ...] = ()
     forecast: Forecast | None = None
-    wires: Mapping[WireMode, Wire] = field(default_factory=dict)
+    wires: Mapping[WireMode, AllReduceCost] = field(default_factory=dict)
     others: Mapping[str, Forecast] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
     links: Links | None = None
@@ -108,7 +116,7 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
             f"--wire {asked} is not for GPUs and CPUs together; choose exact, bf16 or fp16, or "
             "leave out one kind with --hosts"
         )
-    if asked is not None and asked.leaf is not None and not asked.leaf < group.size > 2:
+    if asked is not None and asked.slow_rank is not None and not asked.slow_rank < group.size > 2:
         raise MotleyError(
             f"--wire {asked}: {group.size} ranks take part; a leaf is one of 3 or more, numbered "
             "from 0; leave it to the plan with --wire exact"
@@ -163,7 +171,7 @@ def _measure_and_plan(
     ring = everything.wires.get(mode, everything.wires[EXACT])
     advice = better_engine(traits, forecast, engines)
     advice += better_modes(options, mode, names)
-    if mode.leaf is None:
+    if mode.slow_rank is None:
         advice += larger_batch(
             config.batch_size, names, machines, everything.speeds, ring, everything.links
         )
@@ -199,7 +207,7 @@ def _options(
     return {
         mode: choose_machines(
             config.batch_size, machines, measured.speeds, wire, measured.links, needed,
-            fixed=config.hosts != "auto" or mode.leaf is not None,
+            fixed=config.hosts != "auto" or mode.slow_rank is not None,
         )
         for mode, wire in measured.wires.items()
     }  # fmt: skip
@@ -211,7 +219,7 @@ def _best_mode(
     """Of the modes that the plan may take the one that changes least, or what is faster than that
     by more than clocks err: exact, with a slow link spared, rounded, both."""
     best: WireMode | None = None
-    for mode in sorted(options, key=lambda m: (m.kind != "exact", m.leaf is not None)):
+    for mode in sorted(options, key=lambda m: (m.kind != "exact", m.slow_rank is not None)):
         who = [precisions[rank] for rank in options[mode].ranks]  # they round anyway, or not
         if may_take(mode, asked, who) and (
             best is None

@@ -21,8 +21,8 @@ from motley.plan.wire import (
     EXACT,
     OFFERED,
     SIXTEEN,
+    AllReduceCost,
     EngineTraits,
-    Wire,
     WireMode,
     rounded_as,
     rounded_too,
@@ -33,7 +33,7 @@ from motley.tasks.model import Classifier
 
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
-_LOCAL_STEPS = (2, 4, 8, 16)  # between two meetings, that are worth a word
+_LOCAL_STEPS = (2, 4, 8, 16)  # between two averaging rounds, that are worth a word
 _TOGETHER_S = 600.0  # seconds in which ranks measure anything that they do together
 _SHOWS = 0.02  # of a step: a wire that cannot be hidden
 _SHOWN = 4  # links that do not work, in an error
@@ -50,7 +50,7 @@ class Measured:
     """
 
     speeds: tuple[SpeedTable, ...]
-    wires: Mapping[WireMode, Wire]
+    wires: Mapping[WireMode, AllReduceCost]
     links: Links | None = None
 
 
@@ -97,13 +97,13 @@ def _passing_links(world: World) -> Links:
 
 
 def _other_modes(
-    group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, leaf: int | None
+    group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, slow: int | None
 ) -> list[WireMode]:
     """What may be taken besides the exact wire in a ring, or is worth a word.
 
     Args:
         part: that the exact one takes, in steps without any.
-        leaf: the rank that a slow link would be spared for.
+        slow: the rank that a slow link would be spared for.
     """
     if group.size == 1:
         return []
@@ -111,9 +111,11 @@ def _other_modes(
     if part > _WORTH_A_WORD:
         modes += [EXACT, rounded_as(group.precisions) or BF16]
         modes.append(rounded_too(OFFERED, group.precisions))
-        modes += [WireMode("local", every=every) for every in _LOCAL_STEPS if every >= part][:1]
-    if leaf is not None:
-        modes += [replace(m, leaf=leaf) for m in modes if m.kind in ("exact", *SIXTEEN)]
+        modes += [WireMode("local", sync_every=every) for every in _LOCAL_STEPS if every >= part][
+            :1
+        ]
+    if slow is not None:
+        modes += [replace(m, slow_rank=slow) for m in modes if m.kind in ("exact", *SIXTEEN)]
     return [
         mode for mode in dict.fromkeys(modes)
         if mode != EXACT and traits.can(mode) and not (mode.kind == "powersgd" and group.is_mixed)
@@ -126,23 +128,23 @@ def wires_of(
     model: Classifier | None,
     modes: Sequence[WireMode],
     traits: EngineTraits,
-    known: Mapping[WireMode, Wire] | None = None,
-) -> dict[WireMode, Wire]:
+    known: Mapping[WireMode, AllReduceCost] | None = None,
+) -> dict[WireMode, AllReduceCost]:
     """What it takes to add up all gradients in these modes; every launched rank calls it.
 
     Args:
         known: of other modes; they are part of what is returned.
     """
-    own: dict[WireMode, Wire] | None = None
+    own: dict[WireMode, AllReduceCost] | None = None
     if model is not None and group.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         own = dict(known or {})
         for mode in dict.fromkeys(modes):
             world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")
             if group.size == 1:
-                own[mode] = Wire(0.0, 0.0)
+                own[mode] = AllReduceCost(0.0, 0.0)
             elif mode.kind == "local" and EXACT in own:  # as many bytes
-                own[mode] = replace(own[EXACT], every=mode.every)
+                own[mode] = replace(own[EXACT], sync_every=mode.sync_every)
             else:
                 own[mode] = measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each is not None)
@@ -152,7 +154,7 @@ def wires_of(
     }
 
 
-def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: Wire) -> bool:
+def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllReduceCost) -> bool:
     """Whether a backward pass can hide a wire, if the engine lets it."""
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
@@ -165,7 +167,7 @@ def _leaf(machines: Sequence[int], links: Links | None) -> int | None:
     Args:
         machines: of the ranks.
     """
-    slow = None if links is None else links.leaf()
+    slow = None if links is None else links.slow_rank()
     ranks = [rank for rank, machine in enumerate(machines) if machine == slow]
     return ranks[0] if len(ranks) == 1 and len(machines) > 2 else None
 
