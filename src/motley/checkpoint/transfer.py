@@ -64,7 +64,7 @@ def resume(
     progress, notes, source = content
     if progress is None:
         raise MotleyError(notes)
-    own = _deal(tensors, progress["ranks"])
+    own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
     engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
     if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
@@ -94,8 +94,8 @@ def _differences(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     return [f"note: {text}" for text in differing(SAID)]
 
 
-def _deal(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """What this rank alone had saved, which rank 0 holds; nothing where there were other ranks."""
+def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """Scatter per-rank state, which rank 0 holds; empty if the number of ranks has changed."""
     if ranks != dist.get_world_size():
         return {}
     parts: list[dict[str, Tensor]] | None = None

@@ -105,7 +105,7 @@ class LocalEngine(EngineBase):
             self.scale.update(overflow)
             if overflow and not math.isfinite(loss := float(loss_sum)):
                 return StepResult(loss, None, True, scale, ())  # the loop says of which samples
-            if overflow and not self.scale.helps:
+            if overflow and not self.scale.may_clear:
                 raise NotFiniteError(
                     f"the gradient is not finite at the loss scale {scale:g}, though the loss "
                     f"is {loss / samples:.3g}; lower --lr, set --clip-grad 1.0, or choose another "

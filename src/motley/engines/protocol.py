@@ -27,16 +27,17 @@ class StepResult:
     """What all ranks know after a step.
 
     Attributes:
-        loss_sum: over the global batch; None where only this rank's own part is known. Of local
-            steps, the mean since the last meeting but one, times the batch.
+        loss_sum: summed loss of the global batch; None if only this rank's own part is known. Of
+            Local SGD: the mean loss of the samples between the two averaging rounds before, times
+            the number of samples of the global batch; None in the steps in between.
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
         overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
         loss_scale: that this step's losses were multiplied by.
         ready_s: what each rank gave to :meth:`Engine.step`; empty if nobody told.
-        oom_ranks: ranks that had not enough memory, and what was found there. If there is one,
-            nobody stepped, the parameters and the scale are as before, and the same samples
-            are due again.
-        retry: they are; not with local steps, where these ranks alone took none, for a while.
+        oom_ranks: ranks that ran out of memory, and what was found there. If there is one,
+            nobody stepped, and the parameters and the loss scale are as before.
+        retry: the loop must repeat this batch, if there are ``oom_ranks``; False for Local SGD,
+            where only those ranks skipped a step, some steps ago.
     """
 
     loss_sum: float | None

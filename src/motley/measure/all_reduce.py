@@ -71,8 +71,9 @@ def _send_s(
     """Seconds of adding up buckets, the same on all ranks.
 
     Args:
-        whose: time counts; as a rule of who is done last: ranks behind fast links are done before
-            what they sent has come through a slow one.
+        whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast links
+            are done before what they sent has come through a slow one. MIN: the fastest rank's,
+            which excludes waiting for the others to begin.
         warm: once before it is timed, to make the connections.
     """
     device = buckets[0].flat.device
@@ -96,7 +97,7 @@ def _together_s(
     """Seconds of what all ranks do together: the median of some tries, the same on all ranks.
 
     Args:
-        whose: which rank's time counts.
+        whose: MAX or MIN; see :func:`_send_s`.
     """
     tries: list[float] = []
     while len(tries) < _TRIES and sum(tries) < _ENOUGH_S:

@@ -25,10 +25,10 @@ class Forecast:
 
     Attributes:
         compute_s: of each rank in a step.
-        wire_s: of a step, that adding up would take by itself, the whole gradient at once; of
-            local steps, their part of a meeting's.
-        buckets: that the gradient is sent in while the backward pass runs, none less than this
-            part of it; 1: after it.
+        wire_s: time of the all-reduce of the whole gradient without overlap; of Local SGD, of an
+            averaging round, divided by its steps.
+        buckets: number of gradient buckets whose all-reduces overlap the backward pass; 1: one
+            all-reduce after it.
         exposed_s: the part of the all-reduce that the backward pass does not hide.
         limit_s: a step's time if nobody waited and nothing was sent, on all machines, those that
             the plan leaves out too.

@@ -187,9 +187,8 @@ class Plan:
         max_micro_batch: m_i, the most samples rank i holds in memory at once.
         equal_micro_steps: every rank takes the same number of micro-steps, the missing
             ones empty (for engines that communicate at every micro-batch).
-        buckets: that the gradient is sent in while the backward pass still runs, where the
-            engine can, each of at least this part of it; 1: after it; None: as torch's DDP does
-            by itself.
+        buckets: number of gradient buckets whose all-reduces overlap the backward pass, where the
+            engine can; 1: one all-reduce after the backward pass; None: torch DDP's default.
         wire: how the ranks' gradients are added up.
     """
 

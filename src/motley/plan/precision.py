@@ -88,8 +88,9 @@ class LossScale:
     good_steps: int = 0
 
     @property
-    def helps(self) -> bool:
-        """Another step may do where this one overflowed; below 1, gradients are too large."""
+    def may_clear(self) -> bool:
+        """Whether lowering the scale may still clear an overflow; below 1 the gradients themselves
+        are too large."""
         return self.dynamic and self.value >= 1
 
     def update(self, overflow: bool) -> None:

@@ -76,7 +76,7 @@ class WireMode:
         return width * sum(self.thin(shape) or math.prod(shape) for shape in shapes)
 
     def thin(self, shape: Sequence[int]) -> int | None:
-        """Numbers that PowerSGD sends of a gradient of this shape; None: all, as it is."""
+        """Elements that PowerSGD sends for a gradient of this shape; None: it is sent as it is."""
         high, whole = shape[0] if shape else 1, math.prod(shape)
         wide = whole // high
         numbers = (high + wide) * min(high, wide, self.rank)
@@ -220,7 +220,7 @@ class AllReduceCost:
     Attributes:
         latency_s: of next to nothing: what each bucket costs, whatever its size.
         transfer_s: of the whole gradient, besides.
-        sync_every: steps, once in which it is sent, beside them all.
+        sync_every: steps between two all-reduces, beside which it travels.
         on_gpu: the GPUs work it themselves, beside what they compute (NCCL).
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.

@@ -118,8 +118,8 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
         )
     if asked is not None and asked.slow_rank is not None and not asked.slow_rank < group.size > 2:
         raise MotleyError(
-            f"--wire {asked}: {group.size} ranks take part; a leaf is one of 3 or more, numbered "
-            "from 0; leave it to the plan with --wire exact"
+            f"--wire {asked}: {group.size} ranks take part; /leafK spares rank K, from 0, of 3 or "
+            "more; leave it to the plan with --wire exact"
         )
 
 
@@ -262,8 +262,8 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
 def _plan_before(
     world: World, run: Run, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> tuple[ProcessGroup, Planned] | None:
-    """The plan that the run which is continued began with, if the same ranks go on through an
-    engine alike: so, to the bit, do they, unless that run had to change it."""
+    """The first plan of the run that is continued, if ranks and engine are unchanged, so that the
+    resume is bit-exact; a run that changed its plan on the way does not resume so."""
     content = world.from_first(run.read_continued)
     same = (
         "batch_size", "micro_batch", "shares", "hosts", "wire", "compile", "grad_checkpointing",

@@ -78,7 +78,7 @@ def measure_team(
     wires = wires_of(world, group, model, [EXACT], traits)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
-    modes = _other_modes(group, asked, traits, part, _leaf(group.machines(world), links))
+    modes = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
     return Measured(speeds, wires_of(world, group, model, modes, traits, wires), links)
 
 
@@ -161,7 +161,7 @@ def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllRedu
     return apart and not (wire.on_gpu and mode.rank)  # PowerSGD waits for the GPU in each bucket
 
 
-def _leaf(machines: Sequence[int], links: Links | None) -> int | None:
+def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
     """The one rank behind a link that is far slower than the others', if there is such.
 
     Args:

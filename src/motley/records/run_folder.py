@@ -36,8 +36,8 @@ class StepRecord:
 
     Attributes:
         step: optimizer steps since the start of training, 0-based.
-        loss: mean over the samples of the *global* batch; of local steps, which know it at a
-            meeting only, of all samples between the two meetings before; else null.
+        loss: mean over the samples of the *global* batch. Of Local SGD, which knows it in an
+            averaging round only: of all samples between the two rounds before; else null.
         loss_scale: the factor that this step's loss was multiplied by.
         overflow: the gradient was not finite and all ranks skipped the step; of local steps,
             this rank.

@@ -133,7 +133,7 @@ def fit(world: World, job: Job, recorder: Recorder, position: TrainState) -> Epo
                     break  # the same samples, as the new plan cuts them
             known = sample_loss.sum().item() if result.loss_sum is None else result.loss_sum
             check_finite(known, sample_loss, indices)
-            if result.overflow and not engine.scale.helps:
+            if result.overflow and not engine.scale.may_clear:
                 raise NotFiniteError(describe_overflow(job, plan, position, result))
 
             recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
@@ -151,7 +151,8 @@ def fit(world: World, job: Job, recorder: Recorder, position: TrainState) -> Epo
                     save(engine, job.checkpoints, position, job.saved_config)
                     agreement.saved(position)
                 engine.clock.restart()
-            # Times arrive a step late, none after a pause, and a ragged batch says nothing.
+            # Ready times describe the previous step, are absent after a pause, and are ignored for
+            # ragged batches.
             full = before == plan.global_batch and result.ready_s and all(result.ready_s)
             before = part.global_batch
             proposal = watch.step(result.ready_s, plan.counts) if full else None
