@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import motley.comm.power_sgd
+import motley.train.loop
 import motley.train.setup
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
@@ -28,6 +29,7 @@ from motley.launch.world import Launched, World, run
 from motley.plan.replan import Proposal, ReplanMonitor
 from motley.train.loop import train
 
+LOOP = str(motley.train.loop.__file__)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (fuzz)"
 # What somebody says to rank 0 who has no token.
 STRANGERS = (b"[" * 200_000 + b"\n", b"{}\n" * 1000, b"\xff\x00" * 9000, b"[1]\nnull\n\n", b"")
@@ -65,7 +67,7 @@ class Probe:
         return None
 
     def attach(self, engine: Any, model: torch.nn.Module) -> None:
-        """ReplanMonitor this engine."""
+        """Watch this engine."""
         self._engine, self._model = engine, model
         engine.accumulate = partial(self._accumulate, engine.accumulate)
         engine.step = partial(self._step, engine.step)
@@ -139,8 +141,8 @@ class Probe:
         dist.all_reduce = dist.isend = fail
 
     def _visit(self, words: bytes) -> None:
-        """Knock at rank 0's door, without a token."""
-        address = self.world.supervisor._door.getsockname()
+        """Knock at rank 0's port, without a token."""
+        address = self.world.supervisor._handshakes.address
 
         def knock() -> None:
             with socket.create_connection(address) as line:
@@ -167,14 +169,12 @@ class Probe:
         def look(frame: FrameType, event: str, _: Any) -> None:
             nonlocal left
             back = frame.f_back
-            if (
-                event != "return"
-                or back is None
-                or not back.f_code.co_filename.endswith("motley/train.py")
-                or self.world.supervisor.step != fault["step"]
-            ):
+            if event != "return" or back is None or back.f_code.co_filename != LOOP:
                 return
-            if left == 0:
+            step = self.world.supervisor.step
+            if step is None or step < fault["step"]:
+                return
+            if left == 0 or step > fault["step"]:  # it had fewer
                 if fault["rank"] < 0:
                     os.killpg(0, signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)

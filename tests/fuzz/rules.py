@@ -49,6 +49,10 @@ def _ending(job: Job, case: Case) -> list[str]:
         return [f"hang: still running\n{tail}"]
     if "Traceback (most recent call last)" in output:
         return [f"traceback:\n{tail}"]
+    due = min((f.step for f in job.segment.faults if f.kind == "kill"), default=None)
+    steps = [line["step"] for lines in job.trace for line in lines if "step" in line]
+    if due is not None and not job.killed and max(steps, default=-1) > due:
+        return [f"kill: nobody was killed in step {due}"]  # the fuzzer has lost its hold
     if not any(job.ended.codes) or job.killed:
         return []
     said = job.said

@@ -63,14 +63,14 @@ class Handshakes:
         ranks: who is to come, each of them once.
 
     Attributes:
-        token: that a rank says first.
+        token: that a rank says first. address: of the port.
     """
 
     def __init__(self, listener: socket.socket, ranks: Collection[int]) -> None:
         self.token = secrets.token_hex(16)
         self._opening = _opening(self.token)
         self._awaited = set(ranks)
-        self._listener = listener
+        self._listener, self.address = listener, listener.getsockname()
         listener.setblocking(False)
         self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
 

@@ -69,7 +69,7 @@ class Supervisor:
         """
         listener = socket.create_server((address, 0), backlog=1024)
         self._handshakes = Handshakes(listener, range(1, self._own.size))
-        return listener.getsockname()[1], self._handshakes.token, self._own.host
+        return self._handshakes.address[1], self._handshakes.token, self._own.host
 
     def join(
         self, address: str, listening: tuple[int, str, str], standby: int, first_here: bool
