@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,12 +134,12 @@ class Bench(ABC):
         laps: list[Laps] = []
 
         def step() -> None:
-            losses: list[Tensor] = []
             for place, batch in enumerate(batches):
-                losses.append(engine.accumulate(batch, plan.global_batch, place == len(sizes) - 1))
-            if short := engine.step(torch.cat(losses).sum(), 0.0).oom_ranks:
-                raise SystemExit(f"out of memory: {short}")
-            laps.append(engine.clock.cut())
+                engine.accumulate(batch, plan.global_batch, place == len(sizes) - 1)
+            result = engine.step()
+            if result.oom_ranks:
+                raise SystemExit(f"out of memory: {result.oom_ranks}")
+            laps.append(result.laps)
 
         # Of local steps whole periods; what the first begins with is on its way.
         warm, steps = (

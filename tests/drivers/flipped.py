@@ -9,7 +9,6 @@ RANK:WHAT:STEP, where WHAT is a ``parameter``, a ``moment`` of the optimizer, or
 import argparse
 
 import torch
-from torch import Tensor
 
 import motley.train.agreement
 from motley.config.options import read_config, training_parser
@@ -29,10 +28,10 @@ class Flipped:
     again = False
     _taken = 0
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+    def step(self) -> StepResult:
         """See motley.engines.protocol.Engine."""
         self._taken += 1
-        return super().step(loss_sum, ready_s)  # type: ignore[misc, no-any-return]
+        return super().step()  # type: ignore[misc, no-any-return]
 
     @torch.no_grad()
     def sync_parameters(self) -> None:

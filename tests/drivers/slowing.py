@@ -38,11 +38,11 @@ class Counting(DdpEngine):
 
     steps = 0
 
-    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """See motley.engines.protocol.Engine."""
         Slow.factor = 4 if self._context.rank == 0 and 30 <= self.steps < 60 else 1
         self.steps += last
-        return super().accumulate(batch, n_global, last)
+        super().accumulate(batch, n_global, last)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See motley.engines.protocol.Engine."""

@@ -52,12 +52,12 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
         model.net.blocks[0].register_forward_hook(self._watch)
         self._ballast: Tensor | None = None
 
-    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """See motley.engines.protocol.Engine."""
         if self._context.rank == 1 and self.step_number == 3:
             leave(_SPARE)
         self.step_number += last
-        return super().accumulate(batch, n_global, last)
+        super().accumulate(batch, n_global, last)
 
     def _watch(self, _block: object, _given: object, made: Tensor) -> None:
         in_training = made.requires_grad and len(made) > 1
@@ -70,11 +70,11 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
             self._ballast = torch.empty(_BALLAST, dtype=torch.uint8)
             leave(0)
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+    def step(self) -> StepResult:
         """See motley.engines.protocol.Engine."""
         if self._ballast is not None:
             self._ballast = torch.empty(0)
-        return super().step(loss_sum, ready_s)
+        return super().step()
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Probe:
         first = next(part for name, part in model.net.named_modules() if name == "blocks.1")
         first.register_forward_hook(self._passes)
 
-    def _accumulate(self, then: Callable[..., Tensor], batch: Batch, *rest: Any) -> Tensor:
+    def _accumulate(self, then: Callable[..., None], batch: Batch, *rest: Any) -> None:
         if not self._begun:
             self._begun = True
             cuda = torch.cuda.is_available()
@@ -84,12 +84,12 @@ class Probe:
             self.write(random=hashlib.sha256(random).hexdigest())
         self._indices += batch.indices
         self._sizes.append(len(batch.labels))
-        return then(batch, *rest)
+        then(batch, *rest)
 
-    def _step(self, then: Callable[..., Any], *given: Any) -> Any:
+    def _step(self, then: Callable[[], Any]) -> Any:
         if stranger := self.due("stranger"):
             self._visit(STRANGERS[stranger["call"] % len(STRANGERS)])
-        result = then(*given)
+        result = then()
         self.write(
             step=self.world.supervisor.step, indices=self._indices, sizes=self._sizes,
             overflow=result.overflow, again=bool(result.oom_ranks and result.retry),

@@ -1,6 +1,7 @@
 """What all engines share of Engine, whatever the wire between ranks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from motley.engines.named_state import (
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import Sharding, try_optimizer
-from motley.engines.protocol import EngineContext
+from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
@@ -35,8 +36,8 @@ class EngineBase:
 
     An engine adds ``traits``, of its :class:`EngineFactory`; ``_accumulate``, which is
     :meth:`Engine.accumulate` with memory enough; ``_abandon``, which puts what is not finite in
-    its place when there was not; and ``_send``, which sends what the others wait for and the last
-    backward pass has not sent.
+    its place when there was not; ``_send``, which sends what the others wait for and the last
+    backward pass has not sent; and ``_step``, which does the rest.
     """
 
     traits: EngineTraits
@@ -50,6 +51,7 @@ class EngineBase:
         # Gloo copies to a GPU in a stream of its own, for which no future waits.
         self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
         self._short = ""  # of memory, in this step: what was found
+        self._step_losses: list[Tensor] = []  # of this step's micro-batches
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer_traits = try_optimizer(context.config, context.device, self._sharding)
         self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
@@ -66,7 +68,11 @@ class EngineBase:
     def _send(self) -> None:
         pass
 
-    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+        """Finish the global batch; tells this rank's numbers to the others on the way."""
+        raise NotImplementedError
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """See :class:`Engine`. Another user may have taken the memory that was free before."""
         losses = None
         if not self._short:
@@ -82,7 +88,13 @@ class EngineBase:
             losses = torch.zeros(len(batch.labels), device=self._context.device)
         if last:
             self._send()
-        return losses
+        self._step_losses.append(losses)
+
+    def step(self) -> StepResult:
+        """See :class:`Engine`."""
+        losses, self._step_losses = torch.cat(self._step_losses), []
+        result = self._step(losses.sum(), self.clock.ready_s)
+        return replace(result, losses=losses, laps=self.clock.cut())
 
     def sync_parameters(self) -> None:
         """See :class:`Engine`. They always are."""

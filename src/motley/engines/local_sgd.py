@@ -87,8 +87,7 @@ class LocalEngine(EngineBase):
         self.clock.lap("compute")
         return losses.detach()
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See Engine."""
+    def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale, samples, self._samples = self.scale.value, self._samples, 0
         norm, overflow = None, False
         if samples and not self._short:

@@ -15,7 +15,7 @@ from torch import Tensor
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.optimizer_state import State
-from motley.engines.step_timer import Clock
+from motley.engines.step_timer import Clock, Laps
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
 from motley.plan.wire import EngineTraits
@@ -33,11 +33,15 @@ class StepResult:
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
         overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
         loss_scale: that this step's losses were multiplied by.
-        ready_s: what each rank gave to :meth:`Engine.step`; empty if nobody told.
+        ready_s: of each rank, seconds of data and compute in the step *before* this one, until its
+            own gradient was ready: they travel along, and cost no exchange of their own. 0.0 after
+            a pause; empty if nobody told.
         oom_ranks: ranks that ran out of memory, and what was found there. If there is one,
             nobody stepped, and the parameters and the loss scale are as before.
         retry: the loop must repeat this batch, if there are ``oom_ranks``; False for Local SGD,
             where only those ranks skipped a step, some steps ago.
+        losses: of each of this rank's samples, fp32 [n], detached.
+        laps: where this rank's time went.
     """
 
     loss_sum: float | None
@@ -47,6 +51,8 @@ class StepResult:
     ready_s: tuple[float, ...]
     oom_ranks: Mapping[int, str] = field(default_factory=dict)
     retry: bool = True
+    losses: Tensor = field(default_factory=lambda: torch.zeros(0))
+    laps: Laps = field(default_factory=lambda: Laps([]))
 
 
 class Engine(Protocol):
@@ -71,22 +77,14 @@ class Engine(Protocol):
     device: torch.device
     scale: LossScale
 
-    def accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """Forward and backward of one micro-batch, as a part of a batch of ``n_global``.
 
         Computes nothing once memory has ended in this step, but still joins the others.
-
-        Returns:
-            The loss of each of its samples, fp32 [n], detached.
         """
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """Finish the global batch: communicate, agree on overflow, clip, step.
-
-        Args:
-            loss_sum: this rank's losses of the step summed, a scalar.
-            ready_s: a time that travels along to all ranks; see motley.train.recorder.
-        """
+    def step(self) -> StepResult:
+        """Finish the global batch: communicate, agree on overflow, clip, step."""
 
     def sync_parameters(self) -> None:
         """Make the parameters the same on all ranks, where they are not after every step; all

@@ -35,6 +35,13 @@ class Clock:
     def restart(self) -> None:
         """Forget all laps; the next one starts now."""
         self._marks: list[tuple[str, Any]] = [("", self._now())]
+        self._last: Laps | None = None
+
+    @property
+    def ready_s(self) -> float:
+        """Data and compute of the last step until this rank's own gradient was ready, seconds; 0.0
+        after a pause."""
+        return self._last.ready_s if self._last else 0.0
 
     def lap(self, name: str, ready: bool = False) -> None:
         """End a lap: the time since the last mark was spent on ``name``.
@@ -46,9 +53,9 @@ class Clock:
         self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def cut(self) -> "Laps":
-        """The laps so far; the next one starts where the last one ended."""
-        laps, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
-        return laps
+        """The laps of the step that is done; the next one starts where the last one ended."""
+        self._last, self._marks = Laps(self._marks), [("", self._marks[-1][1])]
+        return self._last
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -63,6 +70,11 @@ class Laps:
 
     def __init__(self, marks: list[tuple[str, Any]]) -> None:
         self._marks = marks
+
+    @property
+    def ready_s(self) -> float:
+        """Until this rank's own gradient was ready, seconds."""
+        return self.seconds("data", "compute")
 
     def seconds(self, *names: str) -> float:
         """Time spent on ``names`` together."""

@@ -42,8 +42,7 @@ class SynchronousEngine(EngineBase):
             factor: of the loss scale, from this step to the next.
         """
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See Engine."""
+    def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale = self.scale.value
         if self._copies:
             torch.cuda.synchronize(self._context.device)

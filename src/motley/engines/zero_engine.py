@@ -155,8 +155,7 @@ class ZeroEngine(EngineBase):
                 self._no_second_try(error, "--stage 1")
             raise
 
-    def step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """See Engine."""
+    def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale = self.scale.value
         told: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short))]
         if self._stage == 0:

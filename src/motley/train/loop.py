@@ -8,18 +8,18 @@ every step, an evaluation and a checkpoint after every epoch.
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from motley.checkpoint.run import Run
 from motley.checkpoint.transfer import save
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
+from motley.data.batch import Batch
 from motley.data.datasets import prepare
 from motley.engines.memory import release
-from motley.engines.protocol import EngineFactory
-from motley.errors import NotFiniteError
+from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
 from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
 from motley.launch.world import World
@@ -27,19 +27,18 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.planner.parts import open_parts
 from motley.planner.planner import plan_batch
-from motley.planner.process_group import gpu_logger, join_process_group, leave_process_group
+from motley.planner.process_group import (
+    ProcessGroup,
+    gpu_logger,
+    join_process_group,
+    leave_process_group,
+)
 from motley.records.run_folder import EpochRecord
 from motley.tasks.model import model_name
 from motley.train.agreement import Agreement
-from motley.train.recorder import Recorder
-from motley.train.recovery import (
-    check_finite,
-    describe_overflow,
-    readable,
-    rebalance,
-    shrink_micro_batches,
-)
-from motley.train.setup import Job, assemble, budget_of
+from motley.train.recorder import Recorder, Timed
+from motley.train.recovery import check_numbers, readable, rebalance, shrink_micro_batches
+from motley.train.setup import Begun, Job, begin
 from motley.train.summary import print_summary, records_of
 
 
@@ -47,141 +46,177 @@ def train(world: World, config: Config, engine_factory: EngineFactory) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config."""
     config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
-    say = world.supervisor.set_status
-    say(Phase.PREPARE, DATA)
+    world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(lambda: prepare(config))
-    say(Phase.BUILD, PROGRESS_TIMEOUT_S)
+    world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
     group = join_process_group(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
     parts = open_parts(group, config)
     group, planned = plan_batch(world, run, group, parts, config, engine_factory.traits)
-    plan = planned.plan
     run.check_leader(group.workers[0].rank)
-    job, position, notes = None, TrainState(), list[str]()
-    if group.rank is not None and parts is not None:
-        job = assemble(run, group, planned, config, engine_factory, parts)
-        plan = job.plan
-        position, notes = job.resume(run.resume_from)
-        if group.rank == 0:
-            budget = budget_of(job, position, planned)
-            budget.check()
+    begun = begin(run, group, planned, config, engine_factory, parts)
+    plan = begun.job.plan if begun else planned.plan
     run.start(records_of(config, group, plan, planned, engine_factory.traits))
     print_summary(world, run, group, planned, plan, config)
-    if job is None:
+    if begun is None:
         parts = None  # its memory is of use to others
         release()
         with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
             run.finish()  # this rank is left out, and waits for the others
         return
 
-    if group.rank == 0:
-        print(f"  {budget.sentence()}", flush=True)
-        job.checkpoints.set_aside_after(position.step)
-    tells_sync = not job.engine.equal_micro_steps
+    begun.take_over()
     release_groups()  # those that were measured
-    last = job.length.last_step(position)
-    recorder = Recorder(run, group, config, tells_sync, position.step, last)
-    for note in notes:
-        recorder.note("resume", note)
-    for kind, text, content in job.notes:
-        recorder.note(kind, text, **content)
+    job = begun.job
+    recorder = record_from(begun, run, group)
     with (
         gpu_logger(world, group, run.folder, lambda: recorder.progress, config.gpu_log_interval),
         recorder,
     ):
-        evaluated = fit(world, job, recorder, position)
-    say(Phase.LEAVE, PROGRESS_TIMEOUT_S)
+        evaluated = Loop(world, job, recorder, begun.state).run()
+    world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_process_group()
     if group.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
     run.finish()
 
 
-def fit(world: World, job: Job, recorder: Recorder, position: TrainState) -> EpochRecord:
-    """Train from ``position`` to the last step; returns the last evaluation."""
-    engine, loader, say = job.engine, job.loader, world.supervisor.set_status
-    engine.clock.on_phase = lambda phase: say(phase, recorder.timeout_s)
-    plan, watch, length = job.plan, job.watch, job.length
-    evaluated, agreement = make_up(world, job, recorder, position), Agreement(job, recorder)
-    while not length.ended(position):
-        epoch, before = position.epoch, 0
-        engine.clock.restart()
-        say(Phase.DATA, PROGRESS_TIMEOUT_S)
-        for part, micro_batches in loader.steps(epoch, position.consumed, plan):
-            world.supervisor.step = position.step
-            job.schedule.step_update(length.updates(position))  # type: ignore[arg-type]
-            lr = float(engine.optimizer.param_groups[0]["lr"])
+def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
+    """Records of what follows, with the notes of what was before."""
+    job, state = begun.job, begun.state
+    recorder = Recorder(
+        run, group, job.config, tells_sync=not job.engine.equal_micro_steps, done=state.step,
+        total=job.length.last_step(state),
+    )  # fmt: skip
+    for kind, text, content in begun.notes:
+        recorder.note(kind, text, **content)
+    return recorder
 
-            # One global batch: this rank's micro-batches, then one step of all ranks.
-            losses: list[Tensor] = []
-            indices: list[int] = []
-            for batch, last in micro_batches:
-                engine.clock.lap("data")
-                losses.append(engine.accumulate(batch, part.global_batch, last))
-                indices += readable(batch, job.config, job.run)
-            sample_loss = torch.cat(losses)
-            result = engine.step(sample_loss.sum(), recorder.ready_s)
-            if result.oom_ranks:
-                # Of local steps the news is old: by now the batch may be another.
-                tried = part if result.retry else plan
-                less = shrink_micro_batches(tried, job, result, recorder, position.step)
-                plan = less.of_batch(plan.global_batch)
-                engine.reconfigure(plan)
-                watch.limit(plan.max_micro_batch)
-                if result.retry:
-                    break  # the same samples, as the new plan cuts them
-            known = sample_loss.sum().item() if result.loss_sum is None else result.loss_sum
-            check_finite(known, sample_loss, indices)
-            if result.overflow and not engine.scale.may_clear:
-                raise NotFiniteError(describe_overflow(job, plan, position, result))
 
-            recorder.step(position.step, epoch, lr, part, result, engine.clock.cut())
-            position = length.after(position, part.global_batch)
-            ended, saves = length.ended(position), length.saves(position)
-            if ended or saves:
-                say(Phase.SAVE, PROGRESS_TIMEOUT_S)
-                recorder.flush()
-                engine.sync_parameters()
-                agreed = agreement.check(position)
-                if agreed != position:
-                    position = agreed
-                    break  # from the checkpoint again
-                if saves:
-                    save(engine, job.checkpoints, position, job.saved_config)
-                    agreement.saved(position)
-                engine.clock.restart()
-            # Ready times describe the previous step, are absent after a pause, and are ignored for
-            # ragged batches.
-            full = before == plan.global_batch and result.ready_s and all(result.ready_s)
-            before = part.global_batch
-            proposal = watch.step(result.ready_s, plan.counts) if full else None
-            if proposal:
-                plan = rebalance(plan, proposal, recorder, position)
-                engine.reconfigure(plan)
-                watch.forget()
-            changed = proposal or result.oom_ranks
-            if ended or (changed and position.epoch == epoch):
+class Loop:
+    """Trains a job, from where it stands to its last step.
+
+    Args:
+        state: where it stands.
+    """
+
+    def __init__(self, world: World, job: Job, recorder: Recorder, state: TrainState) -> None:
+        self._world, self._job, self._recorder = world, job, recorder
+        self._agreement = Agreement(job, recorder)
+        self._state = state
+        self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
+        job.engine.clock.on_phase = lambda phase: self._say(phase, recorder.timeout_s)
+
+    def run(self) -> EpochRecord:
+        """Train to the end; returns the last evaluation."""
+        evaluated = self._evaluation_before()
+        while not self._job.length.ended(self._state):
+            if self._epoch():
+                evaluated = self._evaluate()
+        assert evaluated is not None  # no run is shorter than a step
+        return evaluated
+
+    def _epoch(self) -> bool:
+        """Train on what is left of the epoch, or of it until another plan cuts it anew; whether
+        the epoch has ended, or the run."""
+        job, epoch = self._job, self._state.epoch
+        job.engine.clock.restart()
+        self._say(Phase.DATA)
+        for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
+            result, indices = self._step(batch, micro_batches)
+            if not self._after_step(batch, result, indices):
                 break
-        recorder.flush()
-        if position.epoch <= epoch and not length.ended(position):
-            continue  # the rest of the epoch, as the new plan shares it
-        evaluated = evaluate(world, job, plan, position)
-        recorder.epoch(evaluated)
-    assert evaluated is not None  # no run is shorter than a step
-    return evaluated
+        self._recorder.flush()
+        return self._state.epoch > epoch or job.length.ended(self._state)
 
+    def _step(
+        self, batch: Plan, micro_batches: Iterator[tuple[Batch, bool]]
+    ) -> tuple[StepResult, list[int]]:
+        """One global batch: this rank's micro-batches, then one step of all ranks; returns the
+        indices of this rank's samples too."""
+        job, indices = self._job, list[int]()
+        self._world.supervisor.step = self._state.step
+        job.schedule.step_update(job.length.updates(self._state))  # type: ignore[arg-type]
+        for micro_batch, last in micro_batches:
+            job.engine.clock.lap("data")
+            job.engine.accumulate(micro_batch, batch.global_batch, last)
+            indices += readable(micro_batch, job.config, job.run)
+        return job.engine.step(), indices
 
-def make_up(world: World, job: Job, recorder: Recorder, position: TrainState) -> EpochRecord | None:
-    """The evaluation that belongs to where a run goes on; made now if the run was stopped between
-    the checkpoint and it. None where none is due."""
-    if not job.length.evaluates(position):
-        return None
-    evaluated = recorder.evaluation_at(position.step)
-    if evaluated is None:
-        evaluated = evaluate(world, job, job.plan, position)
-        recorder.epoch(evaluated)
-    return evaluated
+    def _after_step(self, batch: Plan, result: StepResult, indices: list[int]) -> bool:
+        """What follows a step: help where memory or numbers have ended, its record, a checkpoint,
+        another split; whether the epoch goes on as it is cut now."""
+        job, before = self._job, self._state
+        if result.oom_ranks:
+            self._shrink(batch, result)
+            if result.retry:
+                return False  # the same samples, as the new plan cuts them
+        check_numbers(job, self._plan, before, result, indices)
+        lr = float(job.engine.optimizer.param_groups[0]["lr"])
+        timed = self._recorder.step(before, lr, batch, result)
+        self._state = job.length.after(before, batch.global_batch)
+        if not self._save():
+            return False  # from the checkpoint again
+        changed = self._replan(timed) or bool(result.oom_ranks)
+        return not job.length.ended(self._state) and not (
+            changed and self._state.epoch == before.epoch
+        )
+
+    def _shrink(self, batch: Plan, result: StepResult) -> None:
+        """Go on with smaller micro-batches on ranks whose memory has ended."""
+        # Of Local SGD the news is old: by now the batch may be another.
+        tried = batch if result.retry else self._plan
+        less = shrink_micro_batches(tried, self._job, result, self._recorder, self._state.step)
+        self._plan = less.of_batch(self._plan.global_batch)
+        self._job.engine.reconfigure(self._plan)
+        self._job.watch.limit(self._plan.max_micro_batch)
+
+    def _replan(self, timed: Timed | None) -> bool:
+        """Split the batch anew where ranks have become slower or faster; whether it is."""
+        if timed is None or timed.plan.global_batch != self._plan.global_batch:
+            return False  # a ragged batch says nothing
+        proposal = self._job.watch.step(timed.ready_s, self._plan.counts)
+        if proposal is None:
+            return False
+        self._plan = rebalance(self._plan, proposal, self._recorder, self._state)
+        self._job.engine.reconfigure(self._plan)
+        self._job.watch.forget()
+        return True
+
+    def _save(self) -> bool:
+        """Where a checkpoint or the end is due: compare what all ranks hold, and save it; False
+        if all have gone back to a checkpoint."""
+        job, state = self._job, self._state
+        saves = job.length.saves(state)
+        if not saves and not job.length.ended(state):
+            return True
+        self._say(Phase.SAVE)
+        self._recorder.flush()
+        job.engine.sync_parameters()
+        self._state = self._agreement.check(state)
+        if self._state != state:
+            return False
+        if saves:
+            save(job.engine, job.checkpoints, state, job.saved_config)
+            self._agreement.saved(state)
+        job.engine.clock.restart()
+        return True
+
+    def _evaluation_before(self) -> EpochRecord | None:
+        """The evaluation that belongs to where the run goes on; made now if it was stopped between
+        the checkpoint and it. None where none is due."""
+        if not self._job.length.evaluates(self._state):
+            return None
+        return self._recorder.evaluation_at(self._state.step) or self._evaluate()
+
+    def _evaluate(self) -> EpochRecord:
+        evaluated = evaluate(self._world, self._job, self._plan, self._state)
+        self._recorder.epoch(evaluated)
+        return evaluated
+
+    def _say(self, phase: Phase, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+        self._world.supervisor.set_status(phase, timeout_s)
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:

@@ -4,6 +4,7 @@ import dataclasses
 import resource
 import time
 from collections import deque
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -16,11 +17,25 @@ from motley.engines.protocol import StepResult
 from motley.engines.step_timer import Laps
 from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
+from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.planner.process_group import ProcessGroup
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
 from motley.train.progress import Reporter
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step of which all know how long each rank took.
+
+    Attributes:
+        plan: of its batch.
+        ready_s: by rank, data and compute until the rank's own gradient was ready, seconds.
+    """
+
+    plan: Plan
+    ready_s: tuple[float, ...]
 
 
 class Recorder:
@@ -48,7 +63,7 @@ class Recorder:
         if group.device.type == "cuda":  # what was measured for the plan does not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
-        self._pending: tuple[StepRecord, Laps] | None = None
+        self._pending: tuple[StepRecord, Laps, Plan] | None = None
         self._started = time.monotonic()
         self._samples = 0
         self._scale: float | None = None  # of the last step
@@ -61,11 +76,6 @@ class Recorder:
         return self
 
     @property
-    def ready_s(self) -> float:
-        """Data and compute of the last step until this rank's own gradient was ready, seconds."""
-        return self._pending[1].seconds("data", "compute") if self._pending else 0.0
-
-    @property
     def timeout_s(self) -> float:
         """Seconds in which some rank should move within a step; see motley.launch.watchdog."""
         # First steps build kernels; a compiled model is built again for each size of batch. And
@@ -74,35 +84,41 @@ class Recorder:
             return PROGRESS_TIMEOUT_S
         return step_timeout_s(median(self._seconds))
 
-    def step(
-        self, step: int, epoch: int, lr: float, plan: Plan, result: StepResult, laps: Laps
-    ) -> None:
+    def step(self, state: TrainState, lr: float, plan: Plan, result: StepResult) -> Timed | None:
         """Take a step that was just given to the device; it is written when the next one is.
 
         By then the device has done it, so reading its times waits for nothing, and the
         other ranks' times have come along with the next step's exchange.
+
+        Args:
+            state: before it. plan: of its batch.
+
+        Returns:
+            The step before, now that its times are known; None where they are not.
         """
-        self._write(result.ready_s)
+        timed = self._write(result.ready_s)
         self._local |= result.loss_sum is None
         record = StepRecord(
-            step=step, epoch=epoch, lr=lr,
+            step=state.step, epoch=state.epoch, lr=lr,
             loss=None if result.loss_sum is None else result.loss_sum / plan.global_batch,
             loss_scale=result.loss_scale, overflow=result.overflow, grad_norm=result.grad_norm,
             n_local=plan.counts[self._rank], n_global=plan.global_batch,
             t_data=0.0, t_compute=0.0, t_wait=None, t_comm=None, t_opt=0.0,
             mem_peak_mib=_memory_peak(self._device), images_per_s=0.0, time=time.time(),
         )  # fmt: skip
-        self._pending = (record, laps)
+        self._pending = (record, result.laps, plan)
+        return timed
 
     def flush(self) -> None:
         """Write the last step; all ranks call it."""
-        self._write(tuple(ready for (ready,) in all_gather_floats([self.ready_s])))
+        own = self._pending[1].ready_s if self._pending else 0.0
+        self._write(tuple(ready for (ready,) in all_gather_floats([own])))
 
-    def _write(self, ready_s: tuple[float, ...]) -> None:
+    def _write(self, ready_s: tuple[float, ...]) -> Timed | None:
         """Write the step that waits, now that each rank's ``ready_s`` is known."""
         if self._pending is None:
-            return
-        (record, laps), self._pending = self._pending, None
+            return None
+        (record, laps, plan), self._pending = self._pending, None
         sync = laps.seconds("sync")
         wait = comm = None
         if self._tells_sync:
@@ -130,6 +146,7 @@ class Recorder:
             for name in ("loss", "lr", "images_per_s", "loss_scale"):
                 if (value := getattr(record, name)) is not None:
                     self._board.add_scalar(name, value, record.step)
+        return Timed(plan, ready_s) if ready_s and all(ready_s) else None
 
     def epoch(self, record: EpochRecord) -> None:
         """Record an evaluation."""

@@ -45,6 +45,20 @@ def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> No
         )
 
 
+def check_numbers(
+    job: Job, plan: Plan, state: TrainState, result: StepResult, indices: list[int]
+) -> None:
+    """Stop where a loss is not finite, or a gradient at any loss scale.
+
+    Args:
+        plan: of a full batch. state: before the step. indices: of this rank's samples.
+    """
+    known = result.losses.sum().item() if result.loss_sum is None else result.loss_sum
+    check_finite(known, result.losses, indices)
+    if result.overflow and not job.engine.scale.may_clear:
+        raise NotFiniteError(describe_overflow(job, plan, state, result))
+
+
 def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> str:
     """What to say where skipping steps can help no more: which layer overflows, on which samples.
 

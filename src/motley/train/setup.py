@@ -1,6 +1,7 @@
 """What training needs: data, model, engine, schedule and checkpoints, put together once."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,45 @@ class Job:
         return self.length.at(position), notes  # the data set may have become smaller
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A job, and where it goes on.
+
+    Attributes:
+        notes: of the resume, and of the job. budget: on the rank that writes.
+    """
+
+    job: Job
+    state: TrainState
+    notes: list[Note]
+    budget: Budget | None
+
+    def take_over(self) -> None:
+        """Make the run's folder this run's, on the rank that writes."""
+        if self.budget is not None:
+            print(f"  {self.budget.sentence()}", flush=True)
+            self.job.checkpoints.set_aside_after(self.state.step)
+
+
+def begin(
+    run: Run,
+    group: ProcessGroup,
+    planned: Planned,
+    config: Config,
+    engine_factory: EngineFactory,
+    parts: Parts | None,
+) -> Begun | None:
+    """Put a job together and load what it continues; None on a rank that is left out."""
+    if group.rank is None or parts is None:
+        return None
+    job = assemble(run, group, planned, config, engine_factory, parts)
+    state, notes = job.resume(run.resume_from)
+    budget = budget_of(job, state, planned) if group.rank == 0 else None
+    if budget is not None:
+        budget.check()
+    return Begun(job, state, [*(("resume", note, {}) for note in notes), *job.notes], budget)
+
+
 def assemble(
     run: Run,
     group: ProcessGroup,
@@ -103,13 +143,18 @@ def assemble(
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
         length=length,
         saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
-        workers=group.workers,
-        watch=ReplanMonitor(
-            # Where every pass waits for all ranks, each seems to take as long as the slowest.
-            planned.speeds if config.replan == "auto" and not engine.equal_micro_steps else (),
-            [worker.uuid or worker.host for worker in group.workers],
-        ),
+        workers=group.workers, watch=_replan_monitor(planned, config, engine, group.workers),
     )  # fmt: skip
+
+
+def _replan_monitor(
+    planned: Planned, config: Config, engine: Engine, workers: Sequence[Worker]
+) -> ReplanMonitor:
+    # Where every pass waits for all ranks, each seems to take as long as the slowest.
+    watches = config.replan == "auto" and not engine.equal_micro_steps
+    return ReplanMonitor(
+        planned.speeds if watches else (), [worker.uuid or worker.host for worker in workers]
+    )
 
 
 def make_schedule(
