@@ -15,7 +15,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 
 # Every module of the library, by its room. A room imports those above it, and nothing below.
 ROOMS = {
-    "root": "__init__ errors faults text",
+    "root": "__init__ __main__ errors faults text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "precision split links wire forecast advice replan plan length",
@@ -171,6 +171,17 @@ def test_the_plan_reads_no_clock_environment_or_hardware() -> None:
             "psutil",
             "socket",
         }
+
+
+@pytest.mark.parametrize(
+    ("module", "says"), [("motley", "no such command"), ("motley.launch", "no script is given")]
+)
+def test_what_is_no_command_says_what_there_is(module: str, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module], capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_script_folders_are_no_packages() -> None:

@@ -8,7 +8,10 @@ none of them garbage: looking took a fifth of a short run. So Python does not lo
 
 import gc
 import runpy
+import sys
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
     gc.disable()
     runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
