@@ -21,7 +21,7 @@ from paced import Pace, Paced
 from motley.config.options import Config, read_config, training_parser
 from motley.engines import base as engine_base
 from motley.engines.torch_engines import TorchEngines
-from motley.launch.world import World
+from motley.launch.world import World, run
 from motley.measure import device as measure
 from motley.planner import parts
 from motley.planner import speed_cache as speeds
@@ -44,7 +44,7 @@ def main() -> None:
     given, rest = parser.parse_known_args()
     config = read_config(training_parser(str(__doc__)), rest)
 
-    def run(world: World) -> None:
+    def work(world: World) -> None:
         torch.set_num_threads(1)
         speeds.measure_speed = partial(  # type: ignore[assignment]
             measure.measure_speed, budget_s=measure.BUDGET_S * given.slower
@@ -64,7 +64,7 @@ def main() -> None:
         )
         train(world, config, make)
 
-    run(run)
+    run(work)
 
 
 class Changing:
