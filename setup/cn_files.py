@@ -14,8 +14,9 @@ from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
 
 # Never sent, in a repository that git does not know: what each host makes for itself.
-_MADE = {".git", ".venv", ".venv-python", "logs", "data", "__pycache__", ".pytest_cache",
-         ".mypy_cache", ".ruff_cache", ".hypothesis", "motley.egg-info"}  # fmt: skip
+_MADE = {".git", ".venv", ".venv-python", "__pycache__", ".pytest_cache", ".mypy_cache",
+         ".ruff_cache", ".hypothesis", "motley.egg-info"}  # fmt: skip
+_MADE_AT_ROOT = {"logs", "data", "baselines"}  # the library has a room called data
 
 # Prints which of "hash  path" lines from stdin are not so below $1.
 _COMPARE = """
@@ -37,7 +38,8 @@ def tracked_files() -> list[str]:
         return [name for name in names if (ROOT / name).is_file()]
     found = []
     for folder, below, names in os.walk(ROOT):
-        below[:] = [name for name in below if name not in _MADE]
+        made = _MADE | (_MADE_AT_ROOT if Path(folder) == ROOT else set())
+        below[:] = [name for name in below if name not in made]
         found += [str((Path(folder) / name).relative_to(ROOT)) for name in names]
     return sorted(found)
 

@@ -189,4 +189,5 @@ def test_not_as_root(who: Path) -> None:
 
 def copied_only(folder: str, names: list[str]) -> set[str]:
     """What a copy of the work tree leaves out."""
-    return {name for name in names if name[0] == "." or name in ("logs", "data")}
+    made = ("logs", "data") if Path(folder) == ROOT else ()
+    return {name for name in names if name[0] == "." or name in made}
