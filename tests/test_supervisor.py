@@ -24,7 +24,7 @@ from motley.launch.messages import MOST_BYTES, Messages, encode
 from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 
 RANK = """
-import os, sys
+import os, sys, time
 from motley.launch.supervisor import Supervisor
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
@@ -36,6 +36,13 @@ else:
     port, token, host = sys.argv[3:]
 supervisor.join("127.0.0.1", (int(port), token, host), 1, False)
 print("joined", flush=True)
+def fail(event):
+    time.sleep(2)
+    raise OSError("the disk is full")
+
+if "FAILS" in os.environ:
+    supervisor.on_event = fail
+    supervisor.tell({"kind": "last words"})
 if "EVENTS" in os.environ:
     supervisor.on_event = lambda event: open(os.environ["EVENTS"], "a").write(event["kind"])
     supervisor.tell({"kind": f"event {rank}; "})
@@ -289,5 +296,18 @@ def test_a_disk_that_stalls_ends_nothing(tmp_path: Path) -> None:
         pair.finish()
         assert {*os.read(reader, 99).decode().split("; ")} >= {"event 0", "event 1"}
         os.close(reader)
+    finally:
+        pair.end()
+
+
+def test_what_could_not_be_recorded_in_the_end_is_said() -> None:
+    pair = Pair(FAILS="yes")
+    try:
+        pair.join()
+        assert pair.second is not None
+        for rank in (pair.first, pair.second):
+            rank.finish()
+        code, output, errors = pair.first.ended()
+        assert code != 0 and "the disk is full" in errors and "finished" not in output
     finally:
         pair.end()

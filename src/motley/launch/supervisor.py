@@ -131,13 +131,19 @@ class Supervisor:
         own.heartbeat = Heartbeat(own.step, phase, own.heartbeat.moves + 1, timeout_s, detail)
 
     def finish(self) -> None:
-        """Say that this rank is done, and wait until all are, and what they told is recorded."""
+        """Say that this rank is done, and wait until all are, and what they told is recorded.
+
+        Raises:
+            Exception: what kept it from being recorded, on rank 0.
+        """
         own = self._own
         if not own.finished.is_set():
             own.say({"done": True})
             own.finished.wait()
             if self._writer is not None:
                 self._writer.flush()
+                if self._writer.error is not None:  # of what was told last
+                    raise self._writer.error
             if own.reaper:
                 own.reaper.dismiss()
 
