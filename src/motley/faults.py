@@ -13,10 +13,8 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
-_MOST_DETAILS, _MOST_WORDS = (
-    75_000,
-    10_000,
-)  # characters, of 12 bytes at most; motley.launch.messages
+# Characters, of 12 bytes at most; see motley.launch.messages.
+_MOST_DETAILS, _MOST_WORDS = 75_000, 10_000
 _NO_MEMORY = (
     r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc|"
     "MemoryError"
@@ -164,7 +162,7 @@ def _is_echo(error: BaseException | None) -> bool:
 
 def says_no_memory(text: str) -> bool:
     """Whether an error's text is that of an allocation which failed."""
-    return bool(re.search(_NO_MEMORY, text, re.IGNORECASE))
+    return kind_of_text(text) is FaultKind.OUT_OF_MEMORY
 
 
 def _advice(text: str) -> str:

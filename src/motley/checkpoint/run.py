@@ -122,8 +122,8 @@ class Run:
             return None
 
     def _record(self, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        content = {key: value for key, value in event.items() if key != "kind"}
+        content = dict(event)
+        kind = content.pop("kind")
         if kind == "finished":
             self._result = content
         if kind == "unreadable":
