@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("tests", "src")]
+sys.path[:0] = [str(ROOT / name) for name in ("tests/support", "src")]
 # Without compiling: Kron takes a minute for that, whatever it computes.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 

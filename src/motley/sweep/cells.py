@@ -17,7 +17,7 @@ options = ["", "--compile"]
 
 [[cell]]                    # and single ones, with a name of their own
 name = "killed"
-script = "tests/drivers/failing.py"
+script = "tests/support/drivers/failing.py"
 options = ["--fail", "killed"]
 limit_s = 60
 """

@@ -1,0 +1,160 @@
+"""The users' first day: five hosts and a password become a trained model, its log and pictures.
+
+On lab/tesla.toml: ssh with a password, tcsh, no pip, no ensurepip, homes on one disk, three
+interface names, docker0 listed first; all as an unprivileged user.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from jobs import Done
+from lab_door import NAMES, TESLA, Door, lab_up
+from lab_terminal import Terminal
+
+pytestmark = pytest.mark.mpi
+
+HEAD = NAMES[0]
+# Two fast ones of the hosts run alone what needs no head; the head has a third of a processor.
+QUICK = NAMES[1]
+AT_HOME = "unset MOTLEY_VENV; cd motley; export PATH=$PWD/.venv/bin:$PATH; "
+HOSTS = "--hostfile ~/hosts.txt"
+
+
+def at(door: Door, host: str, script: str) -> str:
+    return door.do("exec", host, "--", "bash", "-c", AT_HOME + script, limit=200)
+
+
+@pytest.fixture(scope="module")
+def told(parts: Path) -> Iterator[tuple[Door, dict[str, str]]]:
+    """The lab, and what each script said that made it ready, in the order of the README."""
+    with lab_up(TESLA) as door:
+        for name in NAMES:
+            door.do("cpus", name, "all")  # imports with a third of a processor take a minute
+        door.give_repository(HEAD)
+        door.give(HEAD, parts, "parts")
+        said = {}
+        made = "make_env.sh --wheels ~/parts --lock ~/parts/requirements.lock"
+        archive = "--python-archive ~/parts/python.tar.gz"
+        said["environment"] = at(door, QUICK, f"bash setup/{made} {archive}")
+        said["keys"] = type_password(door, f"bash setup/passwordless_ssh.sh {HOSTS}").output
+        said["shell"] = at(door, HEAD, f"bash setup/change_cn_shell.sh {HOSTS} --dry-run")
+        said["install"] = at(door, HEAD, f"bash setup/install_cn.sh {HOSTS}")
+        said["connection"] = at(door, HEAD, f"bash setup/test_cn_connection.sh {HOSTS}")
+        said["mpi"] = at(door, HEAD, f"bash setup/test_mpi.sh {HOSTS}")
+        yield door, said
+
+
+def type_password(door: Door, script: str) -> Done:
+    terminal = Terminal(door, HEAD, "bash", "-c", AT_HOME + script)
+    return terminal.answer(("[y/N]", "y"), ("Password of", door.password()))
+
+
+def test_every_script_says_that_all_is_well(told: tuple[Door, dict[str, str]]) -> None:
+    door, said = told
+    assert "getting one of its own" in said["environment"] or "no Python" in said["environment"]
+    assert said["keys"].count("works") == 4
+    assert said["shell"].count("tcsh") >= 5
+    assert said["install"].count("shares this folder") == 4
+    assert said["install"].count("cpu fp32") == 5
+    assert "all is well" in said["connection"] and said["connection"].count("enp4s0f1") == 3
+    assert "the hosts share 10.97.92.0/24" in said["mpi"]
+    lines = [line for line in said["mpi"].splitlines() if line.startswith("ecetesla")]
+    rows = [line.split() for line in lines if " sends " not in line]
+    assert [row[1] for row in rows] == ["eno1", "enp4s0f1", "enp4s0f1", "enp0s31f6", "enp4s0f1"]
+    assert all(row[3:] == ["yes", "1", "of", "1", "1", "of", "1"] for row in rows)
+    assert len(lines) == len(rows) + 5 and "note: ecetesla3's link carries" in said["mpi"]
+    assert not any(door.password() in text for text in said.values())
+
+
+@pytest.fixture(scope="module")
+def alone(told: tuple[Door, dict[str, str]]) -> list[float]:
+    """The losses of one host's first five steps."""
+    door, _ = told
+    at(door, QUICK, "./entry_cn.sh --precision fp32 --max-steps 5 --run one")
+    return losses(door, "one", 0)
+
+
+def losses(door: Door, run: str, rank: int) -> list[float]:
+    path = door.home(HEAD) / "motley" / "logs" / run / f"steps.rank{rank}.jsonl"
+    return [json.loads(line)["loss"] for line in path.open()]
+
+
+def run_json(door: Door, run: str) -> dict[str, Any]:
+    return json.loads((door.home(HEAD) / "motley" / "logs" / run / "run.json").read_text())
+
+
+@pytest.mark.parametrize("engine", ["torch_dist", "deepspeed"])
+def test_the_plain_line_trains_over_five_hosts_as_on_one(
+    told: tuple[Door, dict[str, str]], alone: list[float], engine: str
+) -> None:
+    door, _ = told
+    script = f"./entry_cn.sh {engine}/train_vit.py --precision fp32 --max-steps 5"
+    at(door, HEAD, f"mpirun -np 5 {HOSTS} {script} --hosts all --run {engine}-five")
+    run = run_json(door, f"{engine}-five")
+    assert run["status"] == "finished"
+    rates: dict[bool, list[float]] = {True: [], False: []}  # Mbit/s, by whether the slow one is in
+    for flow in run["links"]["flows"]:
+        rates[NAMES[3] in (flow["from"], flow["to"])].append(flow["bytes_per_s"] * 8e-6)
+    assert len(rates[True]) == 8 and 10 < median(rates[True]) < 22
+    assert len(rates[False]) == 12 and 100 < median(rates[False]) < 220
+    assert len(alone) == 5
+    for rank in range(5):
+        assert losses(door, f"{engine}-five", rank) == pytest.approx(alone, rel=2e-6)
+
+
+def test_the_pictures_hold_five_hosts(told: tuple[Door, dict[str, str]]) -> None:
+    door, _ = told
+    logs = door.home(HEAD) / "motley" / "logs" / "torch_dist-five"
+    assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{name}.csv" for name in NAMES}
+    at(door, QUICK, "python plots/plot_gpu.py logs; python plots/plot_training.py logs")
+    for picture in (logs / "gpu.png", logs / "training.png"):
+        assert picture.stat().st_size > 20_000
+
+
+def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
+    told: tuple[Door, dict[str, str]], alone: list[float]
+) -> None:
+    door, _ = told
+    job = (
+        f"mpirun -np 2 --host {HEAD},{QUICK} ./entry_cn.sh tests/support/drivers/slow_head.py "
+        "--precision fp32 --save-every 3 --run led"
+    )
+    at(door, HEAD, f"{job} --max-steps 3")
+    said = at(door, HEAD, f"{job} --max-steps 5 --resume auto")
+    assert f"rank 0 on {HEAD} is left out: the share would be less than a sample" in said
+    run = run_json(door, "led")
+    assert run["status"] == "finished" and run["result"]["steps"] == 5
+    assert [rank["rank"] for rank in run["ranks"]] == [1]
+    assert losses(door, "led", 1) == pytest.approx(alone, rel=2e-6)
+    logs = door.home(HEAD) / "motley" / "logs" / "led"
+    assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{HEAD}.csv", f"gpu.{QUICK}.csv"}
+
+
+def test_an_mtu_that_drops_large_packets_is_said_and_nothing_hangs(
+    told: tuple[Door, dict[str, str]],
+) -> None:
+    # Two hosts with jumbo frames on a switch without: they agree on packets that it drops. Both
+    # talk well with all others, as ssh from the head shows.
+    door, _ = told
+    jumbo = (NAMES[1], NAMES[2])
+
+    def frames(size: int, segments: int) -> None:
+        for name in jumbo:  # one segment a packet, as a cable carries them
+            change = ("mtu", size, "gso_max_segs", segments)
+            door.do("exec", name, "--root", "--", "ip", "link", "set", "dev", "enp4s0f1", *change)
+
+    frames(9000, 1)
+    said = at(door, HEAD, f"bash setup/test_mpi.sh {HOSTS}")
+    names = rf"from {jumbo[0]} to {jumbo[1]}: small messages pass and large ones do not; compare"
+    assert names in said
+    job = "./entry_cn.sh --max-steps 3 --run jumbo"
+    five = f"{AT_HOME} mpirun -np 5 {HOSTS} {job}"
+    refused = door.run("exec", HEAD, "--", "bash", "-c", five, limit=120)
+    assert refused.code != 0 and f"the hosts cannot talk: {names} the MTU" in refused.output
+    assert "take it out of hosts.txt" in refused.output
+    at(door, HEAD, f"mpirun -np 3 --host {HEAD},{jumbo[0]},{NAMES[4]} {job} --hosts all")
+    frames(1500, 65535)

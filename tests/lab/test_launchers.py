@@ -1,0 +1,194 @@
+"""Motley under the launchers that people have: Debian's Open MPI 4.1, Slurm, and not as root."""
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import needs, wait_until
+from project import DDP, ROOT, environment, venv
+
+pytestmark = pytest.mark.mpi
+
+WHO = """
+import os
+import torch.distributed
+from motley.launch.world import run
+from motley.planner.process_group import join_process_group, leave_process_group
+
+def main(world):
+    group = join_process_group(world)
+    who = f"rank {group.rank} of {group.size}, local {os.environ['LOCAL_RANK']}"
+    print(f"{who}, {world.network.address}", flush=True)
+    torch.distributed.barrier()  # who leaves while others still connect breaks their group
+    leave_process_group()
+
+run(main)
+"""
+
+
+@pytest.fixture
+def who(tmp_path: Path) -> Path:
+    """A script in which each rank says who it is, over a process group."""
+    tmp_path.chmod(0o755)
+    script = tmp_path / "who.py"
+    script.write_text(WHO)
+    return script
+
+
+def said(output: str) -> set[str]:
+    # Two ranks' lines may run together in the launcher's pipe.
+    return set(re.findall(r"rank \d+ of \d+, local \d+, [\d.]+", output))
+
+
+def expected(size: int) -> set[str]:
+    return {f"rank {rank} of {size}, local {rank}, 127.0.0.1" for rank in range(size)}
+
+
+def test_debians_open_mpi_4(who: Path) -> None:
+    needs("mpirun.openmpi", "Open MPI 4.1")
+    done = subprocess.run(
+        ["mpirun.openmpi", "--oversubscribe", "-np", "3", "./entry_cn.sh", who], cwd=ROOT,
+        text=True, capture_output=True, timeout=120, check=False,
+        env=environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said(done.stdout) == expected(3)
+
+
+SLURM = """
+ClusterName=motley
+SlurmctldHost={host}
+SlurmctldPort={port}
+SlurmdPort={slurmd_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=pmix
+ReturnToService=2
+SchedulerType=sched/builtin
+SelectType=select/linear
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+NodeName={host} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES OverSubscribe=FORCE:8 State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A real Slurm of one node on free ports; gives the variables that its commands need."""
+    for program in ("slurmctld", "slurmd", "munged", "srun"):
+        needs(program, "Slurm")
+    if os.getuid() != 0:
+        pytest.skip("slurmd needs root")
+    # munge refuses a socket in a folder that others could replace.
+    folder = Path(tempfile.mkdtemp(prefix="motley-slurm-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    ports = [free_port() for _ in range(2)]
+    host = socket.gethostname().partition(".")[0]
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        SLURM.format(host=host, folder=folder, port=ports[0], slurmd_port=ports[1])
+    )
+    (folder / "munge.key").write_bytes(secrets.token_bytes(64))
+    (folder / "munge.key").chmod(0o600)
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    environ = environment(SLURM_CONF=str(configuration))
+    munge = [
+        "munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
+        f"--key-file={folder}/munge.key", f"--pid-file={folder}/munge.pid",
+        f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed",
+    ]  # fmt: skip
+    started = []
+    try:
+        started.append(subprocess.Popen(munge, env=environ))
+        wait_until((folder / "munge.socket").exists, 10)
+        started.append(subprocess.Popen(["slurmctld", "-D"], env=environ))
+        started.append(subprocess.Popen(["slurmd", "-D", "-N", host], env=environ))
+        wait_until(lambda: "idle" in sinfo(environ), 30)
+        yield environ
+    finally:
+        for daemon in reversed(started):
+            daemon.terminate()
+            daemon.wait(20)
+        shutil.rmtree(folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def sinfo(environ: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["sinfo", "-h", "-o", "%t"], env=environ, capture_output=True, text=True, check=False
+    )
+    return done.stdout
+
+
+def test_slurm(who: Path, slurm: dict[str, str]) -> None:
+    def srun(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["srun", *options, "-n", "3", "--overcommit", "./entry_cn.sh", who], cwd=ROOT,
+            env=slurm, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    done = srun("--mpi=pmix")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said(done.stdout) == expected(3)
+    without = srun("--mpi=none")
+    assert without.returncode != 0
+    assert "start them with srun --mpi=pmix" in without.stderr
+
+
+def test_not_as_root(who: Path) -> None:
+    """The plain line of the README, as an ordinary user, from a copy of the repository."""
+    if os.getuid() != 0:
+        pytest.skip("this whole test run is not as root")
+    home = Path(tempfile.mkdtemp(prefix="motley-user-", dir="/var/tmp"))
+    home.chmod(0o755)
+    own = home / "venv"  # the environment may lie in a folder that others cannot enter
+    own.mkdir()
+    subprocess.run(["mount", "--bind", venv(), own], check=True)
+    try:
+        copy = home / "motley"
+        shutil.copytree(ROOT, copy, ignore=copied_only)
+        for path in [home, copy, *copy.rglob("*")]:
+            shutil.chown(path, "nobody")
+        done = subprocess.run(
+            ["mpirun", "-np", "2", "--hostfile", "hosts.txt", "./entry_cn.sh", DDP,
+             "--max-steps", "2"],
+            cwd=copy, user="nobody", group="nogroup", extra_groups=[], check=False,
+            capture_output=True, text=True, timeout=120,
+            env={"PATH": f"{own / 'bin'}:/usr/bin:/bin", "HOME": str(home), "TMPDIR": str(home),
+                 "MOTLEY_VENV": str(own)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step 2/2" in done.stdout
+    finally:
+        subprocess.run(["umount", own], check=True)
+        shutil.rmtree(home)
+
+
+def copied_only(folder: str, names: list[str]) -> set[str]:
+    """What a copy of the work tree leaves out."""
+    made = ("logs", "data") if Path(folder) == ROOT else ()
+    return {name for name in names if name[0] == "." or name in made}

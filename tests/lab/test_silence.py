@@ -1,0 +1,187 @@
+"""A host or rank that falls silent is named within 30 s, all end, and a short pause is survived."""
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from jobs import processes_of, wait_until
+from lab_door import Door, new_door
+from long_runs import goes_on, steps_done
+from project import DDP, ROOT, venv
+
+from motley.records.run_folder import RunFolder
+
+pytestmark = pytest.mark.mpi
+
+NAMES = ("still0", "still1", "still2")
+PROFILE = "".join(
+    f'[[host]]\nname = "{name}"\naddress = "10.97.96.{number}/24"\n'
+    for number, name in enumerate(NAMES, 1)
+)
+
+# When mpirun looks after a cut cable: after Motley, as make_env.sh sets it, or before.
+LATE, EARLY = (10, 5, 4), (5, 2, 3)
+
+MARKS = (
+    "motley.launch",
+    "prte",
+    "ssh -o BatchMode",
+    "motley.launch.launcher_reaper",
+)  # in their command lines
+
+RUN = """
+export PATH={venv}/bin:$PATH OMP_NUM_THREADS=1
+cd {root} && mpirun --host {hosts} -x MOTLEY_VENV -x OMP_NUM_THREADS \\
+  --prtemca oob_tcp_keepalive_time {time} --prtemca oob_tcp_keepalive_intvl {interval} \\
+  --prtemca oob_tcp_keepalive_probes {probes} ./entry_cn.sh {words} 2>&1 | cat >~/{name}.out
+echo ${{PIPESTATUS[0]}}
+"""
+
+# Small and quick to start; its faults go where all hosts see them.
+LOOP = """
+import sys, time, torch, torch.distributed as dist
+from pathlib import Path
+from motley.launch.world import run
+from motley.faults import Phase
+from motley.planner.process_group import join_process_group
+
+def main(world):
+    join_process_group(world)
+    world.supervisor.step = 7
+    faults = Path.home() / f"{sys.argv[1]}.faults"
+    world.supervisor.on_fault = lambda fault: faults.open("a").write(fault.line() + "\\n")
+    for number in range(100000):
+        world.supervisor.set_status(Phase.FORWARD, 100)
+        dist.all_reduce(torch.ones(9))
+        if world.rank == 0 and number == 9:
+            (Path.home() / f"{sys.argv[1]}.begun").touch()
+        time.sleep(0.05)
+
+run(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """Three hosts that reach each other by ssh."""
+    profile = tmp_path_factory.mktemp("lab") / "still.toml"
+    profile.write_text(PROFILE)
+    with new_door() as made:
+        made.do("up", "--profile", profile)
+        made.give_keys()
+        made.on(NAMES[0], "sh", "-c", "cat >loop.py", stdin=LOOP)
+        yield made
+
+
+class LabJob:
+    """A job of the lab, one rank a host."""
+
+    def __init__(
+        self, lab: Door, name: str, keepalive: tuple[int, int, int], hosts: Sequence[str],
+        words: str, begun: str,
+    ) -> None:  # fmt: skip
+        self.lab, self.home, self.name = lab, lab.home(NAMES[0]), name
+        when = dict(zip(("time", "interval", "probes"), keepalive, strict=True))
+        text = RUN.format(
+            venv=venv(), root=ROOT, name=name, words=words, hosts=",".join(hosts), **when
+        )
+        self.process = lab.start("exec", NAMES[0], "--", "bash", "-c", text)
+        self.begun = self.home / begun
+
+    def begin(self) -> "LabJob":
+        """Wait for its first steps."""
+        wait_until(self.begun.exists, 90)
+        return self
+
+    @property
+    def said(self) -> list[str]:
+        """Motley's own lines; mpirun writes zeros between its own."""
+        text = (self.home / f"{self.name}.out").read_text(errors="replace").replace("\0", "")
+        return [line for line in text.splitlines() if line.startswith("motley: ")]
+
+    @property
+    def faults(self) -> list[str]:
+        """What was recorded."""
+        path = self.home / f"{self.name}.faults"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait(self, limit: float) -> int:
+        """mpirun's status."""
+        output, _ = self.process.communicate(timeout=limit)
+        return int(output.splitlines()[-1])
+
+    def left(self, host: str = "") -> list[int]:
+        """What is left of it, on one host or on all."""
+        user = self.home.stat().st_uid
+        found = []
+        for pid in (pid for mark in MARKS for pid in processes_of(mark)):
+            with contextlib.suppress(FileNotFoundError):
+                if Path(f"/proc/{pid}").stat().st_uid == user and host in ("", host_of(pid)):
+                    found.append(pid)
+        return found
+
+
+def host_of(pid: int) -> str:
+    """The lab's host that a process is on, as its kernel calls it."""
+    uname = ["nsenter", "-t", str(pid), "-u", "uname", "-n"]
+    return subprocess.run(uname, capture_output=True, text=True).stdout.strip()
+
+
+def loop(lab: Door, name: str, keepalive: tuple[int, int, int], other: str) -> LabJob:
+    """LOOP on the head and one other host."""
+    return LabJob(lab, name, keepalive, (NAMES[0], other), f"~/loop.py {name}", f"{name}.begun")
+
+
+def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -> None:
+    words = f"{DDP} --epochs 500 --batch-size 48 --hosts all --logs ~/logs --run ice"
+    job = LabJob(lab, "ice", LATE, NAMES, words, "logs/ice/steps.rank0.jsonl").begin()
+    folder = job.home / "logs" / "ice"
+    for harm, undo in (("freeze", "thaw"), ("cut", "heal")):
+        lab.do(harm, NAMES[2])
+        time.sleep(3)
+        lab.do(undo, NAMES[2])
+        goes_on(lambda: steps_done(folder))
+    lab.do("freeze", NAMES[2])
+    assert job.wait(35) != 0  # mpirun itself would wait for ever
+    (line,) = job.said
+    assert f"rank 2 on {NAMES[2]}, step " in line and "silent" in line
+    run = RunFolder(folder).read_run()
+    assert run["status"] == "failed"
+    failure = run["failure"]
+    assert isinstance(failure, dict) and failure["host"] == NAMES[2]
+    (fault,) = [e for e in RunFolder(folder).read_events() if e["event"] == "fault"]
+    assert fault["host"] == NAMES[2]
+    lab.do("thaw", NAMES[2])
+    wait_until(lambda: not job.left(), 12)
+
+
+def test_a_lost_host_is_named_whoever_notices_first(lab: Door) -> None:
+    cut, killed = loop(lab, "cut", LATE, NAMES[1]), loop(lab, "kill", EARLY, NAMES[2])
+    cut.begin()
+    killed.begin()
+    lab.do("cut", NAMES[1])
+    lab.do("kill", NAMES[2])
+    killed.wait(20)  # mpirun says 0 when it loses a host
+    assert cut.wait(35) != 0
+    for job, host in ((cut, NAMES[1]), (killed, NAMES[2])):
+        assert len(job.said) == 1 and f"rank 1 on {host}, step 7: silent" in job.said[0]
+    lab.do("heal", NAMES[1])
+    lab.do("boot", NAMES[2])
+    wait_until(lambda: not cut.left(), 12)
+    # Each says what it can see, where it can write.
+    assert any(f"rank 1 on {NAMES[1]}, step 7: silent" in line for line in cut.faults)
+
+
+def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
+    job = loop(lab, "head", LATE, NAMES[1]).begin()
+    assert job.left(NAMES[1])
+    lab.do("freeze", NAMES[0])
+    wait_until(lambda: not job.left(NAMES[1]), 35)
+    assert len(job.faults) == 1 and f"rank 0 on {NAMES[0]}, step 7: silent" in job.faults[0]
+    lab.do("thaw", NAMES[0])
+    assert job.wait(20) != 0
+    assert len(job.said) == 1 and f"rank 0 on {NAMES[0]}" in job.said[0]
+    wait_until(lambda: not job.left(), 12)

@@ -1,0 +1,165 @@
+"""Bad input, as an impatient user would type it: one clear line, and nothing half-written."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from jobs import Done, Jobs
+from pictures import picture_folder
+from project import DDP, ROOT, ZERO, environment
+
+pytestmark = pytest.mark.mpi
+
+
+def refused(jobs: Jobs, *words: object, ranks: int = 1) -> str:
+    """The one line of a job that ends with an error before it made a run."""
+    return the_line_of(jobs.fork(ranks, *words, "--logs", jobs.logs))
+
+
+def the_line_of(done: Done) -> str:
+    """What a job that failed says to its user."""
+    assert done.code != 0, done.output
+    lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert len(lines) == 1, done.output
+    assert "Traceback" not in done.output
+    return lines[0]
+
+
+def test_shares_that_do_not_match_the_ranks(jobs: Jobs) -> None:
+    line = the_line_of(jobs.run(2, DDP, "--shares", "3,2,1", "--logs", jobs.logs))
+    assert "--shares 3,2,1 is for 3 ranks, but 2 take part" in line
+
+
+def test_a_batch_smaller_than_the_ranks(jobs: Jobs) -> None:
+    assert "--batch-size 1" in refused(jobs, DDP, "--batch-size", 1, ranks=2)
+
+
+def test_an_unknown_host(jobs: Jobs) -> None:
+    line = refused(jobs, DDP, "--hosts", "nowhere", ranks=2)
+    assert "there is no 'nowhere' among the started hosts" in line and "auto, or all" in line
+
+
+def test_an_unknown_model(jobs: Jobs) -> None:
+    line = refused(jobs, DDP, "--model", "vit_base_pach16_224")
+    assert "vit_base_patch16_224" in line and "nearest" in line
+
+
+def test_a_model_with_batch_statistics(jobs: Jobs) -> None:
+    line = refused(jobs, DDP, "--model", "resnet18", "--dataset", "synthetic", "--img-size", 32)
+    assert "batch statistics" in line or "cannot be built" in line
+
+
+def test_a_missing_dataset_folder(jobs: Jobs, tmp_path: Path) -> None:
+    line = refused(jobs, DDP, "--dataset", "folder", "--data-dir", tmp_path / "none", ranks=2)
+    assert "needs the folders train/ and val/" in line
+    assert not jobs.logs.exists(), "nothing half-written"
+
+
+def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Path) -> None:
+    root = picture_folder(tmp_path / "pictures", ("train/cat/3.png", "val/dog/1.png"))
+    model = ("--model", "vit_digits", "--img-size", 16, "--batch-size", 8, "--epochs", 2)
+    options = (DDP, "--dataset", "folder", "--data-dir", root, *model)
+    done = jobs.run(2, *options, "--logs", jobs.logs, "--run", "fatal")
+    assert done.code != 0
+    assert "train/cat/3.png" in done.output and "--bad-images skip" in done.output
+    run = jobs.train(2, *options[:1], "skips", *options[1:], "--bad-images", "skip")
+    named = {event["image"] for event in run.events if event["event"] == "unreadable"}
+    assert len(named) == 2 and any("val/dog/1.png" in name for name in named)
+    assert "2 images could not be read" in run.done.output
+    epochs = [json.loads(line) for line in (run.folder / "epochs.jsonl").open()]
+    assert [epoch["samples"] for epoch in epochs] == [7, 7]
+
+
+def test_an_unwritable_logs_folder(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = jobs.run(2, DDP, "--logs", tmp_path / "file")
+    assert done.code != 0 and "choose another place with --logs DIR" in done.output
+
+
+def test_a_run_that_exists_or_is_in_use(jobs: Jobs) -> None:
+    jobs.train(1, DDP, "mine", "--max-steps", 2)
+    assert "exists; continue it with --resume auto" in refused(jobs, DDP, "--run", "mine")
+    holder = jobs.start(1, DDP, "--logs", jobs.logs, "--run", "busy", "--epochs", 900)
+    assert holder.stdout is not None
+    while "step 1/" not in holder.stdout.readline():
+        assert holder.poll() is None
+    line = refused(jobs, DDP, "--run", "busy", "--resume", "auto")
+    assert "is in use by another run" in line
+
+
+def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path) -> None:
+    assert "no checkpoint there" in refused(jobs, DDP, "--resume", tmp_path / "none")
+    jobs.train(1, DDP, "mine", "--max-steps", 2)
+    line = refused(jobs, DDP, "--run", "mine", "--resume", "auto", "--img-size", 16)
+    assert "--img-size 16 (the checkpoint: 8)" in line
+    run = json.loads((jobs.logs / "mine" / "run.json").read_text())
+    assert run["status"] == "finished" and run["result"]["top1"] > 0, "a refusal changes nothing"
+
+
+def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> None:
+    words = ("--lr", "1e30", "--warmup-epochs", 0, "--logs", jobs.logs)
+    line = the_line_of(jobs.run(2, DDP, *words))
+    assert "is not finite (sample indices " in line and "step " in line and "rank " in line
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [
+        (DDP, ("--strategy", "fsdp", "--wire", "powersgd:4"), "--wire powersgd:4: FSDP gathers"),
+        (DDP, ("--offload", "parameters"), "add --strategy fsdp"),
+        (ZERO, ("--offload", "optimizer"), "where all is already"),
+        (ZERO, ("--stage", "1", "--opt", "lamb"), "looks at whole tensors"),
+        (DDP, ("--grad-checkpointing", "mpl"), "nearest: mlp"),
+    ],
+)
+def test_what_a_strategy_cannot_do(
+    jobs: Jobs, script: str, options: tuple[str, ...], says: str
+) -> None:
+    assert says in refused(jobs, script, *options)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"micro_batch_per_gpu": 4}', "nearest: train_micro_batch_size_per_gpu"),
+        (
+            '{"zero_optimization": {"stag": 1}}',
+            "zero_optimization.stag is unknown, or not supported here (nearest: stage",
+        ),
+        ('{"optimizer": {"type": "Adam"}}', "is set by --opt"),
+        ('{"train_micro_batch_size_per_gpu": 3}', "the plan gives rank 0 128"),
+        ('{"zero_optimization": {"stage": 4}}', "stage 4 is not one of"),
+        ("{", "not a readable JSON file"),
+    ],
+)
+def test_a_wrong_deepspeed_configuration(
+    jobs: Jobs, tmp_path: Path, content: str, says: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(content)
+    assert says in refused(jobs, ZERO, "--deepspeed-config", path, "--shares", "1")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [
+        (None, "hosts.txt does not exist; write one host a line"),
+        ("", "hosts.txt names no host"),
+        ("-oProxyCommand=touch${IFS}hacked slots=1\n", "line 1: '-oProxyCommand"),
+        ("$(touch${IFS}hacked) slots=1\n", "is not a host name"),
+    ],
+)
+def test_a_wrong_hosts_file_stops_before_anything_is_launched(
+    tmp_path: Path, hosts: str | None, says: str
+) -> None:
+    path = tmp_path / "hosts.txt"
+    if hosts is not None:
+        path.write_text(hosts)
+    done = subprocess.run(
+        ["bash", ROOT / "setup" / "quickstart.sh", "--hostfile", path, "--logs", tmp_path / "logs"],
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr
+    assert not (tmp_path / "hacked").exists() and not (tmp_path / "logs").exists()

@@ -1,0 +1,129 @@
+"""Ending well: a failure anywhere ends all in seconds, with one line on the first cause."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from jobs import Jobs, processes_of, wait_until
+from long_runs import rank_process, start, status, steps_done
+from project import DDP, ZERO
+
+from motley.records.run_folder import RunFolder
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("script", [DDP, ZERO])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int) -> None:
+    job = start(jobs, script)
+    os.kill(rank_process(jobs.logs, rank), signal.SIGKILL)
+    done = jobs.wait(job, 10)
+    assert done.code != 0
+    lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert len(lines) == 1 and f"rank {rank} " in lines[0] and "died without a word" in lines[0]
+    wait_until(lambda: not processes_of(str(jobs.logs)), 3)
+    if rank:
+        assert status(jobs)["status"] == "failed"
+        fault = next(
+            e for e in RunFolder(jobs.logs / "long").read_events() if e["event"] == "fault"
+        )
+        assert fault["rank"] == rank and fault["step"] >= 9
+
+
+FAILING = """
+import os, sys, torch.distributed as dist, torch
+from motley.launch.world import run
+from motley.planner.process_group import join_process_group
+
+def main(world):
+    join_process_group(world)
+    world.supervisor.step = 7
+    world.supervisor.on_event = lambda event: open("/dev/full", "w").write(str(event) * 9999)
+    dist.all_reduce(torch.ones(9))
+    if world.rank == 1:
+        {failure}
+    dist.all_reduce(torch.ones(9))  # the others wait here for rank 1
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        ("raise ValueError('bad thing')", "rank 1 on .*, step 7: ValueError: bad thing"),
+        ("os._exit(0)", "rank 1 on .* died without a word"),
+        ("sys.exit(0)", "rank 1 on .* SystemExit"),
+        ("os.kill(os.getpid(), 11)", "rank 1 on .* died without a word"),
+        ("world.supervisor.tell({'kind': 'x'})", "rank 0 on .*: OSError: .*No space left"),
+    ],
+)
+def test_the_first_cause_is_named_and_not_its_echo(
+    jobs: Jobs, tmp_path: Path, failure: str, says: str
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(failure=failure))
+    begun = time.monotonic()
+    done = jobs.run(4, script)
+    assert done.code != 0
+    lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert len(lines) == 1
+    assert re.search(says, lines[0])
+    assert time.monotonic() - begun < 40
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals) -> None:
+    job = start(jobs, DDP)
+    job.send_signal(stop)  # as Ctrl-C does, to mpirun
+    wait_until(lambda: not processes_of(str(jobs.logs)), 10)
+    output, _ = job.communicate(timeout=10)
+    assert job.returncode != 0
+    if stop != signal.SIGKILL:  # then nobody is left to say it
+        assert "if it is stopped: --run long --resume auto" in output
+        assert status(jobs)["status"] == "failed"
+        fault = RunFolder(jobs.logs / "long").read_events()[-1]
+        assert fault["event"] == "fault" and "stopped by SIG" in fault["error"]
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_steps_leave_no_trace_in_the_losses(jobs: Jobs) -> None:
+    options = (DDP, "--logs", jobs.logs, "--max-steps", 150, "--save-every", 3, "--epochs", 20)
+    ranks = (2, *options, "--shares", "2,1", "--micro-batch", 40, "--drop", 0.1)
+    unbroken = jobs.fork(*ranks, "--run", "unbroken")
+    assert unbroken.code == 0, unbroken.output
+    folder = jobs.logs / "broken"
+    choose, resume = random.Random(), ()
+    with ThreadPoolExecutor(1) as thread:
+        for number in range(20):
+            target = steps_done(folder) + choose.randint(1, 7)  # the last try's are there still
+            here = jobs.logs / f"try{number}"
+            job = thread.submit(jobs.fork, *ranks, "--run", "broken", *resume, folder=here)
+            wait_until(lambda: steps_done(folder) >= target or job.done(), 60)  # noqa: B023
+            assert not job.done(), job.result().output
+            os.kill(int((here / f"rank{choose.randrange(2)}.pid").read_text()), 9)
+            assert job.result(20).code != 0
+            resume = ("--resume", "auto")
+    done = jobs.fork(*ranks, "--run", "broken", *resume)
+    assert done.code == 0, done.output
+    traces = [
+        [
+            (step["step"], step["loss"], step["grad_norm"])
+            for step in RunFolder(path).read_steps()[0]
+        ]
+        for path in (jobs.logs / "unbroken", folder)
+    ]
+    assert len(traces[0]) == 150
+    assert traces[0] == traces[1], "bit-equal"
+    weights = [
+        json.loads((path / "checkpoints/step_00000150/manifest.json").read_text())
+        for path in (jobs.logs / "unbroken", folder)
+    ]
+    assert weights[0]["model.safetensors"] == weights[1]["model.safetensors"]

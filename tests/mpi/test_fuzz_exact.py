@@ -1,0 +1,203 @@
+"""Cases that were once wrong, each with the history that showed it; and the fuzzer itself."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fuzz.cases import AFTER, Case
+from fuzz.play import MODULES, judged, play
+from fuzz.rules import broken_rules
+from project import ROOT, venv
+from warm.ranks import WarmRanks
+
+from motley.errors import MotleyError
+
+pytestmark = pytest.mark.mpi  # they take minutes, though no mpirun
+
+FUZZER = ROOT / "tests" / "fuzz_exact.py"
+
+
+def zero(stage: int, fault: str | None, **more: object) -> str:
+    """Three ranks at a ZeRO stage, and what happens to one in step 2."""
+    faults = [{"kind": fault, "step": 2, "rank": 1}] if fault else []
+    segment = {
+        "engine": f"zero{stage}", "ranks": 3, "shares": [1, 2, 2], "loss_scale": "2^8",
+        "faults": faults, **more,
+    }  # fmt: skip
+    return json.dumps({"segments": [segment]})
+
+
+# What DeepSpeed's oldest version that is allowed must do as well as the newest.
+DEEPSPEED = {
+    **{f"an overflow at ZeRO {stage}": zero(stage, "overflow") for stage in range(4)},
+    **{f"memory that ends at ZeRO {stage}": zero(stage, "oom") for stage in range(3)},
+    **{f"micro-steps at ZeRO {stage}": zero(stage, None, micro=[2]) for stage in range(4)},
+    "from ZeRO 1 to ZeRO 3": """{"recipe":{"clip_grad":0.1},"segments":[
+        {"engine":"zero1","ranks":2,"shares":[3,1],"stop":3},
+        {"engine":"zero3","ranks":3,"shares":[1,0,4]}]}""",
+}
+# What the fuzzer has found, or must have.
+CASES = {
+    "another batch in mid-run": """{"recipe":{"batch_size":5,"samples":21,"save_every":3},
+        "segments":[{"ranks":2,"shares":[3,1],"stop":7},{"changed":{"batch_size":3}}]}""",
+    "a finished run, and another batch": """{"recipe":{"batch_size":5,"samples":21},"segments":[
+        {"stop":10},{"changed":{"batch_size":3}}]}""",
+    "other warm-up": """{"segments":[{"stop":1},{"changed":{"warmup_epochs":0.25}}]}""",
+    "LAMB, resumed": """{"recipe":{"opt":"lamb"},"segments":[{"ranks":2,"shares":[2,1],"stop":2},
+        {"ranks":2,"shares":[2,1]}]}""",
+    "Lookahead, resumed elsewhere": """{"recipe":{"opt":"lookahead_adamw","epochs":3},"segments":[
+        {"ranks":2,"shares":[2,1],"stop":7},{"ranks":3,"shares":[1,2,1],"engine":"zero0"}]}""",
+    "MARS at ZeRO 1": """{"recipe":{"opt":"mars"},"segments":[{"engine":"zero1"}]}""",
+    "SGD through FSDP": """{"recipe":{"opt":"nesterov"},"segments":[{"engine":"fsdp","ranks":2,
+        "shares":[1,2]}]}""",
+    "AdamP through FSDP": """{"recipe":{"opt":"adamp"},"segments":[{"engine":"fsdp"}]}""",
+    "a cautious AdamW at ZeRO 2": """{"recipe":{"opt":"cadamc","seed":3},"segments":[
+        {"engine":"zero2","ranks":2,"shares":[1,1]}]}""",
+    "LAMB at ZeRO 0, an overflow": """{"recipe":{"opt":"lamb"},"segments":[{"engine":"zero0",
+        "ranks":2,"shares":[1,2],"loss_scale":"2^8",
+        "faults":[{"kind":"overflow","step":2,"rank":1}]}]}""",
+    "a flipped parameter of the first rank": """{"recipe":{"save_every":1},"segments":[{"ranks":3,
+        "shares":[1,1,1],"faults":[{"kind":"flip","step":2,"rank":0}]}]}""",
+    "a flipped parameter of two ranks": """{"recipe":{"save_every":1},"segments":[{"ranks":2,
+        "shares":[1,1],"faults":[{"kind":"flip","step":2,"rank":0}]}]}""",
+    "a flipped moment": """{"recipe":{"save_every":1},"segments":[{"ranks":3,"shares":[1,1,1],
+        "faults":[{"kind":"flip","step":2,"rank":2,"call":1}]}]}""",
+    "PowerSGD, resumed after a step": """{"recipe":{"save_every":1},"segments":[
+        {"ranks":2,"shares":[2,1],"wire":"powersgd:2","stop":1},
+        {"ranks":2,"shares":[2,1],"wire":"powersgd:2"}]}""",
+    "another split": """{"segments":[{"ranks":2,"shares":[1,1],
+        "faults":[{"kind":"replan","step":2,"rank":-1,"counts":[1,7]}]}]}""",
+    "a kill between checkpoint and evaluation": """{"segments":[{"ranks":2,"shares":[2,1],
+        "faults":[{"kind":"kill","step":2,"rank":-1,"call":21}]},{"ranks":2,"shares":[2,1]}]}""",
+    "images that are none": """{"recipe":{"bad_images":["empty","bomb"]},"segments":[
+        {"ranks":2,"shares":[1,1]}]}""",
+    "MADGRAD in local steps, a rank without samples": """{"recipe":{"opt":"madgradw","save_every":2,
+        "seed":2},"segments":[{"ranks":5,"shares":[5,1,4,5,5],"wire":"local:3"}]}""",
+    "memory that ends in local steps, heard of in a ragged batch": """{"recipe":{"samples":28},
+        "segments":[{"ranks":2,"shares":[3,1],"wire":"local:2",
+        "faults":[{"kind":"oom","step":0,"rank":1}]}]}""",
+    "micro-batches that a measured plan keeps to": """{"recipe":{"batch_size":11},"segments":[
+        {"engine":"zero2","ranks":2,"shares":[],"micro":[7,1]}]}""",
+    "LAMB in local steps, a rank without samples": """{"recipe":{"opt":"lamb","batch_size":6,
+        "samples":19,"save_every":2},"segments":[{"ranks":2,"shares":[1,1],"wire":"local:2"}]}""",
+    "LAMB, resumed for a step that is skipped": """{"recipe":{"opt":"lamb"},"segments":[{"stop":2},
+        {"ranks":2,"shares":[1,1],"loss_scale":"2^8","stop":3,
+        "faults":[{"kind":"overflow","step":2,"rank":1}]},{}]}""",
+    "one number that rounding moves": """{"recipe":{"batch_size":60,"samples":34,"seed":1,
+        "weight_decay":0.0,"warmup_epochs":1.0,"min_lr":0.0,"save_every":3,"eval_images":1},
+        "segments":[{"engine":"zero0","ranks":3,"shares":[1,1,1]}]}""",
+    "AdaHessian, measured": """{"recipe":{"opt":"adahessian"},"segments":[{"ranks":2,
+        "shares":[]}]}""",
+    "MADGRAD, measured": """{"recipe":{"opt":"madgradw"},"segments":[{"ranks":2,"shares":[]}]}""",
+    "drop-out on other ranks": """{"recipe":{"drop":0.1},"segments":[{"ranks":2,"shares":[1,1],
+        "stop":3},{"ranks":3,"shares":[1,1,1]}]}""",
+    "a thread that cannot send": """{"segments":[{"ranks":3,"shares":[1,2,2],"wire":"powersgd:2",
+        "faults":[{"kind":"sender","step":3,"rank":1}]}]}""",
+    "a leaf that cannot send": """{"segments":[{"ranks":3,"shares":[1,2,2],"wire":"exact/leaf1",
+        "faults":[{"kind":"sender","step":3,"rank":1}]}]}""",
+    "nobody is slow under FSDP": """{"segments":[{"engine":"fsdp","ranks":2,"shares":[]}]}""",
+    "memory that ends in a ragged batch": """{"recipe":{"batch_size":16,"eval_images":20},
+        "segments":[{"faults":[{"kind":"oom","step":1}]}]}""",
+    **{f"an overflow first, then ZeRO {stage}": f"""{{"recipe":{{"samples":8}},"segments":[
+        {{"loss_scale":"2^8","stop":1,"faults":[{{"kind":"overflow","step":0}}]}},
+        {{"engine":"zero{stage}","ranks":2,"shares":[1,1]}}]}}""" for stage in (1, 3)},
+    "C-LAMB on three ranks of FSDP": """{"recipe":{"opt":"clamb"},"segments":[{"engine":"fsdp",
+        "ranks":3,"shares":[1,1,1]}]}""",
+    "AdaHessian at ZeRO 2": """{"recipe":{"opt":"adahessian"},"segments":[{"engine":"zero2"}]}""",
+    **{f"Adagrad at ZeRO {stage}": f"""{{"recipe":{{"opt":"adagrad"}},"segments":[
+        {{"engine":"zero{stage}","ranks":2,"shares":[1,1]}}]}}""" for stage in (1, 3)},
+    "LARS at ZeRO 1": """{"recipe":{"opt":"lars"},"segments":[{"engine":"zero1","ranks":2,
+        "shares":[1,1]}]}""",
+    "a stranger": """{"segments":[{"ranks":2,"shares":[2,1],
+        "faults":[{"kind":"stranger","step":1,"call":0}]}]}""",
+    **{f"a resume after {damage}": json.dumps({"segments":[
+        {"ranks": 2, "shares": [2, 1], "stop": 4, "after": [damage]},
+        {"ranks": 2, "shares": [2, 1]}]}) for damage in AFTER},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def oldest() -> Iterator[WarmRanks]:
+    """Ranks with the oldest DeepSpeed that requirements.txt allows; tests/run.sh installs it."""
+    folder = venv() / "oldest"
+    if not (folder / "deepspeed").is_dir():
+        message = f"{folder} has no DeepSpeed; tests/run.sh installs it there"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    with WarmRanks([name for name in MODULES if "muon" not in name], folder) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", [*CASES, *DEEPSPEED])
+def test_what_was_wrong_once_is_exact(ranks: WarmRanks, name: str) -> None:
+    assert judged(Case.parse({**CASES, **DEEPSPEED}[name]), ranks) == []
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_the_oldest_deepspeed_is_as_exact(oldest: WarmRanks, name: str) -> None:
+    assert judged(Case.parse(DEEPSPEED[name]), oldest) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule"),
+    [
+        ({"lr": 1.001e-3}, "schedule"), ({"smoothing": 0.101}, "loss"), ({"seed": 1}, "samples"),
+        ({"batch_size": 9}, "steps"), ({"epochs": 3}, "steps"), ({"eval_images": 9}, "evaluations"),
+        ({"weight_decay": 0.06}, "checkpoint"),
+    ],
+)  # fmt: skip
+def test_the_fuzzer_sees_a_run_that_is_another(
+    ranks: WarmRanks, tmp_path: Path, recipe: dict[str, float], rule: str
+) -> None:
+    played = play(Case.parse('{"segments":[{"ranks":2,"shares":[2,1]}]}'), ranks, tmp_path / "case")
+    assert broken_rules(played, ranks) == []
+    other = replace(played.case, recipe=replace(played.case.recipe, **recipe))
+    (problem,) = broken_rules(replace(played, case=other), ranks)
+    assert problem.split(":")[0] == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no JSON"), ('{"segment":[]}', "nearest: segments"), ("[]", "a JSON object"),
+        ('{"recipe":{"optimizer":"lamb"}}', "recipe knows no 'optimizer'"),
+        ('{"segments":[]}', "give one"), ('{"segments":[{"engine":"zero4"}]}', "no engine 'zero4'"),
+        ('{"segments":[{"faults":[{"kind":"kil","step":1}]}]}', "nearest: kill"),
+        ('{"segments":[{"faults":[{"kind":"kill"}]}]}', "step"),
+        ('{"recipe":{"opt":"adamv"}}', "nearest: adam,"),
+        ('{"segments":[{"precision":["fp8"]}]}', "no precision 'fp8'"),
+        ('{"segments":[{"ranks":0}]}', "give 1 or more"), ('{"segments":{}}', "a list"),
+    ],
+)  # fmt: skip
+def test_a_case_that_is_none_is_refused(text: str, says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        Case.parse(text)
+
+
+def test_a_case_is_written_as_it_is_read() -> None:
+    text = '{"recipe":{"opt":"lamb"},"segments":[{"ranks":2,"shares":[1,2],"stop":3}]}'
+    assert json.loads(str(Case.parse(text))) == json.loads(text)
+    assert Case.parse(str(Case.parse(text))) == Case.parse(text)
+
+
+def test_the_fuzzer_refuses_no_time() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FUZZER), "--seconds", "0"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "above 0" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--seconds", "120", "--seed", "7"), ("--seconds", "60")],
+                         ids=["two minutes", "a minute of today's"])  # fmt: skip
+def test_other_cases_find_nothing(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,54 @@
+"""Training that fails in the middle of step 3, on the last rank.
+
+    mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
+
+Out of memory whatever the micro-batch, killed, at a wrong address, or for ever at rest.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import time
+
+import torch
+
+from motley.config.options import read_config, training_parser
+from motley.data.batch import Batch
+from motley.engines.ddp import DdpEngine
+from motley.launch.world import run
+from motley.train.loop import train
+
+STEP = 3
+FAILURES = {
+    "memory": lambda: torch.empty(2**50),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "address": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(3600),
+}
+
+
+class Failing(DdpEngine):
+    """Fails in step 3, and again if that is taken again."""
+
+    failure: str
+    _steps = 0
+
+    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> torch.Tensor:
+        if self._steps >= STEP and self._context.rank == self._context.size - 1:
+            FAILURES[self.failure]()
+        self._steps += last
+        return super()._accumulate(batch, n_global, last)
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--fail", choices=FAILURES, required=True)
+    given, rest = own.parse_known_args()
+    Failing.failure = given.fail
+    config = read_config(training_parser(""), rest)
+    run(lambda world: train(world, config, Failing))
+
+
+if __name__ == "__main__":
+    main()

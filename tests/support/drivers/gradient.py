@@ -1,0 +1,94 @@
+"""On every rank: unequal splits give the gradient of one process.
+
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py ddp
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py zero
+
+Prints the largest relative difference over random shares and micro-batches: in fp64
+through DDP, in fp32 through DeepSpeed, which refuses to reduce fp64 gradients.
+"""
+
+import gc
+import random
+import sys
+
+import torch
+
+from motley.config.options import read_config, training_parser
+from motley.data.datasets import load_images
+from motley.data.loader import Loader
+from motley.engines.ddp import DdpEngine
+from motley.engines.protocol import EngineContext
+from motley.launch.world import World, run
+from motley.plan.plan import make_plan
+from motley.plan.precision import LossScale
+from motley.planner.process_group import join_process_group, leave_process_group
+from motley.tasks.losses import sample_losses
+from motley.tasks.model import Classifier, build_model
+
+ENGINE = sys.argv[1]
+
+
+def engine_class() -> type:
+    if ENGINE == "zero":
+        from motley.engines.zero_engine import ZeroEngine
+
+        return ZeroEngine
+    return DdpEngine
+
+
+def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in parameters])
+
+
+def main(world: World) -> None:
+    config = read_config(training_parser(""), ["--model", "vit_digits"])
+    group = join_process_group(world, "fp32")
+    device = torch.device("cpu")
+    images = load_images(config, 8)
+    net = build_model(config, images)
+    net = net.double() if ENGINE == "ddp" else net
+    model = Classifier(net, images, 8, "fp32", device)
+    parameters = list(model.parameters())
+    choose = random.Random(0)  # the same on all ranks
+    worst, engine = 0.0, None
+    for trial in range(12):
+        if trial % 3 == 0 and (engine is None or ENGINE == "ddp"):
+            buckets = (None, 1, 2, 8)[trial // 3]
+            plan = make_plan(16, (1.0,) * group.size, (16,) * group.size, buckets)
+            scale = LossScale(1.0)
+            context = EngineContext(
+                config, group.rank, group.size, device, group.precisions, scale, plan
+            )
+            engine = None  # DDP takes its hooks off the parameters
+            for parameter in parameters:
+                parameter.grad = None
+            gc.collect()
+            engine = engine_class()(model, context)
+        n = choose.randint(group.size, 40)
+        shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(group.size)]
+        shares[choose.randrange(group.size)] = 3
+        sizes = [choose.randint(1, 20) for _ in range(group.size)]
+        plan = make_plan(n, shares, sizes, buckets)
+        engine.reconfigure(plan)
+        engine.scale.value = 2.0 ** choose.randint(0, 20)
+
+        engine.optimizer.zero_grad(set_to_none=False)
+        loader = Loader(images, config, 8, group.rank, device)
+        _, micro_batches = next(iter(loader.steps(trial, 0, plan)))
+        for batch, last in micro_batches:
+            engine.accumulate(batch, n, last)
+        ours = gradient(parameters) / engine.scale.value
+
+        engine.optimizer.zero_grad(set_to_none=False)
+        alone = Loader(images, config, 8, 0, device)
+        _, micro_batches = next(iter(alone.steps(trial, 0, make_plan(n, [1.0], [n]))))
+        for batch, _ in micro_batches:
+            sample_losses(model(batch.images), batch, config.smoothing).mean().backward()
+        theirs = gradient(parameters)
+        worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+    print(f"rank {group.rank}: worst {worst:.3e}", flush=True)
+    leave_process_group()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,36 @@
+"""Trains with a first rank that needs half a second for each sample, and others that do not.
+
+mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/slow_head.py [OPTIONS]
+
+The options are those of train_vit.py.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from motley.config.options import read_config, training_parser
+from motley.engines.ddp import DdpEngine
+from motley.launch.world import launched_rank, run
+from motley.planner import parts
+from motley.tasks.model import Classifier
+from motley.train import loop as train
+
+SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
+
+
+class Slow(Classifier):
+    """Takes its time for each sample, also while it is measured."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See Classifier."""
+        if torch.is_grad_enabled():
+            time.sleep(SAMPLE_S * len(images))
+        return super().forward(images)
+
+
+if __name__ == "__main__":
+    parts.Classifier = Slow
+    config = read_config(training_parser(str(__doc__)))
+    run(lambda world: train.train(world, config, DdpEngine))

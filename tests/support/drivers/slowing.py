@@ -1,0 +1,61 @@
+"""Trains with one rank that becomes four times slower at step 30 and recovers at step 60.
+
+mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/slowing.py [OPTIONS]
+
+The options are those of train_vit.py.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from motley.config.options import read_config, training_parser
+from motley.data.batch import Batch
+from motley.engines.ddp import DdpEngine
+from motley.launch.world import run
+from motley.plan.replan import ReplanMonitor
+from motley.planner import parts
+from motley.tasks.model import Classifier
+from motley.train import loop as train
+from motley.train import setup as job
+
+SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
+
+
+class Slow(Classifier):
+    """Takes its time for each sample, also while it is measured."""
+
+    factor = 1
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See Classifier."""
+        if torch.is_grad_enabled():
+            time.sleep(SAMPLE_S * Slow.factor * len(images))
+        return super().forward(images)
+
+
+class Counting(DdpEngine):
+    """Makes the first rank slow between two steps."""
+
+    steps = 0
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
+        """See motley.engines.protocol.Engine."""
+        Slow.factor = 4 if self._context.rank == 0 and 30 <= self.steps < 60 else 1
+        self.steps += last
+        super().accumulate(batch, n_global, last)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See motley.engines.protocol.Engine."""
+        if self._context.rank == 0:
+            print(f"evaluated {len(batch.labels)} after step {self.steps}", flush=True)
+        return super().evaluate(batch)
+
+
+if __name__ == "__main__":
+    parts.Classifier = Slow
+    # CPU ranks of one machine count as equal, which these are not.
+    job.ReplanMonitor = lambda speeds, kinds: ReplanMonitor(speeds, range(len(kinds)))
+    config = read_config(training_parser(str(__doc__)))
+    run(lambda world: train.train(world, config, Counting))

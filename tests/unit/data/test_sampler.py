@@ -1,0 +1,277 @@
+"""The same samples, whoever computes them."""
+
+import argparse
+import builtins
+import dataclasses
+import io
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zlib
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pictures import picture_folder
+from PIL import Image
+from project import ROOT
+
+from motley.config.options import Config, read_config, training_parser
+from motley.data.batch import Batch
+from motley.data.datasets import Images, load_images, prepare
+from motley.data.loader import Loader
+from motley.data.order import Order, seeds_of, slices
+from motley.errors import MotleyError
+from motley.plan.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def config(*words: str) -> Config:
+    return read_config(training_parser("test"), [*words, "--workers", "0"])
+
+
+def batches(loader: Loader, plan: Plan, epoch: int = 0, consumed: int = 0) -> list[list[Batch]]:
+    return [[batch for batch, _ in micro] for _, micro in loader.steps(epoch, consumed, plan)]
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 80), st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_ranks_take_every_sample_once_in_the_global_order(
+    samples: int, n: int, shares: list[int], m: int
+) -> None:
+    if not sum(shares):
+        shares[0] = 1
+    order = Order(samples, seed=7).epoch(3)
+    assert sorted(order) == list(range(samples))
+    plan = Plan(n, tuple(map(float, shares)), (m,) * len(shares))
+    taken = []
+    for start in range(0, samples, n):
+        part = order[start : start + n]
+        for rank in range(len(shares)):
+            taken += [
+                index for cut in slices(part, plan.of_batch(len(part)), rank) for index in cut
+            ]
+    assert taken == order
+
+
+def test_seeds_of_samples_are_splitmix64() -> None:
+    # The generator's first outputs for 0, as its authors' own code prints them; 63 bits of them.
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert seeds_of(0, range(3)) == [value >> 1 for value in known]
+    assert seeds_of(9, [5, 2]) == [seeds_of(9, range(6))[5], seeds_of(9, [2])[0]]
+    assert seeds_of(2**63 - 1, []) == []
+
+
+def test_epochs_seeds_and_fractions() -> None:
+    assert Order(50, 0).epoch(0) == Order(50, 0).epoch(0)
+    assert Order(50, 0).epoch(0) != Order(50, 0).epoch(1) != Order(50, 1).epoch(1)
+    half = Order(50, 0, fraction=0.5)
+    assert len(half.epoch(0)) == 25
+    assert set(half.epoch(0)) == set(half.epoch(9))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 7), st.integers(0, 60))
+def test_augmented_pixels_do_not_depend_on_the_split(
+    shares: list[int], m: int, consumed: int
+) -> None:
+    if not sum(shares):
+        shares[0] = 1
+    options = config("--dataset", "synthetic", "--data-fraction", "0.002")
+    images = load_images(options, 16)
+
+    def pixels(plan: Plan, start: int) -> list[torch.Tensor]:
+        ranks = [
+            batches(Loader(images, options, 16, rank, CPU), plan, consumed=start)
+            for rank in range(len(plan.shares))
+        ]
+        return [
+            torch.cat([batch.images for rank in ranks for batch in rank[step]])
+            for step in range(len(ranks[0]))
+        ]
+
+    alone = torch.cat(pixels(Plan(30, (1.0,), (30,)), 0))
+    split = torch.cat(pixels(Plan(30, tuple(map(float, shares)), (m,) * len(shares)), consumed))
+    assert torch.equal(alone[consumed:], split)
+    assert alone.shape == (100, 3, 16, 16)
+
+
+def test_worker_processes_change_nothing() -> None:
+    options = config("--dataset", "synthetic", "--data-fraction", "0.002")
+    images = load_images(options, 16)
+    plan = Plan(40, (1.0,), (16,))
+    with_workers = dataclasses.replace(options, workers=2)
+    loaders = (Loader(images, each, 16, 0, CPU) for each in (options, with_workers))
+    ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
+    assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [14, 13, 13] * 2 + [10, 10]
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.images, other.images) and one.indices == other.indices
+
+
+@pytest.mark.parametrize(("words", "step"), [((), 1), (("--eval-images", "90"), 4)])
+def test_every_held_out_image_is_taken_once_or_some_evenly(
+    words: tuple[str, ...], step: int
+) -> None:
+    options = config(*words)
+    images = load_images(options, 8)
+    plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), equal_micro_steps=True)
+    taken = [
+        index
+        for rank in range(3)
+        for batch in Loader(images, options, 8, rank, CPU).test_batches(plan)
+        for index in batch.indices
+    ]
+    assert taken == list(range(0, 360, step))
+
+
+def test_the_digits_are_real_images() -> None:
+    images = load_images(config(), 8)
+    assert (len(images.train), len(images.test), images.classes) == (1437, 360, 10)
+    pixels = torch.stack([images.train[index][0] for index in range(len(images.train))]) / 255
+    assert pixels.mean().item() == pytest.approx(images.mean[0], abs=0.002)
+    assert pixels.std().item() == pytest.approx(images.std[0], abs=0.002)
+
+
+def folder_images(root: Path, *words: str) -> tuple[Images, Config]:
+    options = config("--dataset", "folder", "--data-dir", str(root), *words)
+    return load_images(options, 16), options
+
+
+def test_a_truncated_image_is_named_and_gives_its_place_to_the_next(tmp_path: Path) -> None:
+    bad = ("train/cat/3.png", "val/dog/0.png")
+    images, options = folder_images(picture_folder(tmp_path, bad))
+    loader = Loader(images, options, 16, 0, CPU)
+    plan = Plan(8, (1.0,), (8,))
+    steps = [*chain(*batches(loader, plan))]
+    assert sum(len(batch.indices) for batch in steps) == 20, "the batch keeps its size"
+    named = [name for batch in steps for name in batch.unreadable]
+    assert len(named) == 1 and "train/cat/3.png" in named[0] and "truncated" in named[0]
+    assert sorted(index for batch in steps for index in batch.indices) == sorted(
+        [*(index for index in range(20) if index != 3), 4]
+    )
+    tests = list(loader.test_batches(plan))
+    assert sum(len(batch.indices) for batch in tests) == 7, "an unreadable answer is not counted"
+
+
+def bomb() -> bytes:
+    """A valid PNG of 1.6 gigapixels in 200 bytes."""
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, "PNG")
+    content = file.getvalue()
+    ihdr = b"IHDR" + struct.pack(">II", 40_000, 40_000) + content[24:29]
+    return content[:12] + ihdr + struct.pack(">I", zlib.crc32(ihdr)) + content[33:]
+
+
+@pytest.mark.parametrize("kind", ["bomb", "TypeError", "KeyError", "RuntimeError"])
+def test_whatever_a_decoder_raises_the_image_is_skipped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """TypeError: as PIL 13 does of some torn TIFFs; RuntimeError: of formats it only half knows."""
+    root = picture_folder(tmp_path)
+    bad = ("train/cat/3.png", "val/dog/0.png")
+    for name in bad:
+        (root / name).write_bytes(bomb())
+    images, options = folder_images(root)
+    if kind != "bomb":
+        read = Image.open
+
+        def raising(file: Any, *words: Any) -> Any:
+            if str(file.name).endswith(bad):
+                raise getattr(builtins, kind)
+            return read(file, *words)
+
+        monkeypatch.setattr(Image, "open", raising)
+    loader = Loader(images, options, 16, 0, CPU)
+    plan = Plan(8, (1.0,), (8,))
+    steps = [*chain(*batches(loader, plan))]
+    assert sum(len(batch.indices) for batch in steps) == 20
+    tests = list(loader.test_batches(plan))
+    assert sum(len(batch.indices) for batch in tests) == 7
+    named = [name for batch in (*steps, *tests) for name in batch.unreadable]
+    says = "1600000000 pixels" if kind == "bomb" else kind
+    assert len(named) == 2 and all(says in name for name in named)
+    assert [name.partition(" (")[0] for name in named] == [str(root / name) for name in bad]
+
+
+def test_large_photos_are_no_reason_to_warn(tmp_path: Path) -> None:
+    code = """
+import sys
+from PIL import Image
+from motley.data.datasets import load_images
+from motley.config.options import read_config, training_parser
+Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
+load_images(read_config(training_parser(""), ["--dataset", "folder", "--data-dir", sys.argv[1]]),
+            16).train[0]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, picture_folder(tmp_path)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("breaks", ["no folder", "classes differ", "empty"])
+def test_a_wrong_folder_is_refused(tmp_path: Path, breaks: str) -> None:
+    root = tmp_path / "nothing"
+    if breaks != "no folder":
+        root = picture_folder(tmp_path)
+        for path in sorted((root / "val").rglob("*"), reverse=True):
+            if breaks == "empty" and path.is_file():
+                path.unlink()
+            elif breaks == "classes differ" and path.is_dir() and path.name == "dog":
+                path.rename(path.with_name("horse"))
+    with pytest.raises(MotleyError, match="--data-dir"):
+        folder_images(root)
+
+
+def test_cifar_is_read_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of CIFAR-10's own layout with other pixels, so only torchvision's checksum is told.
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    for name in names:
+        content = {"data": np.full((4, 3072), 7, np.uint8), "labels": [0, 1, 2, 9]}
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10._check_integrity", lambda _: True)
+    options = config("--dataset", "cifar10", "--data-dir", str(tmp_path))
+    prepare(options)
+    images = load_images(options, 24)
+    assert (len(images.train), len(images.test), images.classes) == (20, 4, 10)
+    step = next(iter(batches(Loader(images, options, 24, 0, CPU), Plan(8, (1.0,), (8,)))))
+    assert step[0].images.shape == (8, 3, 24, 24)
+
+
+def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing answers there, so this is the user without a network, on any machine.
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            patch.setenv(name, "http://127.0.0.1:9")
+        with pytest.raises(MotleyError, match=r"cifar10 is not under .* put its \.tar\.gz there"):
+            prepare(config("--dataset", "cifar10", "--data-dir", str(tmp_path)))
+
+
+def test_wrong_options_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        ("--epoch", "3"): "unknown option --epoch (nearest: --epochs",
+        ("--batch-size", "0"): "0 is not a whole number of 1 or more",
+        ("--lr", "nan"): "nan is not a number above 0",
+        ("--dataset", "mnist"): "invalid choice: 'mnist'",
+    }
+    for words, says in cases.items():
+        with pytest.raises(SystemExit) as stop:
+            read_config(training_parser("test"), words)
+        assert stop.value.code == 2
+        assert says in capsys.readouterr().err
+    assert isinstance(training_parser("x"), argparse.ArgumentParser)

@@ -1,0 +1,69 @@
+"""Progress is in samples: epochs and schedule are as asked, also where the batch changes."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from motley.config.options import read_config, training_parser
+from motley.plan.length import Length, TrainState
+from motley.train.setup import make_schedule
+
+
+def walk(length: Length, start: TrainState, until: int | None = None) -> list[TrainState]:
+    """The positions before each step, as the loop takes them, and the last one."""
+    here, seen = start, []
+    while not length.ended(here) and (until is None or here.step < until):
+        seen.append(here)
+        here = length.after(here, min(length.batch, length.epoch_samples - here.consumed))
+    return [*seen, here]
+
+
+EPOCHS, SAMPLES, BATCH = st.integers(1, 5), st.integers(1, 60), st.integers(1, 70)
+
+
+@given(EPOCHS, SAMPLES, BATCH, BATCH, st.integers(0, 300))
+def test_a_run_ends_after_its_epochs_whatever_the_batch(
+    epochs: int, samples: int, first: int, then: int, change: int
+) -> None:
+    before = walk(Length(epochs, samples, first), TrainState(), change)
+    after = Length(epochs, samples, then)
+    steps = walk(after, before[-1])
+    assert steps[-1].epoch == epochs and steps[-1].consumed == 0
+    assert after.last_step(before[-1]) == steps[-1].step
+    progress = [after.updates(each) / after.steps_an_epoch for each in steps]
+    assert progress == sorted(progress) and progress[-1] == epochs
+
+
+@given(EPOCHS, SAMPLES, BATCH, st.sampled_from([None, 0, 1, 3, 7]), st.integers(1, 90) | st.none(),
+       st.integers(0, 50))  # fmt: skip
+def test_checkpoints_are_counted_as_they_are_made(
+    epochs: int, samples: int, batch: int, every: int | None, most: int | None, start: int
+) -> None:
+    length = Length(epochs, samples, batch, most, every)
+    here = walk(Length(epochs, samples, batch), TrainState(), start)[-1]
+    made = [each for each in walk(length, here)[1:] if length.saves(each)]
+    assert length.saves_left(here) == len(made)
+    if every is None and most is None:  # one an epoch
+        assert all(each.consumed == 0 for each in made)
+
+
+@given(EPOCHS, SAMPLES, BATCH, st.floats(0, 4))
+def test_the_rate_of_an_unchanged_batch_is_that_of_its_step_to_the_bit(
+    epochs: int, samples: int, batch: int, warmup: float
+) -> None:
+    config = read_config(training_parser(""), ["--epochs", str(epochs),
+                                               "--warmup-epochs", str(warmup)])  # fmt: skip
+    length = Length(epochs, samples, batch)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=config.lr)
+    schedule = make_schedule(optimizer, config, length.steps_an_epoch)
+    rates = []
+    for updates in (lambda each: each.step, length.updates):
+        rates.append([])
+        for each in walk(length, TrainState())[:-1]:
+            schedule.step_update(updates(each))
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+    assert len(rates[0]) == epochs * math.ceil(samples / batch)

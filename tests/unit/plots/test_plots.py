@@ -1,0 +1,270 @@
+"""The plot scripts on small real records: pictures, exit codes, broken files."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from project import ROOT
+
+from motley.cluster.hostfile import Host
+from motley.records.gpu_csv import LAB_GPU_COLUMNS
+from motley.records.run_folder import EpochRecord, RunFolder, StepRecord
+from motley.sweep.cells import read_matrix
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import read_rows
+
+START = 1763693554.0
+
+
+def python(*args: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60,
+    )  # fmt: skip
+
+
+def assert_picture(path: Path) -> None:
+    assert path.stat().st_size > 20_000, path
+    assert imread(path)[..., :3].std() > 0.05, f"{path} is blank"
+
+
+def write_run(folder: Path, *, status: str = "finished", known: bool = True) -> RunFolder:
+    """Two ranks, 60 steps; ``known``: waiting and communication are told from compute."""
+    run = RunFolder(folder)
+    run.create()
+    for rank in range(2):
+        with run.steps(rank) as lines:
+            for step in range(60):
+                overflow = step in (2, 30)
+                lines.write(
+                    StepRecord(
+                        step=step, epoch=step // 20, loss=2.3 / (1 + step / 10), lr=5e-4,
+                        loss_scale=2.0 ** (16 - (step > 2) - (step > 30)), overflow=overflow,
+                        grad_norm=None if overflow else 1.0, n_local=20, n_global=40,
+                        t_data=0.001, t_compute=0.1, t_wait=0.02 if known else None,
+                        t_comm=0.03 if known else None, t_opt=0.004, mem_peak_mib=400.0,
+                        images_per_s=250.0 + step % 7, time=START + 0.16 * step,
+                    )
+                )  # fmt: skip
+    with run.epochs() as lines:
+        for epoch in range(3):
+            lines.write(EpochRecord(20 * epoch + 20, epoch, 0.5 + epoch / 10, 1.0, 360, 1.0, START))
+    run.write_run(
+        {
+            "status": status,
+            "result": {"top1": 0.7},
+            "config": {"model": "vit_digits", "dataset": "digits"},
+            "ranks": [
+                {"rank": 0, "host": "a", "device": "Tesla P4", "precision": "fp32"},
+                {"rank": 1, "host": "b", "device": "CPU", "precision": "fp32"},
+            ],
+        }
+    )
+    return run
+
+
+def write_gpu_log(run: RunFolder, host: str, *, gpu: bool) -> None:
+    log = run.gpu_log(host)
+    for second in range(0, 20, 2):
+        row = {
+            "Timestamp": datetime.fromtimestamp(START + second).isoformat(" ", "milliseconds"),
+            "Host": host, "Rank": 0, "Epoch": second // 7, "Step": second, "CPU_Name": "EPYC",
+            "CPU_Load": 0.5, "RAM_Used_MB": 4000, "RAM_Total_MB": 16000,
+        }  # fmt: skip
+        on_gpu = {
+            "GPU_ID": 0, "GPU_Name": "Tesla P4", "GPU_Load": 0.9, "GPU_Used_Mem_MB": 5000,
+            "GPU_Total_Mem_MB": 7680, "GPU_Temp_C": 60 + second, "Power_W": 70.5,
+            "Others_Mem_MB": 600,
+        }  # fmt: skip
+        log.write(row | on_gpu if gpu else row)
+    log.close()
+
+
+def write_lab_log(folder: Path) -> None:
+    """The lab's own file: eleven columns, one row a GPU at the end of each epoch."""
+    lines = [",".join(LAB_GPU_COLUMNS)]
+    for epoch in range(1, 6):
+        for rank in range(2):
+            lines += [
+                f"2024-11-21 0{epoch}:12:4{rank},{rank},{epoch},713.2,{gpu},Tesla P4,88.0%,"
+                f"2600.0,5080.0,7680.0,7{epoch}.0"
+                for gpu in range(2)
+            ]
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n2024-11-21 06:12")  # cut short
+
+
+def test_gpu_pictures_of_our_logs_and_of_the_labs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "logs" / "run")
+    write_gpu_log(run, "a", gpu=True)
+    write_gpu_log(run, "b", gpu=False)
+    (run.path / "gpu.c.csv").write_text("this,is,no\nlog,of,GPUs\n")
+    lab = tmp_path / "logs" / "5_GPUs" / "p1_b16_e10"
+    write_lab_log(lab)
+
+    done = python("plots/plot_gpu.py", tmp_path / "logs")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(lab / "gpu.png"), str(run.path / "gpu.png")]
+    assert_picture(lab / "gpu.png")
+    assert_picture(run.path / "gpu.png")
+    assert len(done.stderr.splitlines()) == 1
+    assert "gpu.c.csv is not a GPU log" in done.stderr
+
+
+def test_training_pictures_whole_failed_and_cut_short(tmp_path: Path) -> None:
+    write_run(tmp_path / "logs" / "good")
+    write_run(tmp_path / "logs" / "cut", status="failed", known=False)
+    with (tmp_path / "logs" / "cut" / "steps.rank1.jsonl").open("a") as file:
+        file.write('{"step": 60, "lo')
+    RunFolder(tmp_path / "logs" / "not_begun").create()
+    RunFolder(tmp_path / "logs" / "not_begun").write_run({"status": "failed"})
+
+    done = python("plots/plot_training.py", tmp_path / "logs", "--out", tmp_path / "out")
+
+    assert done.returncode == 0, done.stderr
+    assert "line 61 is cut short" in done.stdout + done.stderr
+    assert "not_begun holds no training step" in done.stderr
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    assert_picture(tmp_path / "out" / "good.training.png")
+    assert_picture(tmp_path / "out" / "cut.training.png")
+
+
+def test_training_picture_says_what_is_unknown_and_leaves_it_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "cut", status="failed", known=False)
+    code = """
+import json, pathlib, sys
+sys.path.insert(0, "plots")
+from matplotlib.text import Text
+from motley.records.run_folder import RunFolder
+import plot_training, run_steps, style
+texts = []
+for path in sys.argv[1:]:
+    training = run_steps.read_training(RunFolder(path))
+    figure = plot_training.draw_run(training, style.host_colours("ab"))
+    texts.append([text.get_text() for text in figure.findobj(Text)])
+print(json.dumps(texts))
+"""
+    done = python("-c", code, tmp_path / "good", tmp_path / "cut")
+    assert done.returncode == 0, done.stderr
+    good, cut = json.loads(done.stdout)
+    assert "good: vit_digits on digits, 2 ranks, final top-1 70.0 %" in good
+    assert any(text.startswith("cut (failed): ") for text in cut)
+    assert "rank 1 - b\nCPU, fp32, 20 images" in good
+    assert {"compute", "communication", "waiting for the slowest rank"} <= set(good)
+    assert not {"communication", "waiting for the slowest rank"} & set(cut)
+    assert any("communication not separable from compute" in text for text in cut)
+
+
+@pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py"])
+def test_nothing_to_draw_is_one_line_and_exit_code_2(script: str, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        done = python(f"plots/{script}", folder)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith("motley: ")
+        assert "train first, for example: mpirun" in done.stderr
+
+
+def test_modules(tmp_path: Path) -> None:
+    """Imports stay light, colours differ and last, loads of ``88.0%`` are read per GPU."""
+    write_lab_log(tmp_path / "lab")
+    code = """
+import json, pathlib, sys
+sys.path.insert(0, "plots")
+import plot_gpu, plot_training, style
+series = plot_gpu.to_series(
+    plot_gpu.read_folder([pathlib.Path(sys.argv[1])]), style.host_colours(["rank 0", "rank 1"])
+)
+print(json.dumps({
+    "modules": [name for name in ("torch", "mpi4py") if name in sys.modules],
+    "twenty": style.host_colours(f"node{i}" for i in range(20)),
+    "same": style.host_colours(["b", "a", "b"]) == style.host_colours(["a", "b"]),
+    "loads": {one.label: one.values("load", 100).tolist() for one in series},
+    "lines": len({(one.look["color"], one.look["linestyle"]) for one in series}),
+}))
+"""
+    done = python("-c", code, tmp_path / "lab" / "metrics.csv")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["modules"] == []
+    assert list(found["twenty"]) == [f"node{i}" for i in range(20)]
+    assert len(set(found["twenty"].values())) == 20
+    assert found["same"]
+    assert found["loads"] == {
+        f"rank {rank}: GPU {gpu} (Tesla P4)": pytest.approx([88.0] * 5)
+        for rank in range(2)
+        for gpu in range(2)
+    }
+    assert found["lines"] == 4
+
+
+def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
+    hosts = (Host("a"), Host("b"))
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts)
+    folder = BaselineFolder(tmp_path / "strong")
+    folder.claim(matrix)
+    for cell in (*matrix.references, *matrix.cells):
+        run = write_run(folder.attempt(cell, 0).path)
+        run.update_run(plan={"forecast": {"limit_s": 0.4 / cell.hosts}})
+        folder.output(cell, 0).write_text("")
+        folder.end(cell, 0, 0, 5.0)
+    folder.output(matrix.cells[0], 1).write_text("motley: rank 0 on a: CUDA out of memory")
+    folder.end(matrix.cells[0], 1, 1, 5.0)
+    rows = read_rows(folder)
+    assert [row.outcome for row in rows] == ["done", "out of memory", "done"]
+    assert rows[2].limit_images_per_s == pytest.approx(128 / 0.2)
+    assert rows[2].comm_s == pytest.approx(0.03) and rows[2].spread is None
+    (folder.attempt(matrix.cells[1], 0).path / "steps.rank0.jsonl").open("a").write('{"step": 6')
+    done = python("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")
+    assert done.returncode == 0 and "is cut short" in done.stdout, done.stderr
+    assert_picture(tmp_path / "pictures" / "strong.baselines.png")
+
+
+def test_the_labs_old_folders_give_a_scaling_picture(tmp_path: Path) -> None:
+    for gpus in (1, 3, 5):
+        write_lab_log(tmp_path / f"{gpus}_GPUs" / "p1_b16_e5")
+    (tmp_path / "4_GPUs" / "p1_b16_e5").mkdir(parents=True)
+    (tmp_path / "4_GPUs" / "p1_b16_e5" / "metrics.csv").write_text("nothing,known\n1,2\n")
+    done = python("plots/plot_baselines.py", tmp_path)
+    assert done.returncode == 0 and "4_GPUs" in done.stderr, done.stderr
+    assert_picture(tmp_path / "strong_scaling.png")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = python("plots/plot_baselines.py", empty)
+    assert done.returncode == 2 and "measure first" in done.stderr
+
+
+def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path) -> None:
+    hosts = (Host("a"), Host("b"))
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts)
+    folder = BaselineFolder(tmp_path / "strong")
+    folder.claim(matrix)
+    for cell in (*matrix.references, matrix.cells[0]):
+        run = write_run(folder.attempt(cell, 0).path)
+        run.update_run(
+            plan={"forecast": {"limit_s": 0.4 / cell.hosts}}, versions={"torch": "2"},
+            commit=None, started=START,
+        )  # fmt: skip
+        folder.output(cell, 0).write_text("")
+        folder.end(cell, 0, 0, 5.0)
+    folder.output(matrix.cells[1], 0).write_text("motley: <b>& out of memory</b>")
+    folder.end(matrix.cells[1], 0, 1, 5.0)
+    write_gpu_log(write_run(tmp_path / "logs" / "alone"), "a", gpu=True)
+    done = python("plots/report.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "hosts1 is the fastest" in page and "hosts2 (out of memory)" in page
+    assert "&lt;b&gt;&amp; out of memory" in page and "<b>&" not in page
+    assert "1 of 1 runs finished" in page and page.count("data:image/png;base64,") == 5
+    for outside in ("http:", "https:", 'src="/', "@import"):
+        assert outside not in page
+    done = python("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")
+    assert done.returncode == 0 and (tmp_path / "x" / "y" / "report.html").exists()

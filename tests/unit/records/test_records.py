@@ -1,0 +1,170 @@
+"""Records: written, read back, and read up to where a crash cut them."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from project import ROOT
+
+from motley.errors import MotleyError
+from motley.records.gpu_csv import LAB_GPU_COLUMNS, read_gpu_log
+from motley.records.run_folder import RunFolder, StepRecord, find_gpu_logs, to_json
+
+
+def step(number: int, **changes: object) -> StepRecord:
+    record = StepRecord(
+        step=number, epoch=0, loss=2.0, lr=1e-3, loss_scale=1.0, overflow=False, grad_norm=1.0,
+        n_local=5, n_global=10, t_data=0.1, t_compute=0.2, t_wait=None, t_comm=None, t_opt=0.1,
+        mem_peak_mib=None, images_per_s=3.0, time=1.0,
+    )  # fmt: skip
+    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_steps_are_read_as_written_and_unknown_is_null(folder: RunFolder) -> None:
+    with folder.steps(3) as lines:
+        lines.write(step(0, loss=float("nan")))
+        lines.write(step(1))
+    first, second = folder.read_steps()[3]
+    assert first["loss"] is None and first["t_wait"] is None
+    assert second["loss"] == 2.0
+    text = (folder.path / "steps.rank3.jsonl").read_text()
+    assert "NaN" not in text, "strict JSON has no NaN"
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 1, "lo', b'{"event": "x\xff', b"[" * 200_000, b"\0" * 9]
+)
+def test_a_torn_line_costs_itself_alone(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], torn: bytes
+) -> None:
+    for name in ("steps.rank0.jsonl", "epochs.jsonl", "events.jsonl"):
+        (folder.path / name).write_bytes(b'{"event": "a", "step": 0}\n' + torn)
+    with folder.steps(0) as lines:  # after a resume
+        lines.write(step(1))
+    with folder.epochs() as lines:
+        lines.write({"step": 1})
+    folder.event("b", step=1)
+    folder.event("c", step=1)
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1]
+    assert [record["step"] for record in folder.read_epochs()] == [0, 1]
+    assert [record["event"] for record in folder.read_events()] == ["a", "b", "c"]
+    assert capsys.readouterr().out.count("line 2 is cut short") == 3
+
+
+def test_forgetting_drops_what_is_torn_or_tells_no_step(folder: RunFolder) -> None:
+    path = folder.path / "steps.rank0.jsonl"
+    path.write_text('{"step": 0}\n{"st\n{"loss": 1.0}\n{"step": "x"}\n{"step": 1}\n{"step": 2}\n')
+    folder.forget_after(2, 0, [0])
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
+
+
+@pytest.mark.parametrize("torn", [1, 40, 70, 100, -3])
+def test_a_torn_row_of_a_gpu_log_costs_itself_alone(folder: RunFolder, torn: int) -> None:
+    """The header, or a name in quotes, which would reach to the next quote."""
+    row = {"Timestamp": "2026-11-21 03:12:44.120", "GPU_ID": 0, "GPU_Name": 'a, "b", c', "Step": 1}
+    log = folder.gpu_log("a")
+    log.write(row)
+    log.close()
+    path = folder.path / "gpu.a.csv"
+    whole = path.read_bytes()
+    header, _, first = whole.partition(b"\n")
+    cut = len(header) + 1 + first.index(b'"b') + 2 if torn < 0 else torn
+    path.write_bytes(whole[:cut])
+    for number in (2, 3):
+        log = folder.gpu_log("a")
+        log.write({**row, "Step": number})
+        log.close()
+    assert [sample.step for sample in read_gpu_log(path)] == [2, 3]
+
+
+def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None:
+    with folder.steps(0) as lines:
+        for number in range(5):
+            lines.write(step(number))
+    folder.forget_after(3, 0, [0])
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
+    folder.forget_after(2, 2, [1, 2])  # not the first that trains now
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1, 2]
+    folder.forget_after(2, 1, [1, 2])
+    assert [record["step"] for record in folder.read_steps()[0]] == [0, 1]
+
+
+def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> None:
+    code = (
+        "import sys, time; from motley.records.run_folder import RunFolder\n"
+        f"lock = RunFolder({str(folder.path)!r}).lock()\n"
+        "print('locked', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT / "src")}
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        with pytest.raises(MotleyError, match="in use by another run"):
+            folder.lock()
+    finally:
+        other.kill()
+        other.wait()
+    folder.lock().close()
+
+
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MotleyError, match="--logs DIR"):
+        RunFolder(tmp_path / "file" / "run").create()
+
+
+@given(st.recursive(st.none() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=9))
+def test_any_value_becomes_strict_json(value: object) -> None:
+    json.loads(to_json({"value": value}), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_run_json_is_replaced_in_one_piece(folder: RunFolder) -> None:
+    folder.write_run({"status": "running", "config": {"lr": 1e-3}})
+    folder.update_run(status="finished")
+    assert folder.read_run() == {"status": "finished", "config": {"lr": 1e-3}}
+    assert {path.name for path in folder.path.iterdir()} == {"run.json"}
+
+
+def test_our_gpu_log_starts_with_the_labs_columns_and_leaves_unknowns_empty(
+    folder: RunFolder,
+) -> None:
+    log = folder.gpu_log("a")
+    log.write(
+        {"Timestamp": "2026-11-21 03:12:44.120", "Host": "a", "CPU_Load": 0.5, "GPU_ID": None}
+    )
+    log.close()
+    path = folder.path / "gpu.a.csv"
+    header, row = path.read_text().splitlines()
+    assert header.split(",")[: len(LAB_GPU_COLUMNS)] == list(LAB_GPU_COLUMNS)
+    assert row.split(",")[4:11] == [""] * 7
+    (sample,) = read_gpu_log(path)
+    assert (sample.host, sample.gpu, sample.load, sample.power_w) == ("a", None, 0.5, None)
+
+
+def test_the_labs_old_files_are_found_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "5_GPUs" / "p1_b16_e10" / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        ",".join(LAB_GPU_COLUMNS) + "\n"
+        "2024-11-21 03:12:44,2,0,0.21,0,Tesla P4,88.0%,700.0,6980.0,7680.0,61.0\n"
+        "2024-11-21 03:12:4"
+    )
+    assert find_gpu_logs([tmp_path]) == [path]
+    (sample,) = read_gpu_log(path)
+    assert (sample.load, sample.gpu, sample.name) == (0.88, "0", "Tesla P4")
+    assert sample.memory_total_mib == 7680 and sample.others_memory_mib is None
+    assert os.path.sep not in sample.host

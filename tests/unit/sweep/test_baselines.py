@@ -1,0 +1,254 @@
+"""A matrix of ways to train: its cells, its failures, its table."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from matrices import matrix_file, measure
+from project import ROOT
+
+from motley.cluster.hostfile import Host
+from motley.errors import MotleyError, NoMemoryError, NotFiniteError
+from motley.faults import Fault, FaultKind, fault_of
+from motley.records.run_folder import RunFolder
+from motley.sweep.cells import read_matrix
+from motley.sweep.outcome import judge
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import joules, leak, read_rows
+from motley.sweep.table import markdown
+
+HOSTS = (Host("a", 2), Host("b"), Host("c"))
+PRESETS = ROOT / "torch_dist" / "presets"
+
+
+def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
+    tmp_path: Path,
+) -> None:
+    path = matrix_file(
+        tmp_path,
+        'options = ["--model", "vit_digits"]\n[matrix]\nstrategy = ["ddp", "zero3"]\n'
+        'checkpointing = [false, "mlp"]\nbatch = [64, 128]\n[[cell]]\nname = "x"\n'
+        'options = "--lr 1"',
+    )
+    matrix = read_matrix(path, HOSTS, options=("--img-size", "8"), steps=None)
+    assert [cell.name for cell in matrix.cells] == [
+        "ddp_batch64", "ddp_batch128", "ddp_mlp_batch64", "ddp_mlp_batch128", "zero3_batch64",
+        "zero3_batch128", "zero3_mlp_batch64", "zero3_mlp_batch128", "x",
+    ]  # fmt: skip
+    assert [cell.batch for cell in matrix.references] == [64, 128]
+    assert all(cell.precision == "fp32" for cell in matrix.references)
+    words = matrix.cells[6].words
+    assert words[0] == "deepspeed/train_vit.py" and words[-2:] == ["--stage", "3"]
+    assert "--grad-checkpointing mlp" in " ".join(words)
+    assert matrix.cells[-1].options == ("--lr", "1") and matrix.cells[-1].hosts == 3
+    assert matrix.options == ("--model", "vit_digits", "--img-size", "8")
+
+
+def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None:
+    for path in PRESETS.glob("*.toml"):
+        assert read_matrix(path, HOSTS).cells
+    cells = read_matrix(PRESETS / "weak.toml", HOSTS).cells
+    assert [(cell.hosts, cell.batch, round(cell.fraction, 3)) for cell in cells] == [
+        (1, 64, 0.333), (2, 128, 0.667), (3, 192, 1.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[matrix]\nstrategy = "fdsp"', r"strategy fdsp is unknown \(nearest: fsdp"),
+        ('[matrix]\nstrategi = "ddp"', r"matrix.strategi is unknown \(nearest: strategy"),
+        ("[matrix]\nhosts = 4", "is of 4 hosts, and hosts.txt names 3"),
+        ('[matrix]\nprecision = "bf61"', r"bf61 is unknown \(nearest: bf16"),
+        ('[matrix]\nprecision = "bf16,fp32"', "2 precisions for the 4 ranks of 3 hosts"),
+        ('[matrix]\nstrategy = "zero3"\nprecision = "bf16,fp32,fp32,fp32"', "zero3 is wrong where"),
+        ("[matrix]\nfraction = 2", "a fraction above 0 and at most 1"),
+        ('[[cell]]\nname = "../x"', "give it a name of letters"),
+        ('[[cell]]\nname = "reference2"', "is the name of the fp32 runs"),
+        ('options = "--lr \'1"\n[matrix]', "No closing quotation"),
+        ('options = "--batch-size 9"\n[matrix]', "--batch-size is set by each cell; write batch"),
+        ('steps = "30"\n[matrix]', "steps is '30'; give a number of 6 or more"),
+        ('[[cell]]\nname = "x"\n[[cell]]\nname = "x"', "two cells are called x"),
+        ('[[cell]]\nname = "x"\nbatch = "many"', "cell x: invalid literal"),
+        ("", "names no cell"),
+        ("[matrix", "not a readable TOML file"),
+    ],
+)
+def test_an_impossible_matrix_is_refused_before_anything_starts(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    with pytest.raises(MotleyError, match=says):
+        read_matrix(matrix_file(tmp_path, text), HOSTS)
+
+
+STEPS = {0: [{"step": 6, "epoch": 1}], 1: [{"step": 7, "epoch": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "told", "kind"),
+    [
+        (3, "", FaultKind.OUT_OF_MEMORY, FaultKind.OUT_OF_MEMORY),
+        (2, "", FaultKind.NOT_FINITE, FaultKind.NOT_FINITE),
+        (1, "node x exited on signal 11 (Segmentation fault)", FaultKind.KILLED,
+         FaultKind.SEGFAULT),
+        (1, "node x exited on signal 6 (Aborted)", FaultKind.KILLED, FaultKind.ABORTED),
+        (137, "node x exited on signal 9 (Killed)", FaultKind.KILLED, FaultKind.KILLED),
+        (1, "", FaultKind.HOST_LOST, FaultKind.HOST_LOST),
+        (2, "", FaultKind.REFUSED, FaultKind.REFUSED),
+        (3, "motley: cpu has no room", None, FaultKind.OUT_OF_MEMORY),  # before it had records
+        (2, "motley: argument --lr: nan is not a number above 0", None, FaultKind.REFUSED),
+        (1, "Segmentation fault (core dumped)", None, FaultKind.SEGFAULT),
+        (1, "ValueError: something new", None, FaultKind.ERROR),
+    ],
+)  # fmt: skip
+def test_a_failure_is_told_by_what_it_left(
+    status: int, output: str, told: FaultKind | None, kind: FaultKind
+) -> None:
+    fields = {"rank": 1, "host": "b", "step": 7, "kind": told, "phase": "data", "error": "words"}
+    run = {"status": "failed", "failure": fields} if told else {}
+    found = judge(status, output, json.loads(json.dumps(run)), STEPS, 60.0)
+    assert found.kind == kind and found.error == ("words" if told else output[-len(found.error) :])
+    if told:
+        assert (found.host, found.rank, found.epoch, found.step) == ("b", 1, 1, 7)
+        assert found.phase == "data"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate"), FaultKind.OUT_OF_MEMORY),
+        (MemoryError(), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), FaultKind.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), FaultKind.CUBLAS),
+        (RuntimeError("CUDA error: an illegal memory access was met"), FaultKind.ILLEGAL_ACCESS),
+        (RuntimeError("NCCL error in: x.cpp"), FaultKind.DEVICE),
+        (NoMemoryError("cpu has no room for one sample"), FaultKind.OUT_OF_MEMORY),
+        (NotFiniteError("the loss of 3 samples is not finite"), FaultKind.NOT_FINITE),
+        (MotleyError("--wire powersgd:0: powersgd needs a rank of 1"), FaultKind.REFUSED),
+        (ValueError("something new"), FaultKind.ERROR),
+    ],
+)
+def test_an_exception_is_of_a_kind(error: Exception, kind: FaultKind) -> None:
+    fault = fault_of(error, 1, "b", 7)
+    assert fault.kind is kind and Fault.read(json.loads(json.dumps(asdict(fault)))) == fault
+    assert fault.code == {"refused": 2, "not finite": 2, "out of memory": 3}.get(kind, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "says"),
+    [
+        (
+            2,
+            "motley: rank 0 on a, before the first step: --model vitt is unknown\n---\n",
+            "--model",
+        ),
+        (1, "ssh: connect to host b port 22: No route to host\n-----\n\n", "No route to host"),
+        (9, "", "ended with status 9 and said nothing"),
+        (0, "lost communication with a remote daemon", "lost communication"),
+    ],
+)
+def test_an_error_is_never_empty(status: int, output: str, says: str) -> None:
+    found = judge(status, output, {}, {})
+    assert found.kind != "done" and says in found.error
+
+
+def test_who_was_told_to_stop_is_not_to_blame() -> None:
+    fields = {
+        "rank": 0,
+        "host": "a",
+        "step": 7,
+        "kind": FaultKind.KILLED,
+        "phase": "forward",
+        "error": "stopped by SIGTERM",
+    }
+    found = judge(None, "", {"status": "failed", "failure": fields}, STEPS, 60.0)
+    assert (found.kind, found.rank, found.host, found.when) == (
+        "hang",
+        None,
+        None,
+        "epoch 1, step 7",
+    )
+
+
+def test_a_death_before_the_first_beat_of_training_is_dated_by_the_records() -> None:
+    fields = {"rank": 1, "host": "b", "step": None, "kind": FaultKind.KILLED,
+              "phase": "build", "error": "died without a word"}  # fmt: skip
+    found = judge(137, "", {"status": "failed", "failure": fields}, STEPS, 9.0)
+    assert (found.kind, found.when) == ("killed", "epoch 1, step 8")
+
+
+def test_memory_that_grows_to_the_end_is_a_leak_and_a_buffer_is_not() -> None:
+    def steps(mib: list[float]) -> dict[int, list[dict[str, float]]]:
+        return {0: [{"mem_peak_mib": each} for each in mib]}
+
+    assert leak(steps([100.0 + 3 * step for step in range(30)])) == pytest.approx(3.0)
+    assert leak(steps([100.0] * 15 + [400.0] * 15)) is None
+    assert leak(steps([100.0] * 30)) is None
+    assert leak(steps([9000.0 + 0.1 * step for step in range(30)])) is None  # noise
+
+
+def test_energy_is_that_of_the_gpus_that_trained(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.create()
+    workers = [
+        {"rank": 0, "host": "a", "uuid": "GPU-1"},
+        {"rank": 1, "host": "b", "uuid": "GPU-2"},
+    ]
+    run.write_run({"ranks": workers})
+    steps = {0: [{"n_global": 100, "images_per_s": 50.0, "time": 1000.0 + 2 * n} for n in range(5)]}
+    for host, uuid, watt in (("a", "GPU-1", 300.0), ("a", "GPU-9", 999.0), ("b", "GPU-2", 100.0)):
+        if host == "b":
+            assert joules(run, steps) is None  # one of them has said nothing
+        log = run.gpu_log(host)
+        for second in (999.0, 1003.0, 1100.0):  # the last is of later
+            log.write({
+                "Timestamp": second, "Rank": 0, "GPU_ID": 0, "Host": host, "GPU_UUID": uuid,
+                "Power_W": watt if second < 1100 else 0.0,
+            })  # fmt: skip
+        log.close()
+    assert joules(run, steps) == pytest.approx((300 + 100) * 10 / 500)
+
+
+def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
+    matrix = read_matrix(PRESETS / "strong.toml", HOSTS)
+    held = BaselineFolder(tmp_path / "b").claim(matrix)
+    with pytest.raises(MotleyError, match="is in use by another"):
+        BaselineFolder(tmp_path / "b").claim(matrix)
+    held.close()
+    BaselineFolder(tmp_path / "b").claim(matrix).close()
+    others = (Host("a", 2), Host("b"), Host("d"))
+    with pytest.raises(MotleyError, match="another matrix, which differs in hosts"):
+        BaselineFolder(tmp_path / "b").claim(read_matrix(PRESETS / "strong.toml", others))
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        (
+            'strategy = "fsdp"\noptions = "--wire powersgd:4"',
+            "cell x: --wire powersgd:4 is for ddp",
+        ),
+        (
+            'options = "--wire powersdg:4"',
+            "cell x: --wire powersdg:4 is unknown (nearest: powersgd",
+        ),
+        ('options = "--epochs 0"', "cell x: argument --epochs: 0 is not a whole number"),
+    ],
+)
+def test_options_that_no_run_could_take_are_refused_before_the_first(
+    tmp_path: Path, cell: str, says: str
+) -> None:
+    path = matrix_file(tmp_path, f'[[cell]]\nname = "x"\n{cell}\n')
+    done = measure("--matrix", path, "--out", tmp_path / "out")
+    assert done.returncode == 2 and says in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_table_says_what_failed(tmp_path: Path) -> None:
+    assert markdown([]).count("|") > 10
+    with pytest.raises(MotleyError, match="there is no"):
+        read_rows(BaselineFolder(tmp_path))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(MotleyError, match="something else"):
+        BaselineFolder(tmp_path).claim(read_matrix(PRESETS / "strong.toml", HOSTS))

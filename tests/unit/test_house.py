@@ -1,0 +1,197 @@
+"""The house's own rules: who may import whom, and where files may lie."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from project import ROOT
+
+LIBRARY = ROOT / "src" / "motley"
+SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
+
+# Every module of the library, by its room. A room imports those above it, and nothing below.
+ROOMS = {
+    "root": "__init__ __main__ errors faults text",
+    "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
+    "records": "lines run_folder gpu_csv gpu_logger",
+    "plan": "precision split links wire forecast advice replan plan length",
+    "sweep": "cells outcome results rows table",
+    "launch": (
+        "same_code messages handshakes watchdog launcher_reaper own_rank background_writer "
+        "watch_first watch_all supervisor world __main__"
+    ),
+    "config": "options",
+    "data": "datasets batch order loader",
+    "tasks": "model losses",
+    "comm": "collectives reducer slow_rank power_sgd senders",
+    "engines": (
+        "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
+        "protocol base synchronous ddp fsdp local_sgd torch_engines zero zero_config zero_state "
+        "zero_engine import_deepspeed"
+    ),
+    "checkpoint": "store transfer run",
+    "measure": "device all_reduce links",
+    "planner": "process_group parts speed_cache profile planner",
+    "train": ("progress budget loss_scale summary recorder overflow setup agreement recovery loop"),
+    "infer": "leases shards predictor",
+}
+PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
+HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
+OWNERS = {
+    "mpi4py": "world",
+    "paramiko": "ssh",
+    "GPUtil": "gpus",
+    "pynvml": "gpus",
+    "deepspeed": "import_deepspeed",
+}
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it; ``package.name`` for what may be one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def tops(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def room_of(*names: str) -> str | None:
+    """Of a module, by its path in the library; None for what has no place."""
+    if names[0] in ROOMS:
+        return names[0]
+    return next((room for room, modules in ROOMS.items() if names[0] in modules.split()), None)
+
+
+def file_of(room: str, module: str, library: Path = LIBRARY) -> Path:
+    """Where a module of the table is."""
+    path = library / room / f"{module}.py"
+    return path if path.exists() else library / f"{module}.py"
+
+
+def violations(library: Path) -> list[str]:
+    """What breaks the order of rooms, in words."""
+    found, order = [], list(ROOMS)
+    for path in sorted(library.rglob("*.py")):
+        names = path.relative_to(library).with_suffix("").parts
+        said, room = ".".join(names), room_of(*names)
+        if room is None or names[-1] not in [*ROOMS[room].split(), "__init__"]:
+            found.append(f"{said} has no place in the table of rooms")
+            continue
+        if room in (*PURE, "launch") and (heavy := tops(path) & HEAVY):
+            found.append(f"{said}, of {room}, imports {', '.join(heavy)}")
+        for package in tops(path) & set(OWNERS):
+            if names[-1] != OWNERS[package]:
+                found.append(f"{said} imports {package}, which is {OWNERS[package]}'s")
+        for name in imports(path):
+            top, *rest = name.split(".")
+            other = room_of(*rest) if top == "motley" else None
+            if other is not None and order.index(other) > order.index(room):
+                found.append(f"{said}, of {room}, imports {name}, of {other}")
+    for room, modules in ROOMS.items():
+        for module in modules.split():
+            if not file_of(room, module, library).exists():
+                found.append(f"{room} has no {module}.py")
+    return found
+
+
+def test_every_module_has_a_room_and_imports_only_what_is_above() -> None:
+    assert not violations(LIBRARY)
+
+
+@pytest.mark.parametrize(
+    ("room", "module", "text", "says"),
+    [
+        ("plan", "stray", "", "plan.stray has no place in the table of rooms"),
+        (
+            "plan",
+            "plan",
+            "import motley.train.loop\n",
+            "of plan, imports motley.train.loop, of train",
+        ),
+        ("plan", "wire", "def late() -> None:\n    import torch\n", "of plan, imports torch"),
+        ("train", "loop", "import paramiko\n", "loop imports paramiko, which is ssh's"),
+    ],
+)
+def test_what_breaks_the_order_is_named(
+    tmp_path: Path, room: str, module: str, text: str, says: str
+) -> None:
+    library = shutil.copytree(LIBRARY, tmp_path / "motley")
+    path = file_of(room, module, library)
+    if not path.exists():
+        path = library / room / f"{module}.py"
+        path.parent.mkdir(exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + text)
+    (problem,) = violations(library)
+    assert says in problem
+
+
+@pytest.mark.parametrize("room", [*PURE, "launch"])
+def test_a_light_room_loads_nothing_heavy(room: str) -> None:
+    paths = [file_of(room, name) for name in ROOMS[room].split() if name not in ("__main__",)]
+    parts = [path.relative_to(LIBRARY.parent).with_suffix("").parts for path in paths]
+    heavy = HEAVY if room == "launch" else HEAVY | {"mpi4py"}
+    code = f"import sys, {', '.join(map('.'.join, parts))}; print(*({heavy} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("path", sorted(LIBRARY.rglob("*.py")), ids=lambda path: path.stem)
+def test_launch_alone_knows_the_variables_of_a_rank(path: Path) -> None:
+    text = path.read_text()
+    if path.stem != "world":
+        assert not [name for name in VARIABLES if f'"{name}"' in text]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "plots").glob("*.py")), ids=lambda path: path.stem)
+def test_plots_need_neither_torch_nor_mpi(path: Path) -> None:
+    assert not tops(path) & (HEAVY | {"mpi4py"})
+    rooms = {room_of(*name.split(".")[1:]) for name in imports(path) if name.startswith("motley.")}
+    assert rooms <= {"root", "records", "sweep"}
+
+
+def test_the_plan_reads_no_clock_environment_or_hardware() -> None:
+    for name in ROOMS["plan"].split():
+        assert not tops(file_of("plan", name)) & {
+            "os",
+            "time",
+            "datetime",
+            "random",
+            "psutil",
+            "socket",
+        }
+
+
+@pytest.mark.parametrize(
+    ("module", "says"), [("motley", "no such command"), ("motley.launch", "no script is given")]
+)
+def test_what_is_no_command_says_what_there_is(module: str, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module], capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_script_folders_are_no_packages() -> None:
+    # A deepspeed/__init__.py would hide the package of that name.
+    assert not [folder for folder in SCRIPTS if list((ROOT / folder).rglob("__init__.py"))]
+
+
+def test_git_ignores_folders_of_results_and_none_of_the_library() -> None:
+    def ignored(path: str) -> bool:
+        return subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT).returncode == 0
+
+    assert all(map(ignored, ("logs/run/run.json", "data/cifar10/x", "baselines/x")))
+    assert not any(ignored(f"src/motley/{room}/new.py") for room in [*ROOMS, "logs", "baselines"])
