@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config, read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
@@ -26,7 +27,7 @@ from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
 from motley.plan.precision import parse_loss_scale
 from motley.plan.split import SpeedTable
-from motley.plan.wire import EXACT, WireMode
+from motley.plan.wire import WireMode
 from motley.planner.planner import balance
 from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured, refine
@@ -121,7 +122,7 @@ class Bench(ABC):
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None
-        scale = parse_loss_scale(self.config.loss_scale, (*self.group.precisions, mode.kind))
+        scale = parse_loss_scale(self.config.loss_scale, (*self.group.precisions, mode.dtype))
         context = EngineContext(
             replace(self.config, batch_size=n, **options), self.rank, self.group.size,
             self.group.device, self.group.precisions, scale, plan,

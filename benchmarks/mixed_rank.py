@@ -19,12 +19,13 @@ from mixed import Bench
 from paced import Pace, Paced
 from torch.nn import functional
 
+from motley.comm.modes import parse_wire
+from motley.comm.modes.numbers import EXACT
 from motley.data.batch import Batch
 from motley.engines.optimizer import make_optimizer
 from motley.engines.zero import ZeroEngines
 from motley.launch.world import World, run
 from motley.plan.split import SpeedTable, limit_s
-from motley.plan.wire import EXACT, parse_wire
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model, image_size
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from motley.cluster.hostfile import read_hosts
+from motley.comm.modes import parse_wire
 from motley.config.options import training_parser
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
-from motley.plan.wire import parse_wire
 from motley.sweep.cells import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder

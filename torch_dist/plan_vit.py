@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config, read_config, training_parser
 from motley.data.datasets import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.plan.forecast import what_if
 from motley.plan.links import Links
-from motley.plan.wire import EXACT
 from motley.planner.parts import open_parts
 from motley.planner.planner import Planned, plan_batch
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.futures import Future
 
 from motley.comm.collectives import leave_group
-from motley.comm.reducer import Bucket, Reducer, add_up, in_thread
-from motley.plan.wire import WireMode
+from motley.comm.modes.power_sgd import PowerSgd
+from motley.comm.reducer import DTYPES, Bucket, Reducer, add_up, in_thread
 
 _LANES = 2  # a third was no faster
 _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
@@ -71,12 +71,12 @@ class _Lane:
         thread: None: on a GPU, whose streams keep the order.
     """
 
-    def __init__(self, number: int, mode: WireMode, device: torch.device) -> None:
+    def __init__(self, number: int, mode: PowerSgd, device: torch.device) -> None:
         self._device, threaded = device, device.type != "cuda"
         self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
         self.beside: Any = dist.new_group() if threaded else None
         self.group: Any = dist.new_group() if number else None
-        self.dtype = torch.bfloat16 if mode.rounded else torch.float32
+        self.dtype = DTYPES[mode.dtype]
         self._heard = _Listening(self.group, self.dtype)
         self.power = PowerSGDState(
             process_group=self._heard,
@@ -161,7 +161,7 @@ class PowerSgdReducer(Reducer):
     take turns in two lanes, so that a link is not idle in between.
     """
 
-    def __init__(self, mode: WireMode, device: torch.device) -> None:
+    def __init__(self, mode: PowerSgd, device: torch.device) -> None:
         self._ranks, self._device, self._mode = dist.get_world_size(), device, mode
         self._lanes = [
             _Lane(number, mode, device) for number in range(1 if device.type == "cuda" else _LANES)

@@ -14,6 +14,8 @@ from torch.futures import Future
 
 from motley.errors import MotleyError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # on the wire
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -78,6 +80,18 @@ class Reducer:
         Args:
             factor: of the coming step's loss scale to the one that it was kept with.
         """
+
+
+class RoundingReducer(Reducer):
+    """Sends 16-bit numbers. The gradient is divided by N and scaled already, so that nothing
+    is divided after it is rounded; a sum that overflows is seen in the norm."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = DTYPES[dtype]
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """See Reducer."""
+        return add_up(bucket.flat, self._dtype)
 
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:

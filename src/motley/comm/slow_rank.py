@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from motley.comm.collectives import leave_group
-from motley.comm.reducer import Bucket, Reducer, in_thread
+from motley.comm.reducer import DTYPES, Bucket, Reducer, in_thread
 
 # Numbers that the slow rank sends at once: a bucket's 128th, for what the first and the last piece
 # take is not hidden by others; but each costs the other ranks an all-reduce.
@@ -32,10 +32,10 @@ class SlowRankReducer(Reducer):
     link that is worth this is far slower than they are.
     """
 
-    def __init__(self, slow: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, slow: int, dtype: str, device: torch.device) -> None:
         ranks, self._rank = range(dist.get_world_size()), dist.get_rank()
         self._slow, self._next = slow, next(rank for rank in ranks if rank != slow)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device = DTYPES[dtype], device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         pair = sorted((self._slow, self._next))
         others = [rank for rank in ranks if rank != slow]

@@ -25,8 +25,8 @@ from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.plan.wire import EngineTraits
 from motley.tasks.losses import sample_losses, score
 from motley.tasks.model import Classifier
 

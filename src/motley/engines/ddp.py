@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.reducer import Bucket, Reducer
-from motley.comm.senders import make_reducer
 from motley.data.batch import Batch
 from motley.engines.memory import out_of_memory, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
-from motley.plan.wire import SIXTEEN, EngineTraits
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
@@ -29,7 +29,7 @@ class DdpEngine(SynchronousEngine):
     DDP's own average over ranks, which is wrong for unequal shares, is not used.
     """
 
-    traits = EngineTraits(kinds=("exact", *SIXTEEN, "powersgd"))
+    traits = EngineTraits(additions=(Addition.NUMBERS, Addition.BUCKETS))
     loss_weight = 1
     equal_micro_steps = False
 
@@ -37,7 +37,7 @@ class DdpEngine(SynchronousEngine):
         super().__init__(model, context)
         self._overlap = context.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
-        self._reducer = make_reducer(context.plan.wire, context.device)
+        self._reducer: Reducer = context.plan.wire.reducer(context.device)
         self._keeps = f"wire.{context.plan.wire}.{context.plan.buckets}."  # between steps
         self._wrap()
 

@@ -20,7 +20,8 @@ from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
-from motley.plan.wire import SIXTEEN, EngineTraits
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
 from motley.tasks.model import AUTOCAST, Classifier, blocks_of
 
 
@@ -33,7 +34,7 @@ class FsdpEngine(SynchronousEngine):
     """
 
     traits = EngineTraits(
-        overlaps=False, kinds=("exact", *SIXTEEN), spares_slow_rank=False, mixed=False,
+        overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
         shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
         words="FSDP gathers parameters and scatters gradients in each micro-batch",
         others={"--strategy ddp, if memory allows,": EngineTraits()},
@@ -45,12 +46,12 @@ class FsdpEngine(SynchronousEngine):
         check_offload(context)
         self.loss_weight = context.size
         self._mesh = init_device_mesh(context.device.type, (context.size,))
-        kind = context.plan.wire.kind
+        sent = context.plan.wire.dtype
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=AUTOCAST[kind] if set(context.precisions) == {kind} else None,
-                reduce_dtype=AUTOCAST[kind] if kind in SIXTEEN else None,
+                param_dtype=AUTOCAST[sent] if set(context.precisions) == {sent} else None,
+                reduce_dtype=AUTOCAST[sent],
             ),
         }
         if context.config.offload == "parameters":

@@ -26,8 +26,9 @@ from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import EngineContext, StepResult
 from motley.errors import MotleyError, NotFiniteError
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.plan.wire import EngineTraits
+from motley.plan.wire import Addition
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
@@ -37,7 +38,7 @@ _TOLD = 4  # numbers that each rank tells at an averaging round
 class LocalEngine(EngineBase):
     """Implements Engine."""
 
-    traits = EngineTraits(kinds=("local",), spares_slow_rank=False)
+    traits = EngineTraits(additions=(Addition.LOCAL_STEPS,), spares_slow_rank=False)
     loss_weight = 1
     equal_micro_steps = False
 

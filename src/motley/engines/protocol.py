@@ -16,9 +16,9 @@ from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.optimizer_state import State
 from motley.engines.step_timer import Clock, Laps
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
-from motley.plan.wire import EngineTraits
 from motley.tasks.model import Classifier
 
 

@@ -8,7 +8,8 @@ from motley.engines.fsdp import FsdpEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext
 from motley.errors import MotleyError
-from motley.plan.wire import EngineTraits
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
 from motley.tasks.model import Classifier
 
 
@@ -48,6 +49,6 @@ class TorchEngines:
         """Set the engine of the plan's wire on a model."""
         if self._shards:
             return FsdpEngine(model, context)
-        if context.plan.wire.kind == "local":
+        if context.plan.wire.addition is Addition.LOCAL_STEPS:
             return LocalEngine(model, context)
         return DdpEngine(model, context)

@@ -9,11 +9,12 @@ from dataclasses import replace
 from motley.config.options import Config
 from motley.engines.protocol import Engine, EngineContext
 from motley.engines.zero_config import config_path, read_stage
-from motley.plan.wire import SIXTEEN, EngineTraits
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
 from motley.tasks.model import Classifier
 
 _AFTER = EngineTraits(
-    overlaps=False, kinds=("exact", *SIXTEEN), spares_slow_rank=False,
+    overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False,
     words="DeepSpeed stage 0 sends gradients after the backward pass",
 )  # fmt: skip
 TRAITS = (  # by stage

@@ -15,7 +15,6 @@ from motley.config.options import Config
 from motley.engines.base import check_offload
 from motley.engines.protocol import EngineContext
 from motley.errors import MotleyError
-from motley.plan.wire import SIXTEEN
 from motley.text import did_you_mean
 
 STAGES = (0, 1, 2, 3)
@@ -31,8 +30,7 @@ _BUCKET = 50_000_000
 # --offload, and the stage from which on DeepSpeed can.
 _OFFLOADS = {"optimizer": 1, "parameters": 3}
 
-# What travels, in DeepSpeed's words for our --wire.
-_WIRE, _WIRES = "communication_data_type", {"exact": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_WIRE = "communication_data_type"  # what --wire sets
 
 # What the file may say besides; from DeepSpeed's page on its configuration.
 _ALLOWED = (
@@ -124,18 +122,18 @@ def read_config(path: Path, context: EngineContext, parameters: int) -> dict[str
                 '"auto", or change --batch-size, --micro-batch or --clip-grad'
             )
         content[key] = value
-    wire = str(context.plan.wire)
-    if content.setdefault(_WIRE, _WIRES[wire]) not in ("auto", _WIRES[wire]):
+    wire = context.plan.wire
+    if content.setdefault(_WIRE, wire.dtype) not in ("auto", wire.dtype):
         raise MotleyError(
             f"{path}: {_WIRE} is {content[_WIRE]}, but the wire is {wire}; remove it, or give "
             "--wire as it says"
         )
-    content[_WIRE] = _WIRES[wire]
+    content[_WIRE] = wire.dtype
     if zero.get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see motley.engines.zero
         # In 16 bits, divided before the sum, which might overflow: the loss scale is found for
         # what each rank sends.
-        content.setdefault("prescale_gradients", wire in SIXTEEN)
+        content.setdefault("prescale_gradients", wire.dtype != "fp32")
     content.setdefault("steps_per_print", 10**9)
     return content
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from motley.comm.reducer import Bucket, buckets_of
-from motley.comm.senders import make_reducer
 from motley.measure.device import wait_for
-from motley.plan.wire import EXACT, AllReduceCost, WireMode
+from motley.plan.wire import AllReduceCost, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
@@ -21,7 +20,7 @@ _ENOUGH_S = 1.0  # of tries that took so long, none is repeated
 _PART_S = 2.0  # that sending a part of the gradient should take at most
 
 
-def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> AllReduceCost:
+def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode) -> AllReduceCost:
     """Time what it takes to add up next to nothing, and the gradient of these parameters; of a
     wire so slow that this takes seconds, a part of it.
 
@@ -31,7 +30,7 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode = EXACT) -> 
     total = sum(parameter.numel() for parameter in parameters)
     pieces = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # As many small ones as pieces: a GPU is told of the next while it works on one.
-    side = max(_TINY, 4 * mode.rank + 1)  # smaller ones PowerSGD sends as they are
+    side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
     # Who comes last did not wait for others.
     nothing_s = _send_s(mode, buckets_of(tiny, side**2), dist.ReduceOp.MIN, warm=True)
@@ -77,7 +76,7 @@ def _send_s(
         warm: once before it is timed, to make the connections.
     """
     device = buckets[0].flat.device
-    reducer = make_reducer(mode, device)
+    reducer = mode.reducer(device)
     reducer.begin_at_once()
 
     def send() -> None:

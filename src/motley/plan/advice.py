@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
 from motley.plan.split import SpeedTable
-from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
+from motley.plan.wire import AllReduceCost, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be

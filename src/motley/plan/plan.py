@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from motley.errors import MotleyError
-from motley.plan.wire import EXACT, WireMode
+from motley.plan.wire import WireMode
 from motley.text import did_you_mean
 
 
@@ -195,9 +195,9 @@ class Plan:
     global_batch: int
     shares: tuple[float, ...]
     max_micro_batch: tuple[int, ...]
+    wire: WireMode
     equal_micro_steps: bool = False
     buckets: int | None = None
-    wire: WireMode = EXACT
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -241,8 +241,8 @@ def make_plan(
     global_batch: int,
     shares: Sequence[float],
     max_micro_batch: Sequence[int],
+    wire: WireMode,
     buckets: int | None = None,
-    wire: WireMode = EXACT,
 ) -> Plan:
     """The plan for a user's global batch, or a MotleyError that names the option to change."""
     working = sum(share > 0 for share in shares)
@@ -252,7 +252,7 @@ def make_plan(
             f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
             "rank the share 0"
         )
-    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), buckets=buckets, wire=wire)
+    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), wire, buckets=buckets)
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,27 +1,22 @@
 """Makes the plan: from ``--shares``, from the run that is continued, or from measured speeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from motley.checkpoint.run import Run
+from motley.comm.modes import parse_wire
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.plan.advice import better_engine, better_modes, larger_batch
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
 from motley.plan.split import SpeedTable
-from motley.plan.wire import (
-    EXACT,
-    AllReduceCost,
-    EngineTraits,
-    WireMode,
-    may_take,
-    parse_wire,
-    rounded_too,
-)
+from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.parts import Parts
 from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
@@ -52,6 +47,10 @@ class Planned:
     advice: tuple[str, ...] = ()
     links: Links | None = None
 
+    def with_note(self, mode: WireMode) -> "Planned":
+        """The same, with what a wire mode costs said first."""
+        return replace(self, advice=(f"--wire {mode}: {mode.price}", *self.advice))
+
 
 def plan_batch(
     world: World,
@@ -72,30 +71,25 @@ def plan_batch(
         Those who train, all or without hosts that make a step longer; and their plan.
     """
     traits = traits or EngineTraits()
-    asked = parse_wire(config.wire)
+    named = parse_wire(config.wire)
+    asked = named and named.in_job(group.precisions)
     _check_engine(asked, group, traits)
-    if asked is not None:
-        asked = rounded_too(asked, group.precisions)
     if config.shares is not None:
         shares = parse_shares(config.shares, group.size)
         sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
         mode = asked if asked is not None and group.size > 1 else EXACT
-        planned = Planned(make_plan(config.batch_size, shares, sizes, wire=mode))
+        planned = Planned(make_plan(config.batch_size, shares, sizes, mode))
     elif run is not None and (before := _plan_before(world, run, group, config, traits)):
         group, planned = before
     else:
-        make_plan(
-            config.batch_size, (1.0,) * group.size, (1,) * group.size
-        )  # refuses a small batch
+        equal = (1.0,) * group.size
+        make_plan(config.batch_size, equal, (1,) * group.size, EXACT)  # refuses a small batch
         model = parts.model if parts else None
         group, planned = _measure_and_plan(world, run, group, model, config, traits, asked)
-    note = ""
-    if config.wire == "local:1":
-        note = "--wire local:1: ranks that meet after every step take it together; this is exact"
-    elif planned.plan.wire.is_inexact:
-        note = f"--wire {planned.plan.wire}: {planned.plan.wire.price}"
-    if note:
-        planned = replace(planned, advice=(note, *planned.advice))
+    if (taken := planned.plan.wire).is_inexact:
+        planned = planned.with_note(taken)
+    elif named is not None and named != asked and not named.is_inexact:
+        planned = planned.with_note(named)
     return group, planned
 
 
@@ -111,7 +105,7 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
             f"--wire {asked}: {traits.words}, as they are or rounded, in a ring; choose exact, "
             "bf16 or fp16, or train with torch_dist/train_vit.py --strategy ddp"
         )
-    if asked is not None and asked.kind == "powersgd" and group.is_mixed:
+    if asked is not None and group.is_mixed and not asked.mixes_devices:
         raise MotleyError(
             f"--wire {asked} is not for GPUs and CPUs together; choose exact, bf16 or fp16, or "
             "leave out one kind with --hosts"
@@ -219,14 +213,26 @@ def _best_mode(
     """Of the modes that the plan may take the one that changes least, or what is faster than that
     by more than clocks err: exact, with a slow link spared, rounded, both."""
     best: WireMode | None = None
-    for mode in sorted(options, key=lambda m: (m.kind != "exact", m.slow_rank is not None)):
+    for mode in sorted(options, key=lambda m: (not m.is_exact, m.slow_rank is not None)):
         who = [precisions[rank] for rank in options[mode].ranks]  # they round anyway, or not
-        if may_take(mode, asked, who) and (
+        if _may_take(mode, asked, who) and (
             best is None
             or options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
         ):
             best = mode
     return best or EXACT  # one rank alone sends nothing, whatever was asked for
+
+
+def _may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
+    """Whether a plan may take a mode: what was asked for; else what costs nothing. Whether it
+    spares a slow link is the plan's to say.
+
+    Args:
+        precisions: of those who would train.
+    """
+    if asked is None:
+        return mode.is_free(precisions)
+    return mode == asked or asked == replace(mode, slow_rank=None)
 
 
 def _stay(
@@ -255,7 +261,7 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
     wire = measured.wires[mode]
     speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
-    plan = make_plan(global_batch, counts, sizes, predicted.buckets, mode)
+    plan = make_plan(global_batch, counts, sizes, mode, predicted.buckets)
     return Planned(plan, speeds, predicted, measured.wires, links=measured.links)
 
 
@@ -291,6 +297,6 @@ def _plan_before(
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}
         group = shrink_group(world, group, kept, reasons)
     made = make_plan(
-        plan["global_batch"], plan["shares"], plan["max_micro_batch"], plan["buckets"], wire
+        plan["global_batch"], plan["shares"], plan["max_micro_batch"], wire, plan["buckets"]
     )
     return group, Planned(made, tuple(speeds), known)

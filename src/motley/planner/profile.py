@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from motley.comm.modes import modes
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -12,28 +14,18 @@ from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import has_room
 from motley.measure.links import measure_links
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut
 from motley.plan.split import SpeedTable
-from motley.plan.wire import (
-    BF16,
-    EXACT,
-    OFFERED,
-    SIXTEEN,
-    AllReduceCost,
-    EngineTraits,
-    WireMode,
-    rounded_as,
-    rounded_too,
-)
+from motley.plan.wire import Addition, AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import speed_of, with_sizes
 from motley.tasks.model import Classifier
 
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
-_LOCAL_STEPS = (2, 4, 8, 16)  # between two averaging rounds, that are worth a word
 _TOGETHER_S = 600.0  # seconds in which ranks measure anything that they do together
 _SHOWS = 0.02  # of a step: a wire that cannot be hidden
 _SHOWN = 4  # links that do not work, in an error
@@ -78,8 +70,8 @@ def measure_team(
     wires = wires_of(world, group, model, [EXACT], traits)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
-    modes = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
-    return Measured(speeds, wires_of(world, group, model, modes, traits, wires), links)
+    others = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
+    return Measured(speeds, wires_of(world, group, model, others, traits, wires), links)
 
 
 def _passing_links(world: World) -> Links:
@@ -107,18 +99,15 @@ def _other_modes(
     """
     if group.size == 1:
         return []
-    modes = [] if asked is None else [asked]
+    found = [] if asked is None else [asked]
     if part > _WORTH_A_WORD:
-        modes += [EXACT, rounded_as(group.precisions) or BF16]
-        modes.append(rounded_too(OFFERED, group.precisions))
-        modes += [WireMode("local", sync_every=every) for every in _LOCAL_STEPS if every >= part][
-            :1
-        ]
+        for kind in modes().values():
+            found += kind.offers(group.precisions, part)
     if slow is not None:
-        modes += [replace(m, slow_rank=slow) for m in modes if m.kind in ("exact", *SIXTEEN)]
+        found += [replace(m, slow_rank=slow) for m in found if m.addition is Addition.NUMBERS]
     return [
-        mode for mode in dict.fromkeys(modes)
-        if mode != EXACT and traits.can(mode) and not (mode.kind == "powersgd" and group.is_mixed)
+        mode for mode in dict.fromkeys(found)
+        if mode != EXACT and traits.can(mode) and (mode.mixes_devices or not group.is_mixed)
     ]  # fmt: skip
 
 
@@ -126,7 +115,7 @@ def wires_of(
     world: World,
     group: ProcessGroup,
     model: Classifier | None,
-    modes: Sequence[WireMode],
+    wanted: Sequence[WireMode],
     traits: EngineTraits,
     known: Mapping[WireMode, AllReduceCost] | None = None,
 ) -> dict[WireMode, AllReduceCost]:
@@ -139,14 +128,13 @@ def wires_of(
     if model is not None and group.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         own = dict(known or {})
-        for mode in dict.fromkeys(modes):
+        for mode in dict.fromkeys(wanted):
             world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")
             if group.size == 1:
                 own[mode] = AllReduceCost(0.0, 0.0)
-            elif mode.kind == "local" and EXACT in own:  # as many bytes
-                own[mode] = replace(own[EXACT], sync_every=mode.sync_every)
             else:
-                own[mode] = measure_wire(parameters, mode)
+                known_cost = mode.cost_from(own[EXACT]) if EXACT in own else None
+                own[mode] = known_cost or measure_wire(parameters, mode)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
         mode: traits.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)
@@ -158,7 +146,7 @@ def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllRedu
     """Whether a backward pass can hide a wire, if the engine lets it."""
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
-    return apart and not (wire.on_gpu and mode.rank)  # PowerSGD waits for the GPU in each bucket
+    return apart and not (wire.on_gpu and mode.waits_for_gpu)
 
 
 def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:

@@ -15,8 +15,8 @@ from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.world import cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.split import SpeedTable
-from motley.plan.wire import EngineTraits
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import Classifier, image_size
 

@@ -68,14 +68,13 @@ class Budget:
 
 def checkpoint_bytes(numbers: int, config: Config, plan: Plan) -> float:
     """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
-    and what PowerSGD does on each rank.
+    and what the wire does on each rank.
 
     Args:
         numbers: in the model.
     """
     copies = 1 + _slots(config)
-    if plan.wire.kind == "powersgd":
-        copies += len(plan.counts)
+    copies += plan.wire.kept_copies * len(plan.counts)
     return float(4 * copies * numbers)
 
 

@@ -29,7 +29,7 @@ def search_scale(
 ) -> float:
     """Find the loss scale on the first global batches of the first epoch."""
     assert group.rank is not None
-    wire = plan.wire.kind == "fp16"
+    wire = plan.wire.dtype == "fp16"
     fp16, batches = wire or group.precisions[group.rank] == "fp16", list[Batch]()
     if fp16:
         for _, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):

@@ -119,7 +119,7 @@ def assemble(
     img_size, model, plan = image_size(config), parts.model, planned.plan
     loader = Loader(parts.images, config, img_size, group.rank, group.device)
     torch.manual_seed(seed_of(config.seed, group.rank))  # drop-out differs between ranks
-    scale = parse_loss_scale(config.loss_scale, (*group.precisions, plan.wire.kind))
+    scale = parse_loss_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes: list[Note] = []
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
         scale.value = search_scale(group, loader, model, plan, config.smoothing)

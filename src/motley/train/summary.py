@@ -7,8 +7,8 @@ from typing import Any
 from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.launch.world import World
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.plan.wire import EngineTraits
 from motley.planner.planner import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import image_size

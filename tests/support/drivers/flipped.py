@@ -17,7 +17,8 @@ from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext, StepResult
 from motley.launch.world import run
-from motley.plan.wire import EngineTraits
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
 from motley.tasks.model import Classifier
 from motley.train.loop import train
 
@@ -65,7 +66,7 @@ class Engines:
 
     def __call__(self, model: Classifier, context: EngineContext) -> Engine:
         """As motley's own do."""
-        kind = FlippedLocal if context.plan.wire.kind == "local" else FlippedDdp
+        kind = FlippedLocal if context.plan.wire.addition is Addition.LOCAL_STEPS else FlippedDdp
         return kind(model, context)
 
 

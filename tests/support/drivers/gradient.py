@@ -13,6 +13,7 @@ import sys
 
 import torch
 
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import read_config, training_parser
 from motley.data.datasets import load_images
 from motley.data.loader import Loader
@@ -54,7 +55,7 @@ def main(world: World) -> None:
     for trial in range(12):
         if trial % 3 == 0 and (engine is None or ENGINE == "ddp"):
             buckets = (None, 1, 2, 8)[trial // 3]
-            plan = make_plan(16, (1.0,) * group.size, (16,) * group.size, buckets)
+            plan = make_plan(16, (1.0,) * group.size, (16,) * group.size, EXACT, buckets)
             scale = LossScale(1.0)
             context = EngineContext(
                 config, group.rank, group.size, device, group.precisions, scale, plan
@@ -68,7 +69,7 @@ def main(world: World) -> None:
         shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(group.size)]
         shares[choose.randrange(group.size)] = 3
         sizes = [choose.randint(1, 20) for _ in range(group.size)]
-        plan = make_plan(n, shares, sizes, buckets)
+        plan = make_plan(n, shares, sizes, EXACT, buckets)
         engine.reconfigure(plan)
         engine.scale.value = 2.0 ** choose.randint(0, 20)
 
@@ -81,7 +82,7 @@ def main(world: World) -> None:
 
         engine.optimizer.zero_grad(set_to_none=False)
         alone = Loader(images, config, 8, 0, device)
-        _, micro_batches = next(iter(alone.steps(trial, 0, make_plan(n, [1.0], [n]))))
+        _, micro_batches = next(iter(alone.steps(trial, 0, make_plan(n, [1.0], [n], EXACT))))
         for batch, _ in micro_batches:
             sample_losses(model(batch.images), batch, config.smoothing).mean().backward()
         theirs = gradient(parameters)

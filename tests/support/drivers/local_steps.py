@@ -7,11 +7,11 @@ period. SGD with momentum, whose memory differs between ranks until they unite.
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from motley.comm.modes.local_sgd import LocalSgd
 from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import load_images
@@ -22,7 +22,6 @@ from motley.engines.protocol import EngineContext
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
-from motley.plan.wire import WireMode
 from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model
 from motley.train.agreement import digests
@@ -62,10 +61,7 @@ def main(world: World) -> None:
     images = load_images(config, 8)
     models = [Classifier(build_model(config, images), images, 8, "fp32", group.device)
               for _ in range(group.size + 1)]  # fmt: skip
-    plan = replace(
-        make_plan(N, SHARES[: group.size], (N,) * group.size),
-        wire=WireMode("local", sync_every=EVERY),
-    )
+    plan = make_plan(N, SHARES[: group.size], (N,) * group.size, LocalSgd(EVERY))
     scale = LossScale(1024.0)
     context = EngineContext(
         config, group.rank, group.size, group.device, group.precisions, scale, plan

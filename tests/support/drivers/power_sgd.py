@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.comm.modes import parse_wire
 from motley.comm.reducer import Reducer, buckets_of
-from motley.comm.senders import make_reducer
 from motley.launch.world import World, run
-from motley.plan.wire import parse_wire
 from motley.planner.process_group import join_process_group, leave_process_group
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
@@ -40,7 +39,7 @@ def own_errors(wire: str, rank: int, device: torch.device) -> list[float]:
     always far larger than the sum, and the others' take it away again."""
     mode, norms = parse_wire(wire), list[float]()
     assert mode is not None
-    reducer = make_reducer(mode, device)
+    reducer = mode.reducer(device)
     part = -9.0 if rank else 10.0 * dist.get_world_size() - 9.0
     for step in range(2 * LONG):
         send(reducer, 5, part, device)
@@ -56,7 +55,7 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
     """Run both, compare; returns the worst error of a bias."""
     mode, worst = parse_wire(wire), 0.0
     assert mode is not None
-    plain, tried = make_reducer(mode, device), make_reducer(mode, device)
+    plain, tried = mode.reducer(device), mode.reducer(device)
     for step in range(STEPS):
         seed, scale = 10 * step + rank, 1.0 if step < 2 else 2.0
         expected, error = send(plain, seed, 1.0, device)
@@ -66,7 +65,7 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
             send(tried, seed, math.inf, device)
             tried.after_step(False, 1.0)
         if step in (1, 5):  # as after a resume, or where a run goes back, before it compresses
-            again = make_reducer(mode, device)
+            again = mode.reducer(device)
             for later in range(4):
                 send(again, later, 1.0, device)
                 again.after_step(True, 1.0)

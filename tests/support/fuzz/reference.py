@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.datasets import load_images
 from motley.data.loader import Loader
@@ -120,7 +121,7 @@ class Reference:
         return self.trained
 
     def _step(self, skip: bool) -> None:
-        config, plan = self._config, make_plan(self._config.batch_size, (1.0,), (10**6,))
+        config, plan = self._config, make_plan(self._config.batch_size, (1.0,), (10**6,), EXACT)
         lr = self._learning_rate()
         part, micro = next(iter(self._loader.steps(self._epoch, self._consumed, plan)))
         ((batch, _),) = micro
@@ -164,7 +165,7 @@ class Reference:
         """Top-1 and loss of the held-out images."""
         self._model.eval()
         loss = right = count = 0.0
-        for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,))):
+        for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,), EXACT)):
             logits = self._model(batch.images)
             loss += float(functional.cross_entropy(logits, batch.labels, reduction="sum"))
             right += float((logits.argmax(dim=1) == batch.labels).sum())

@@ -23,6 +23,7 @@ from pictures import picture_folder
 from PIL import Image
 from project import ROOT
 
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config, read_config, training_parser
 from motley.data.batch import Batch
 from motley.data.datasets import Images, load_images, prepare
@@ -53,7 +54,7 @@ def test_ranks_take_every_sample_once_in_the_global_order(
         shares[0] = 1
     order = Order(samples, seed=7).epoch(3)
     assert sorted(order) == list(range(samples))
-    plan = Plan(n, tuple(map(float, shares)), (m,) * len(shares))
+    plan = Plan(n, tuple(map(float, shares)), (m,) * len(shares), EXACT)
     taken = []
     for start in range(0, samples, n):
         part = order[start : start + n]
@@ -100,8 +101,10 @@ def test_augmented_pixels_do_not_depend_on_the_split(
             for step in range(len(ranks[0]))
         ]
 
-    alone = torch.cat(pixels(Plan(30, (1.0,), (30,)), 0))
-    split = torch.cat(pixels(Plan(30, tuple(map(float, shares)), (m,) * len(shares)), consumed))
+    alone = torch.cat(pixels(Plan(30, (1.0,), (30,), EXACT), 0))
+    split = torch.cat(
+        pixels(Plan(30, tuple(map(float, shares)), (m,) * len(shares), EXACT), consumed)
+    )
     assert torch.equal(alone[consumed:], split)
     assert alone.shape == (100, 3, 16, 16)
 
@@ -109,7 +112,7 @@ def test_augmented_pixels_do_not_depend_on_the_split(
 def test_worker_processes_change_nothing() -> None:
     options = config("--dataset", "synthetic", "--data-fraction", "0.002")
     images = load_images(options, 16)
-    plan = Plan(40, (1.0,), (16,))
+    plan = Plan(40, (1.0,), (16,), EXACT)
     with_workers = dataclasses.replace(options, workers=2)
     loaders = (Loader(images, each, 16, 0, CPU) for each in (options, with_workers))
     ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
@@ -124,7 +127,7 @@ def test_every_held_out_image_is_taken_once_or_some_evenly(
 ) -> None:
     options = config(*words)
     images = load_images(options, 8)
-    plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), equal_micro_steps=True)
+    plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), EXACT, equal_micro_steps=True)
     taken = [
         index
         for rank in range(3)
@@ -151,7 +154,7 @@ def test_a_truncated_image_is_named_and_gives_its_place_to_the_next(tmp_path: Pa
     bad = ("train/cat/3.png", "val/dog/0.png")
     images, options = folder_images(picture_folder(tmp_path, bad))
     loader = Loader(images, options, 16, 0, CPU)
-    plan = Plan(8, (1.0,), (8,))
+    plan = Plan(8, (1.0,), (8,), EXACT)
     steps = [*chain(*batches(loader, plan))]
     assert sum(len(batch.indices) for batch in steps) == 20, "the batch keeps its size"
     named = [name for batch in steps for name in batch.unreadable]
@@ -192,7 +195,7 @@ def test_whatever_a_decoder_raises_the_image_is_skipped_and_named(
 
         monkeypatch.setattr(Image, "open", raising)
     loader = Loader(images, options, 16, 0, CPU)
-    plan = Plan(8, (1.0,), (8,))
+    plan = Plan(8, (1.0,), (8,), EXACT)
     steps = [*chain(*batches(loader, plan))]
     assert sum(len(batch.indices) for batch in steps) == 20
     tests = list(loader.test_batches(plan))
@@ -249,7 +252,7 @@ def test_cifar_is_read_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     prepare(options)
     images = load_images(options, 24)
     assert (len(images.train), len(images.test), images.classes) == (20, 4, 10)
-    step = next(iter(batches(Loader(images, options, 24, 0, CPU), Plan(8, (1.0,), (8,)))))
+    step = next(iter(batches(Loader(images, options, 24, 0, CPU), Plan(8, (1.0,), (8,), EXACT))))
     assert step[0].images.shape == (8, 3, 24, 24)
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motley.comm.modes.numbers import EXACT
 from motley.errors import MotleyError
 from motley.plan.plan import (
     Candidate,
@@ -48,7 +49,7 @@ def test_cut_makes_few_parts_of_like_size(count: int, size: int) -> None:
 
 @given(st.integers(1, 500), shares, st.integers(1, 64), st.booleans())
 def test_a_plan_covers_the_batch_once(n: int, values: list[float], m: int, equal: bool) -> None:
-    plan = Plan(n, tuple(values), (m,) * len(values), equal_micro_steps=equal)
+    plan = Plan(n, tuple(values), (m,) * len(values), EXACT, equal_micro_steps=equal)
     covered = []
     for start, sizes in zip(plan.starts, plan.micro_batches, strict=True):
         assert len(sizes) >= 1 and max(sizes) <= m
@@ -59,14 +60,14 @@ def test_a_plan_covers_the_batch_once(n: int, values: list[float], m: int, equal
 
 @given(st.integers(5, 500), st.integers(1, 500))
 def test_a_ragged_batch_keeps_the_shares(n: int, rest: int) -> None:
-    plan = Plan(n, (3.0, 2.0, 0.0), (7, 7, 7)).of_batch(rest)
+    plan = Plan(n, (3.0, 2.0, 0.0), (7, 7, 7), EXACT).of_batch(rest)
     assert sum(plan.counts) == rest == plan.global_batch
     assert plan.counts == apportion(rest, (3, 2, 0))
 
 
 @given(st.integers(4, 500), st.lists(st.integers(1, 64), min_size=3, max_size=3))
 def test_less_memory_cuts_smaller_and_shares_alike(n: int, most: list[int]) -> None:
-    plan = Plan(n, (3.0, 2.0, 1.0), tuple(most))
+    plan = Plan(n, (3.0, 2.0, 1.0), tuple(most), EXACT)
     before = [max(sizes) for sizes in plan.micro_batches]
     if min(before[0], before[2]) < 2:
         with pytest.raises(ValueError, match="one sample"):
@@ -119,8 +120,8 @@ def test_wrong_shares_are_refused(text: str) -> None:
 
 def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
     with pytest.raises(MotleyError, match=r"--batch-size 2 .* 3 ranks"):
-        make_plan(2, (1, 1, 1), (1, 1, 1))
-    assert make_plan(2, (1, 0, 1), (1, 1, 1)).counts == (1, 0, 1)
+        make_plan(2, (1, 1, 1), (1, 1, 1), EXACT)
+    assert make_plan(2, (1, 0, 1), (1, 1, 1), EXACT).counts == (1, 0, 1)
 
 
 @pytest.mark.parametrize("text", ["0", "1,2", "x", "-3", "4,4,0"])

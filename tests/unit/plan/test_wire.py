@@ -14,26 +14,22 @@ from project import ROOT
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 from torch.nn.parallel import DistributedDataParallel
 
+from motley.comm.modes import local_sgd, modes, parse_wire, power_sgd
+from motley.comm.modes.local_sgd import LocalSgd
+from motley.comm.modes.numbers import BF16, EXACT, FP16
+from motley.comm.modes.power_sgd import PowerSgd
 from motley.comm.reducer import buckets_of
 from motley.errors import MotleyError
 from motley.measure.all_reduce import _tensors
 from motley.plan.advice import better_engine, better_modes, larger_batch
+from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange, choose_machines, forecast
 from motley.plan.split import SpeedTable
-from motley.plan.wire import (
-    BF16,
-    EXACT,
-    LOST_POINTS,
-    OFFERED,
-    AllReduceCost,
-    EngineTraits,
-    WireMode,
-    parse_wire,
-    rounded_as,
-    rounded_too,
-)
+from motley.plan.wire import AllReduceCost
 from motley.planner.planner import _best_mode
 from motley.tasks.model import vit_digits
+
+OFFERED = PowerSgd()
 
 TEAM = (SpeedTable((1, 8), (0.01, 0.08), 0.001), SpeedTable((1, 8), (0.02, 0.16), 0.001))
 
@@ -69,18 +65,20 @@ def test_a_mode_that_is_none_is_answered_with_what_is_one(text: str, says: str) 
 
 def test_auto_rounds_the_wire_only_where_a_rank_rounds_anyway() -> None:
     assert parse_wire("auto") is None
-    assert rounded_as(("fp32", "tf32")) is None
-    assert rounded_as(("fp32", "bf16")) == BF16
-    assert rounded_as(("bf16", "fp16", "fp32")) == WireMode("fp16")
-    assert str(rounded_too(OFFERED, ("fp32", "fp16"))) == "powersgd:8+bf16"
-    for mode in (
-        EXACT,
-        BF16,
-        WireMode("local", sync_every=2),
-        WireMode("powersgd", 4, rounded=True),
+    for precisions, offered, free in (
+        (("fp32", "tf32"), ["exact", "bf16", "powersgd:8"], {"exact"}),
+        (("fp32", "bf16"), ["exact", "bf16", "powersgd:8+bf16"], {"exact", "bf16"}),
+        (("bf16", "fp16", "fp32"), ["exact", "fp16", "powersgd:8+bf16"], {"exact", "fp16"}),
     ):
-        assert rounded_too(mode, ("fp32", "bf16")) == mode
-    assert rounded_too(OFFERED, ("fp32", "tf32")) == OFFERED
+        found = [mode for kind in modes().values() for mode in kind.offers(precisions, 99.0)]
+        assert [str(mode) for mode in found] == offered
+        assert {str(mode) for mode in found if mode.is_free(precisions)} == free
+    assert LocalSgd.offers((), 0.1) == [LocalSgd(2)] and LocalSgd.offers((), 3) == [LocalSgd(4)]
+    assert str(OFFERED.in_job(("fp32", "fp16"))) == "powersgd:8+bf16"
+    for mode in (EXACT, BF16, LocalSgd(2), PowerSgd(4, rounded=True)):
+        assert mode.in_job(("fp32", "bf16")) == mode
+    assert OFFERED.in_job(("fp32", "tf32")) == OFFERED
+    assert LocalSgd(1).in_job(()) == EXACT and not LocalSgd(1).is_inexact
 
 
 @given(
@@ -95,7 +93,7 @@ def test_powersgd_sends_what_torchs_hook_says_that_it_sends(
         high, wide = shape[0], math.prod(shape[1:])
         thin, before, after = _should_compress(high, wide, min(high, wide, rank), 2)
         numbers += after if thin else before
-    power = WireMode("powersgd", rank)
+    power = PowerSgd(rank)
     assert power.bytes_of(shapes) == 4 * numbers
     assert replace(power, rounded=True).bytes_of(shapes) == 2 * numbers
     whole = EXACT.bytes_of(shapes)
@@ -229,12 +227,13 @@ def test_the_price_of_a_mode_is_what_the_benchmarks_measured() -> None:
         mode = parse_wire(name)
         assert mode is not None
         if mode.is_inexact:
-            assert LOST_POINTS[str(replace(mode, rounded=False))] == (round(lost, 1), seeds)
+            assert mode.lost_points == (round(lost, 1), seeds)
         else:
             assert lost < 0.05
-    assert LOST_POINTS.keys() <= worst.keys()
-    assert "DEAR" in WireMode("powersgd", 1).price and "DEAR" not in OFFERED.price
-    assert "not measured" in WireMode("local", sync_every=64).price
+    assert {f"powersgd:{rank}" for rank in power_sgd.LOST_POINTS} <= worst.keys()
+    assert {f"local:{steps}" for steps in local_sgd.LOST_POINTS} <= worst.keys()
+    assert "DEAR" in PowerSgd(1).price and "DEAR" not in OFFERED.price
+    assert "not measured" in LocalSgd(64).price
     assert "exact" in EXACT.price and "rounded" in BF16.price
 
 
@@ -254,7 +253,7 @@ def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
 
 
 def test_the_plan_takes_what_it_may_and_is_faster() -> None:
-    leaf, fp16 = replace(EXACT, slow_rank=1), WireMode("fp16")
+    leaf, fp16 = replace(EXACT, slow_rank=1), FP16
     seconds = {EXACT: 5.0, leaf: 3.0, fp16: 2.5, replace(fp16, slow_rank=1): 2.45, OFFERED: 0.2}
     options = {
         mode: choose_machines(120, [0, 1], TEAM, AllReduceCost(0.0, spent), fixed=True)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from motley.comm.modes.numbers import EXACT
 from motley.plan.split import SpeedTable, split
-from motley.plan.wire import EXACT, AllReduceCost
+from motley.plan.wire import AllReduceCost
 from motley.planner import speed_cache as speeds
 from motley.planner.profile import Measured, refine
 

@@ -1,0 +1,44 @@
+"""The kinds of ``--wire``: a file here adds one by listing it under ``MODES``.
+
+A kind is a subclass of motley.plan.wire.WireMode: how it is written, what it sends, what it costs,
+what it needs, how it adds up. ``-h``, the planner and the matrix learn of it from there.
+"""
+
+import dataclasses
+
+from motley.errors import MotleyError
+from motley.plan.wire import Addition, WireMode
+from motley.registry import entries
+from motley.text import did_you_mean
+
+
+def modes() -> dict[str, type[WireMode]]:
+    """All kinds by name, those first that ask least of an engine."""
+    order = list(Addition)
+    kinds: list[type[WireMode]] = entries(__name__, "MODES")
+    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: order.index(kind.addition))}
+
+
+def parse_wire(text: str) -> WireMode | None:
+    """Read ``--wire``; None for auto."""
+    if text == "auto":
+        return None
+    text, slash, number = text.partition("/leaf")
+    if slash:  # as the plan writes it
+        mode = parse_wire(text)
+        if mode is None or mode.addition is not Addition.NUMBERS or not number.isdecimal():
+            raise MotleyError(f"--wire {text}{slash}{number}: write it as in exact/leaf4")
+        return dataclasses.replace(mode, slow_rank=int(number))
+    name, colon, number = text.partition(":")
+    kinds = modes()
+    if name not in kinds:
+        raise MotleyError(
+            f"--wire {text} is unknown{did_you_mean(name, ('auto', *kinds))}; choose auto, "
+            f"{', '.join(kind.usage for kind in kinds.values())}"
+        )
+    try:
+        if colon and kinds[name].usage == name:
+            raise ValueError(f"{name} takes no number; write --wire {name}")
+        return kinds[name].parse(number)
+    except ValueError as error:
+        raise MotleyError(f"--wire {text}: {error}") from None

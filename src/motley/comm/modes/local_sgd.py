@@ -1,0 +1,82 @@
+"""Local SGD: no gradients travel, but now and then parameters."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from motley.comm.modes.numbers import EXACT
+from motley.plan.wire import Addition, AllReduceCost, WireMode
+
+_OFFERED = (2, 4, 8, 16)  # steps
+LOST_POINTS = {2: (0.3, 5), 4: (0.5, 8), 8: (0.3, 8)}  # see WireMode, by steps
+
+
+@dataclass(frozen=True)
+class LocalSgd(WireMode):
+    """Each rank takes steps of its own, then parameters are averaged.
+
+    Attributes:
+        steps: between two averaging rounds.
+    """
+
+    name, usage = "local", "local:H"
+    says = (
+        "or not at all: each rank takes H steps of its own before parameters are averaged, inexact"
+    )
+    addition = Addition.LOCAL_STEPS
+
+    steps: int = 1
+
+    @classmethod
+    def parse(cls, number: str) -> Self:
+        """See WireMode."""
+        if not re.fullmatch(r"[1-9]\d{0,3}", number):
+            raise ValueError(
+                "local needs the steps between two averaging rounds, 1 or more, as in local:4; "
+                "more of them hide a slower wire and cost more accuracy"
+            )
+        return cls(int(number))
+
+    @classmethod
+    def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
+        """See WireMode: the fewest steps that hide the wire."""
+        return [cls(steps) for steps in _OFFERED if steps >= part][:1]
+
+    @property
+    def sync_every(self) -> int:
+        """See WireMode."""
+        return self.steps
+
+    @property
+    def is_inexact(self) -> bool:
+        """See WireMode."""
+        return self.steps > 1
+
+    @property
+    def lost_points(self) -> tuple[float, int] | None:
+        """See WireMode."""
+        return LOST_POINTS.get(self.steps)
+
+    @property
+    def price(self) -> str:
+        """See WireMode."""
+        if self.steps == 1:
+            return "ranks that meet after every step take it together; this is exact"
+        return super().price
+
+    def in_job(self, precisions: Collection[str]) -> WireMode:
+        """See WireMode."""
+        return EXACT if self.steps == 1 else self
+
+    def cost_from(self, exact: AllReduceCost) -> AllReduceCost:
+        """See WireMode: as many bytes."""
+        return dataclasses.replace(exact, sync_every=self.steps)
+
+    def __str__(self) -> str:
+        """See WireMode."""
+        return f"{self.name}:{self.steps}"
+
+
+MODES = (LocalSgd,)

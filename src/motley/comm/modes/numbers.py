@@ -1,0 +1,88 @@
+"""The gradient's own numbers: exact, or rounded to 16 bits on the way."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from motley.plan.wire import Addition, WireMode
+
+
+@dataclass(frozen=True)
+class Exact(WireMode):
+    """In fp32."""
+
+    name = usage = "exact"
+    says = "exact, in fp32"
+    addition = Addition.NUMBERS
+
+    @classmethod
+    def parse(cls, number: str) -> Self:
+        """See WireMode; there is no number."""
+        return cls()
+
+    @classmethod
+    def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
+        """See WireMode."""
+        return (EXACT,)
+
+    @property
+    def price(self) -> str:
+        """See WireMode."""
+        return "the gradient is exact"
+
+    def is_free(self, precisions: Collection[str]) -> bool:
+        """See WireMode."""
+        return True
+
+    def reducer(self, device: Any) -> Any:
+        """See WireMode."""
+        from motley.comm.reducer import Reducer, RoundingReducer
+        from motley.comm.slow_rank import SlowRankReducer
+
+        if self.slow_rank is not None:
+            return SlowRankReducer(self.slow_rank, self.dtype, device)
+        return Reducer() if self.dtype == "fp32" else RoundingReducer(self.dtype)
+
+
+@dataclass(frozen=True)
+class Bf16(Exact):
+    """Rounded to bf16."""
+
+    name = usage = "bf16"
+    says = "rounded to bf16, half the bytes"
+
+    @classmethod
+    def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
+        """See WireMode."""
+        return () if "fp16" in precisions else (BF16,)
+
+    @property
+    def dtype(self) -> str:
+        """See WireMode."""
+        return self.name
+
+    @property
+    def price(self) -> str:
+        """See WireMode."""
+        return "the gradient is rounded to 16 bits on the way"
+
+    def is_free(self, precisions: Collection[str]) -> bool:
+        """See WireMode."""
+        return self.name in precisions
+
+
+@dataclass(frozen=True)
+class Fp16(Bf16):
+    """Rounded to fp16: finer, of a range that a loss scale has to keep to."""
+
+    name = usage = "fp16"
+    says = "or to fp16"
+
+    @classmethod
+    def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
+        """See WireMode: where a rank computes in it there is a loss scale anyway."""
+        return (FP16,) if "fp16" in precisions else ()
+
+
+EXACT, BF16, FP16 = Exact(), Bf16(), Fp16()
+MODES = (Exact, Bf16, Fp16)

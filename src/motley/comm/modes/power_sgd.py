@@ -1,0 +1,98 @@
+"""PowerSGD: two thin matrices in place of each gradient's; how it adds up is motley.comm.power_sgd.
+
+After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from motley.plan.wire import Addition, WireMode
+
+# Where nobody has named a rank: 4 lost three times as many points, and was 4 % faster
+# (benchmarks/results/tesla_replay_512.json).
+_OFFERED = 8
+LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
+
+
+@dataclass(frozen=True)
+class PowerSgd(WireMode):
+    """What the thin matrices leave out is sent in later steps.
+
+    Attributes:
+        rank: of these matrices.
+        rounded: what is sent is rounded to bf16 on the way.
+    """
+
+    name, usage = "powersgd", "powersgd:R"
+    says = "PowerSGD of rank R, few bytes and inexact"
+    addition = Addition.BUCKETS
+    mixes_devices = False
+    waits_for_gpu = True
+    kept_copies = 1  # the error
+
+    rank: int = _OFFERED
+    rounded: bool = False
+
+    @classmethod
+    def parse(cls, number: str) -> Self:
+        """See WireMode."""
+        if not (match := re.fullmatch(r"([1-9]\d{0,3})(\+bf16)?", number)):
+            raise ValueError(
+                "powersgd needs a rank of 1 or more, as in powersgd:8, or powersgd:8+bf16; a "
+                "higher one sends more and leaves out less"
+            )
+        return cls(int(match[1]), rounded=match[2] is not None)
+
+    @classmethod
+    def offers(cls, precisions: Collection[str], part: float) -> Sequence[WireMode]:
+        """See WireMode."""
+        return (cls().in_job(precisions),)
+
+    @property
+    def dtype(self) -> str:
+        """See WireMode."""
+        return "bf16" if self.rounded else "fp32"
+
+    @property
+    def least_side(self) -> int:
+        """See WireMode."""
+        return 4 * self.rank + 1
+
+    @property
+    def lost_points(self) -> tuple[float, int] | None:
+        """See WireMode; rounding loses none."""
+        return LOST_POINTS.get(self.rank)
+
+    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
+        """See WireMode; as torch's hook, which leaves alone what would not become half as large."""
+        return super().bytes_of([(self.thin(shape) or math.prod(shape),) for shape in shapes])
+
+    def thin(self, shape: Sequence[int]) -> int | None:
+        """Elements that are sent for a gradient of this shape; None: it is sent as it is."""
+        high, whole = shape[0] if shape else 1, math.prod(shape)
+        wide = whole // high
+        numbers = (high + wide) * min(high, wide, self.rank)
+        return numbers if 2 * numbers < whole else None
+
+    def in_job(self, precisions: Collection[str]) -> WireMode:
+        """See WireMode: rounded where some rank rounds anyway. To bf16: a matrix times the loss
+        scale could leave fp16's range."""
+        rounds = not {"bf16", "fp16"}.isdisjoint(precisions)
+        return dataclasses.replace(self, rounded=True) if rounds else self
+
+    def reducer(self, device: Any) -> Any:
+        """See WireMode."""
+        from motley.comm.power_sgd import PowerSgdReducer
+
+        return PowerSgdReducer(self, device)
+
+    def __str__(self) -> str:
+        """See WireMode."""
+        return f"{self.name}:{self.rank}{'+bf16' if self.rounded else ''}"
+
+
+MODES = (PowerSgd,)

@@ -1,0 +1,67 @@
+"""What an engine can do with gradients, known before it is built. Pure."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from motley.plan.wire import Addition, AllReduceCost, WireMode
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What an engine can do with gradients.
+
+    Attributes:
+        overlaps: send them while the backward pass still runs.
+        additions: that wire modes may ask of it. spares_slow_rank: see WireMode.slow_rank.
+        allreduces_per_step, allreduces_per_micro_step: of the gradient, once in a step and once in
+            each of its micro-batches.
+        gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
+            and in each of its micro-batches, in fp32 all-reduces of the gradient.
+        mixed: whether GPUs and CPUs can do it together.
+        shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
+        words: how it sends, for the user.
+        others: engines that send otherwise, by what a user writes to have them.
+    """
+
+    overlaps: bool = True
+    additions: tuple[Addition, ...] = tuple(Addition)
+    spares_slow_rank: bool = True
+    allreduces_per_step: float = 1.0
+    allreduces_per_micro_step: float = 0.0
+    gathers_per_step: float = 0.0
+    gathers_per_micro_step: float = 0.0
+    mixed: bool = True
+    shards_optimizer: bool = False
+    words: str = "gradients are sent while the backward pass still runs"
+    others: Mapping[str, "EngineTraits"] = field(default_factory=dict)
+
+    def can(self, mode: WireMode) -> bool:
+        """Whether the engine can do this mode."""
+        return mode.addition in self.additions and (self.spares_slow_rank or mode.slow_rank is None)
+
+    def through(self, wire: AllReduceCost, mode: WireMode) -> AllReduceCost:
+        """What was measured of a mode, as the engine uses it."""
+        wide = 1 if mode.dtype == "fp32" else 2  # parameters are gathered in fp32
+        return dataclasses.replace(
+            wire,
+            overlaps=wire.overlaps and self.overlaps,
+            allreduces_per_step=self.allreduces_per_step + wide * self.gathers_per_step,
+            allreduces_per_micro_step=(
+                self.allreduces_per_micro_step + wide * self.gathers_per_micro_step
+            ),
+        )
+
+    def parts(self, ranks: int) -> int:
+        """That the optimizer is cut into, over so many ranks."""
+        return ranks if self.shards_optimizer else 1
+
+    @property
+    def numbers(self) -> list[float]:
+        """What a forecast depends on, for the records."""
+        return [
+            self.allreduces_per_step,
+            self.allreduces_per_micro_step,
+            self.gathers_per_step,
+            self.gathers_per_micro_step,
+        ]
