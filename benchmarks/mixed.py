@@ -15,23 +15,24 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.modes.numbers import EXACT
-from motley.config.options import Config, read_config, training_parser
+from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.datasets import load_images
+from motley.data.dataset import load_images
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineContext, EngineFactory
 from motley.engines.step_timer import Laps
-from motley.engines.torch_engines import TorchEngines
+from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
-from motley.plan.precision import parse_loss_scale
+from motley.plan.precision import start_scale
 from motley.plan.split import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.planner import balance
 from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured, refine
 from motley.tasks.model import Classifier, image_size, model_name, set_matmul_precision
+from motley.train.command_line import read_config, training_parser
 
 
 class Bench(ABC):
@@ -112,7 +113,7 @@ class Bench(ABC):
             mode: what travels.
             options: of the training, which the engine reads.
         """
-        engine_factory = engine_factory or TorchEngines(self.config)
+        engine_factory = engine_factory or engines_of(self.config, known_strategies(TORCH))
         model = self.model()
         start = time.perf_counter()
         wire = measure_wire(list(model.parameters()), mode)
@@ -122,7 +123,7 @@ class Bench(ABC):
         measured_s = time.perf_counter() - start
         plan, predicted = planned.plan, planned.forecast
         assert predicted is not None
-        scale = parse_loss_scale(self.config.loss_scale, (*self.group.precisions, mode.dtype))
+        scale = start_scale(self.config.loss_scale, (*self.group.precisions, mode.dtype))
         context = EngineContext(
             replace(self.config, batch_size=n, **options), self.rank, self.group.size,
             self.group.device, self.group.precisions, scale, plan,

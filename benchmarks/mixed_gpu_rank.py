@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mixed import Bench
 
 from motley.launch.world import World, run
+from motley.plan.precision import read_precisions
 from motley.plan.split import limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model, image_size
@@ -49,7 +50,7 @@ def only_processors(count: int) -> object:
 def main(world: World, options: argparse.Namespace) -> None:
     """For each repeat: the limit, all modes at each batch in turn, and the limit again."""
     precisions, _, processors = zip(*(rank.partition("@") for rank in options.ranks), strict=True)
-    group = join_process_group(world, ",".join(precisions))
+    group = join_process_group(world, read_precisions(",".join(precisions)))
     assert group.rank is not None
     own = processors[group.rank]
     with contextlib.ExitStack() as kept:

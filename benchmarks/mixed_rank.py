@@ -23,8 +23,10 @@ from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
 from motley.data.batch import Batch
 from motley.engines.optimizer import make_optimizer
-from motley.engines.zero import ZeroEngines
+from motley.engines.strategy import ZERO, engines_of, known_strategies
+from motley.engines.zero_config import ZeroOptions
 from motley.launch.world import World, run
+from motley.plan.precision import read_precisions
 from motley.plan.split import SpeedTable, limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model, image_size
@@ -106,13 +108,14 @@ class LabBench(Bench):
 def ours(bench: LabBench, mode: str, speeds: list[SpeedTable]) -> dict[str, Any]:
     """``motley-ddp``, ``motley-deepspeed-STAGE``, and either with ``-WIRE``."""
     _, engine, *rest = mode.split("-")
-    make, stage = None, None
+    make, own = None, ()
     if engine == "deepspeed":
         stage = int(rest.pop(0))
-        make = ZeroEngines(replace(bench.config, stage=stage))
+        own = (ZeroOptions(stage),)
+        make = engines_of(replace(bench.config, own=own), known_strategies(ZERO))
     wire = parse_wire(rest[0]) if rest else EXACT
     assert wire is not None
-    return bench.ours(bench.options.n, speeds, make, wire, stage=stage)
+    return bench.ours(bench.options.n, speeds, make, wire, own=own)
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -124,7 +127,7 @@ def cpu_seconds() -> tuple[float, float]:
 def main(world: World, options: argparse.Namespace) -> None:
     """Measure the limit, all modes in turn, and the limit again, for each repeat."""
     torch.set_num_threads(1)
-    bench = LabBench(world, join_process_group(world, "fp32"), options)
+    bench = LabBench(world, join_process_group(world, read_precisions("fp32")), options)
 
     before = cpu_seconds()
 

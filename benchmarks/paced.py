@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.data.datasets import Images
+from motley.data.images import Images
 from motley.tasks.model import Classifier
 
 FORWARD = 1 / 3  # of a micro-batch's time; the backward pass does twice the work

@@ -12,19 +12,20 @@ the precision of a rank is called, it computes in fp32 here; the plan goes by th
 
 import argparse
 import time
-from functools import partial
 from typing import Any
 
 import torch
 from paced import Pace, Paced
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from motley.config.options import Config, read_config, training_parser
-from motley.engines import base as engine_base
-from motley.engines.torch_engines import TorchEngines
+from motley.data.images import Images
+from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
-from motley.measure import device as measure
-from motley.planner import parts
-from motley.planner import speed_cache as speeds
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 
@@ -42,27 +43,23 @@ def main() -> None:
     parser.add_argument("--slow", type=lambda text: [float(word) for word in text.split(":")])
     parser.add_argument("--engine", choices=("ddp", "deepspeed"), default="ddp")
     given, rest = parser.parse_known_args()
-    config = read_config(training_parser(str(__doc__)), rest)
+    strategies = known_strategies(ZERO if given.engine == "deepspeed" else TORCH)
+    config = read_config(training_parser(str(__doc__), strategies), rest)
 
     def work(world: World) -> None:
         torch.set_num_threads(1)
-        speeds.measure_speed = partial(  # type: ignore[assignment]
-            measure.measure_speed, budget_s=measure.BUDGET_S * given.slower
-        )
+        Paced.measuring_s *= given.slower
         pace = Pace(1 / given.rates[world.rank])
-        make: Any = TorchEngines(config)
-        if given.engine == "deepspeed":
-            from motley.engines.zero import ZeroEngines
-
-            make = ZeroEngines(config)
+        make: Any = engines_of(config, strategies)
         if given.slow:
             make = Changing(make, pace, world.rank, given.slow)
         if given.optimizer_s:
             pace_optimizer(given.optimizer_s[world.rank])
-        parts.Classifier = (  # type: ignore[assignment, misc]
-            lambda net, images, size, _precision, _device: Paced(net, images, size, pace)
-        )
-        train(world, config, make)
+
+        def model(net: nn.Module, images: Images, size: int, *_: object) -> Paced:
+            return Paced(net, images, size, pace)
+
+        train(world, config, make, model)
 
     run(work)
 
@@ -92,25 +89,18 @@ class Changing:
 
 
 def pace_optimizer(step_s: float) -> None:
-    """Let each optimizer step take so long."""
-    real = engine_base.make_optimizer
+    """Let each step of any optimizer take so long."""
+    began = 0.0
 
-    def make_optimizer(net: torch.nn.Module, config: Config) -> torch.optim.Optimizer:
-        optimizer = real(net, config)
-        began = 0.0
+    def begin(*_: Any) -> None:
+        nonlocal began
+        began = time.perf_counter()
 
-        def begin(*_: Any) -> None:
-            nonlocal began
-            began = time.perf_counter()
+    def end(*_: Any) -> None:
+        time.sleep(max(0.0, began + step_s - time.perf_counter()))
 
-        def end(*_: Any) -> None:
-            time.sleep(max(0.0, began + step_s - time.perf_counter()))
-
-        optimizer.register_step_pre_hook(begin)
-        optimizer.register_step_post_hook(end)
-        return optimizer
-
-    engine_base.make_optimizer = speeds.make_optimizer = make_optimizer
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from motley.config.options import OneVoice
+from motley.config.parser import OneVoice
 from motley.engines.import_deepspeed import comm, deepspeed
 from motley.errors import MotleyError
 from motley.launch.world import World, run

@@ -8,14 +8,12 @@ The options are those of torch_dist/train_vit.py, but for --strategy. Every numb
 configuration that is "auto" comes from the plan.
 """
 
-from motley.config.options import read_config, training_parser
-from motley.engines.zero import ZeroEngines
-from motley.engines.zero_config import add_options
+from motley.engines.strategy import ZERO, engines_of, known_strategies
 from motley.launch.world import run
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 if __name__ == "__main__":
-    parser = training_parser(str(__doc__))
-    add_options(parser)
-    config = read_config(parser)
-    run(lambda world: train(world, config, ZeroEngines(config)))
+    strategies = known_strategies(ZERO)
+    config = read_config(training_parser(str(__doc__), strategies))
+    run(lambda world: train(world, config, engines_of(config, strategies)), packages=("deepspeed",))

@@ -27,16 +27,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from motley.cluster.hostfile import read_hosts
-from motley.comm.modes import parse_wire
-from motley.config.options import training_parser
+from motley.config.option import flag_of, options_of
+from motley.config.options import GROUPS
+from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
-from motley.sweep.cells import PRESETS, Cell, Matrix, first_hosts, read_matrix, shorter
+from motley.sweep.cells import PRESETS, Cell, Known, Matrix, first_hosts, read_matrix, shorter
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
 from motley.sweep.table import HEAD, shown, write_rows
 from motley.text import did_you_mean
+from motley.train.command_line import training_parser
 from motley.train.progress import clock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +52,7 @@ def main() -> int:
     options = arguments()
     hosts = read_hosts(options.hostfile)
     matrix = read_matrix(
-        matrix_file(options.matrix), hosts,
+        matrix_file(options.matrix), hosts, Known(known_cells(), known_options()),
         repeats=options.repeats, steps=options.steps, limit_s=options.limit, options=options.rest,
     )  # fmt: skip
     if options.only:
@@ -203,15 +205,39 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
     def refuse(message: str) -> NoReturn:
         raise MotleyError(f"cell {cell.name}: {message}")
 
-    parser = training_parser(cell.script)
+    strategies = known_strategies(known_cells()[cell.strategy][0])
+    parser = training_parser(cell.script, strategies)
     parser.error = refuse  # type: ignore[method-assign]
-    options, _ = parser.parse_known_args([*cell.words[1:], *shared])  # a script may know more
     try:
-        wire = parse_wire(options.wire)
+        options, _ = parser.parse_known_args([*cell.words[1:], *shared])  # a script may know more
+        config = parser.config_of(options)
+        traits = engines_of(config, strategies).traits
     except MotleyError as error:
         refuse(str(error))
-    if wire is not None and wire.is_inexact and cell.strategy != "ddp":
-        refuse(f"--wire {wire} is for ddp, not for {cell.strategy}; choose exact, bf16 or fp16")
+    if config.wire is not None and not traits.can(config.wire):
+        refuse(f"--wire {config.wire} is for ddp, not for {cell.strategy}; choose another one")
+    if len(set(config.precision.values)) > 1 and not traits.mixes_precisions:
+        refuse(f"{cell.strategy} is wrong where ranks differ in precision; give one for all")
+
+
+def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What a matrix calls each strategy; the script that trains so, and its options."""
+    return {
+        name: (strategy.script, words)
+        for strategy in known_strategies().values()
+        for name, words in strategy.named_cells().items()
+    }
+
+
+def known_options() -> dict[str, str]:
+    """Options of any training script that are a cell's to set, and how a matrix says them."""
+    own = {group for strategy in known_strategies().values() for group in strategy.options}
+    return {
+        flag: declared.cell
+        for group in (*GROUPS, StrategyOptions, *own)
+        for name, declared in options_of(group).items() if declared.cell
+        for flag in (flag_of(name, declared), declared.short) if flag
+    }  # fmt: skip
 
 
 def matrix_file(name: str) -> Path:

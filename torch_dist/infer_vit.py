@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from motley.config.options import OneVoice
+from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.infer.leases import Leases
 from motley.infer.shards import MERGED, Shards

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from motley.comm.modes.numbers import EXACT
-from motley.config.options import Config, read_config, training_parser
-from motley.data.datasets import prepare
+from motley.config.options import Config
+from motley.data.dataset import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.plan.forecast import what_if
@@ -24,6 +24,7 @@ from motley.planner.parts import open_parts
 from motley.planner.planner import Planned, plan_batch
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import model_name
+from motley.train.command_line import read_config, training_parser
 from motley.train.progress import console
 
 

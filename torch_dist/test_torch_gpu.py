@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.table import Table
 
-from motley.config.options import OneVoice
+from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.measure.device import KernelSpeed, kernel_speed

@@ -6,13 +6,12 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --strate
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume auto
 """
 
-from motley.config.options import read_config, training_parser
-from motley.engines.torch_engines import TorchEngines, add_options
+from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.world import run
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 if __name__ == "__main__":
-    parser = training_parser(str(__doc__))
-    add_options(parser)
-    config = read_config(parser)
-    run(lambda world: train(world, config, TorchEngines(config)))
+    strategies = known_strategies(TORCH)
+    config = read_config(training_parser(str(__doc__), strategies))
+    run(lambda world: train(world, config, engines_of(config, strategies)))

@@ -4,7 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from baseline_measure import known_cells, known_options
 from project import ROOT, environment
+
+from motley.sweep.cells import Known
+
+KNOWN = Known(known_cells(), known_options())
 
 
 def matrix_file(folder: Path, text: str) -> Path:

@@ -20,25 +20,28 @@ ROOMS = {
     "root": "__init__ __main__ errors faults registry text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines run_folder gpu_csv gpu_logger",
-    "plan": "precision split links wire engine_traits forecast advice replan plan length",
+    "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
     "sweep": "cells outcome results rows table",
     "launch": (
         "same_code messages handshakes watchdog launcher_reaper own_rank background_writer "
         "watch_first watch_all supervisor world __main__"
     ),
-    "config": "options",
-    "data": "datasets batch order loader",
+    "config": "option numbers options parser",
+    "data": "dataset datasets/* images transforms batch order loader",
     "tasks": "model losses",
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
-        "protocol base synchronous ddp fsdp local_sgd torch_engines zero zero_config zero_state "
-        "zero_engine import_deepspeed"
+        "protocol base synchronous ddp fsdp local_sgd zero_config zero_state zero_engine "
+        "import_deepspeed strategy strategies/*"
     ),
     "checkpoint": "store transfer run",
     "measure": "device all_reduce links",
     "planner": "process_group parts speed_cache profile planner",
-    "train": ("progress budget loss_scale summary recorder overflow setup agreement recovery loop"),
+    "train": (
+        "progress budget loss_scale summary recorder overflow setup agreement recovery "
+        "command_line loop"
+    ),
     "infer": "leases shards predictor",
 }
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py

@@ -1,6 +1,6 @@
 """Moves training state between ranks and checkpoints: gather, save, load, spread."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.checkpoint.store import Checkpoints, newest_whole
-from motley.config.options import AT_RESUME, MUST, SAID, Config
+from motley.config.option import Decides, flag_of
+from motley.config.options import Config
 from motley.data.order import seed_of
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
@@ -40,11 +41,14 @@ def save(
 
 
 def resume(
-    engine: Engine, folders: list[Path], config: dict[str, Any], device: torch.device
+    engine: Engine, folders: list[Path], config: Config, now: dict[str, Any], device: torch.device
 ) -> tuple[TrainState, list[str]]:
     """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
     Rank 0 reads and gives everything to the others, so the folders need exist there alone.
+
+    Args:
+        now: what a checkpoint keeps of ``config``.
 
     Returns:
         Where training stands, and what the user should know.
@@ -57,7 +61,7 @@ def resume(
         try:
             found, tensors, progress, damaged = newest_whole(folders, _PROGRESS)
             notes = [f"not used: {problem}" for problem in damaged]
-            content = [progress, notes + _differences(progress["config"], config), str(found)]
+            content = [progress, notes + _differences(progress["config"], now, config), str(found)]
         except MotleyError as error:  # the others must hear of it
             content = [None, str(error), None]
     dist.broadcast_object_list(content, src=0, device=device)
@@ -67,31 +71,30 @@ def resume(
     own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
     engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
-    if progress["config"]["loss_scale"] == config["loss_scale"]:  # else: asked for anew
+    if progress["config"]["loss_scale"] == now["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
     position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
     # What no other rank has saved begins anew, and not as the run did: with other drop-out.
-    torch.manual_seed(seed_of(config["seed"], dist.get_rank(), position.step))
+    torch.manual_seed(seed_of(config.seed, dist.get_rank(), position.step))
     notes += engine.load_own_state(own)
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
 
-def _differences(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:
     """What is said where the run goes on with other options; MotleyError if it cannot."""
 
-    def differing(at_resume: str) -> list[str]:
+    def differing(decides: Decides) -> list[str]:
         return [
-            f"--{option.name.replace('_', '-')} {config[option.name]} "
-            f"(the checkpoint: {saved[option.name]})"
-            for option in fields(Config)
-            if option.metadata[AT_RESUME] == at_resume
-            and option.name in saved  # an older version's may not be
-            and saved[option.name] != config[option.name]
+            f"{flag_of(name, declared)} {now[name]} (the checkpoint: {saved[name]})"
+            for name, declared, _ in config.options()
+            if declared.decides & decides
+            and name in saved  # an older version's may not be
+            and saved[name] != now[name]
         ]
 
-    if wrong := differing(MUST):
+    if wrong := differing(Decides.MODEL):
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
-    return [f"note: {text}" for text in differing(SAID)]
+    return [f"note: {text}" for text in differing(Decides.NUMBERS)]
 
 
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:

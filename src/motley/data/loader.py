@@ -10,16 +10,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.datasets import (
-    Images,
-    Source,
-    Transform,
-    UnreadableImage,
-    evaluation_transform,
-    read,
-    training_transform,
-)
+from motley.data.dataset import find_dataset
+from motley.data.images import Images, Source, UnreadableImage, read
 from motley.data.order import Order, seed_of, seeds_of, slices
+from motley.data.transforms import Transform, evaluation_transform, training_transform
 from motley.errors import MotleyError
 from motley.launch.world import die_with_parent
 from motley.plan.plan import Plan
@@ -170,8 +164,8 @@ class Steps:
 def _default_workers(config: Config, device: torch.device) -> int:
     if config.workers is not None:
         return config.workers
-    if config.dataset == "digits" or device.type == "cpu":
-        return 0  # reading digits is cheaper than a process; CPU ranks need their cores
+    if device.type == "cpu" or not find_dataset(config.dataset).needs_workers:
+        return 0  # CPU ranks need their cores
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_here - 1))
 

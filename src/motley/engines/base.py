@@ -23,7 +23,7 @@ from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.step_timer import Clock
-from motley.errors import MotleyError, NoMemoryError
+from motley.errors import NoMemoryError
 from motley.faults import Phase
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
@@ -178,12 +178,3 @@ class EngineBase:
 
     def reconfigure(self, plan: Plan) -> None:
         """See :class:`Engine`. Each micro-step is told all that it needs of the plan."""
-
-
-def check_offload(context: EngineContext) -> None:
-    """MotleyError if ``--offload`` has nothing to move."""
-    if context.config.offload != "none" and context.device.type == "cpu":
-        raise MotleyError(
-            f"--offload {context.config.offload}: rank {context.rank} computes on the CPU, where "
-            "all is already"
-        )

@@ -13,15 +13,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
-from motley.engines.base import check_offload
 from motley.engines.memory import out_of_memory
 from motley.engines.named_state import on_cpu
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
 from motley.engines.protocol import EngineContext
+from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
+from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
 from motley.tasks.model import AUTOCAST, Classifier, blocks_of
 
 
@@ -33,17 +32,13 @@ class FsdpEngine(SynchronousEngine):
     compute in it anyway.
     """
 
-    traits = EngineTraits(
-        overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
-        shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
-        words="FSDP gathers parameters and scatters gradients in each micro-batch",
-        others={"--strategy ddp, if memory allows,": EngineTraits()},
-    )  # fmt: skip
+    traits = TRAITS
     equal_micro_steps = True
     replicated = False
 
     def __init__(self, model: Classifier, context: EngineContext) -> None:
-        check_offload(context)
+        offload = context.config.of(FsdpOptions).offload
+        check_offload(offload, context)
         self.loss_weight = context.size
         self._mesh = init_device_mesh(context.device.type, (context.size,))
         sent = context.plan.wire.dtype
@@ -54,7 +49,7 @@ class FsdpEngine(SynchronousEngine):
                 reduce_dtype=AUTOCAST[sent],
             ),
         }
-        if context.config.offload == "parameters":
+        if offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
         self._sharding = Sharding(
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share

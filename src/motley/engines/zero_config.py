@@ -4,18 +4,20 @@ DeepSpeed ignores a key that it does not know, so a misspelt one (``micro_batch_
 silently means the default. Here it is an error with the nearest right key.
 """
 
-import argparse
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from motley import ROOT
-from motley.config.options import Config
-from motley.engines.base import check_offload
-from motley.engines.protocol import EngineContext
+from motley.config.option import Decides, option
+from motley.engines.strategy import check_offload
 from motley.errors import MotleyError
 from motley.text import did_you_mean
+
+if TYPE_CHECKING:
+    from motley.engines.protocol import EngineContext
 
 STAGES = (0, 1, 2, 3)
 
@@ -28,7 +30,7 @@ _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_buck
 _BUCKET = 50_000_000
 
 # --offload, and the stage from which on DeepSpeed can.
-_OFFLOADS = {"optimizer": 1, "parameters": 3}
+OFFLOADS = {"optimizer": 1, "parameters": 3}
 
 _WIRE = "communication_data_type"  # what --wire sets
 
@@ -53,28 +55,30 @@ _OWNED = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What deepspeed/train_vit.py has besides the options of all training scripts."""
-    group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage, default 0")
-    group.add_argument(
-        "--deepspeed-config", metavar="FILE", help="default: deepspeed/zero<stage>.json"
+@dataclass(frozen=True)
+class ZeroOptions:
+    """DeepSpeed"""
+
+    # What a plan depends on are the traits of the stage.
+    stage: int | None = option(
+        "ZeRO stage, default 0", Decides.NOTHING, read=int, choices=STAGES, cell="strategy"
     )
-    group.add_argument(
-        "--offload",
-        choices=("none", "optimizer", "parameters"),
-        default="none",
-        help="keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too "
-        "(stage 3); default: none",
+    deepspeed_config: str | None = option(
+        "default: deepspeed/zero<stage>.json", Decides.PLAN, metavar="FILE"
     )
+    offload: str = option(
+        "keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too (stage 3); "
+        "default: none",
+        Decides.PLAN, "none", choices=("none", *OFFLOADS),
+    )  # fmt: skip
 
 
-def config_path(config: Config) -> Path:
+def config_path(options: ZeroOptions) -> Path:
     """``--deepspeed-config``, or ours for ``--stage``."""
-    return Path(config.deepspeed_config or ROOT / "deepspeed" / f"zero{config.stage or 0}.json")
+    return Path(options.deepspeed_config or ROOT / "deepspeed" / f"zero{options.stage or 0}.json")
 
 
-def read_config(path: Path, context: EngineContext, parameters: int) -> dict[str, Any]:
+def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this rank.
 
     Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
@@ -96,7 +100,7 @@ def read_config(path: Path, context: EngineContext, parameters: int) -> dict[str
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     _check_keys(path, zero, known, "zero_optimization.")
     _offload(path, content, context)
-    asked = context.config.stage
+    asked = context.config.of(ZeroOptions).stage
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
             f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
@@ -138,14 +142,14 @@ def read_config(path: Path, context: EngineContext, parameters: int) -> dict[str
     return content
 
 
-def _offload(path: Path, content: dict[str, Any], context: EngineContext) -> None:
+def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
     """Fill in ``--offload``; MotleyError where this stage or device has nothing of that to move."""
     zero = content["zero_optimization"]
-    what, stage = context.config.offload, zero.get("stage", 0)
+    what, stage = context.config.of(ZeroOptions).offload, zero.get("stage", 0)
     if what == "none":
         return
-    check_offload(context)
-    least = _OFFLOADS[what]
+    check_offload(what, context)
+    least = OFFLOADS[what]
     if stage < least:
         raise MotleyError(
             f"--offload {what}: DeepSpeed offloads the {what} from stage {least} on; add "

@@ -24,7 +24,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.zero import TRAITS
-from motley.engines.zero_config import config_path, read_config
+from motley.engines.zero_config import ZeroOptions, config_path, read_config
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -47,7 +47,7 @@ class ZeroEngine(EngineBase):
 
     def __init__(self, model: Classifier, context: EngineContext) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = read_config(config_path(context.config), context, parameters)
+        config = read_config(config_path(context.config.of(ZeroOptions)), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.traits = TRAITS[self._stage]
         installed = importlib.metadata.version("deepspeed")

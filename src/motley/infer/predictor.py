@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -13,21 +12,15 @@ from torch import Tensor
 
 from motley.checkpoint.store import checkpoints_at, newest_whole
 from motley.config.options import Config
-from motley.data.datasets import (
-    NO_LABEL,
-    Images,
-    Source,
-    UnreadableImage,
-    evaluation_transform,
-    load_images,
-    of_files,
-    read,
-)
+from motley.data.dataset import load_images
+from motley.data.images import NO_LABEL, Images, Source, UnreadableImage, of_files, read
+from motley.data.transforms import evaluation_transform
 from motley.engines.memory import in_halves
 from motley.errors import MotleyError
 from motley.plan.precision import best_precision
 from motley.planner.process_group import confirmed
 from motley.tasks.model import Classifier, build_model, set_matmul_precision
+from motley.train.command_line import config_from
 
 COLUMNS = ("index", "image", "label", "predicted", "confidence")
 
@@ -61,9 +54,7 @@ def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> T
     if not found:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
     folder, tensors, progress, problems = newest_whole(found, ("config",))
-    known = {f.name for f in fields(Config)}
-    saved: dict[str, Any] = {k: v for k, v in progress["config"].items() if k in known}
-    config = Config(**saved)
+    config = config_from(progress["config"])
     if data_dir is not None:
         config = replace(config, data_dir=data_dir)
     img_size = int(progress["config"]["img_size"])

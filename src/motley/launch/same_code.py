@@ -28,13 +28,14 @@ from motley.errors import MotleyError
 Code = tuple[str, dict[str, str], dict[str, str]]
 
 _PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")
-_IF_LOADED = {"deepspeed": ("deepspeed", "motley.engines.zero")}  # of which it is said first
 _SUFFIXES = {".py", ".json", ".toml"}
 _PLACES = {"site-packages", "dist-packages"}
 _SHOWN = 4  # names in a message
 
 
-def compare_code(host: str, allgather: Callable[[Any], list[Any]]) -> None:
+def compare_code(
+    host: str, allgather: Callable[[Any], list[Any]], packages: Sequence[str] = ()
+) -> None:
     """Raise MotleyError unless all ranks run the same code; all ranks call it.
 
     Only where they do not, more than a few bytes travel: nobody knows yet whether large packets
@@ -42,8 +43,9 @@ def compare_code(host: str, allgather: Callable[[Any], list[Any]]) -> None:
 
     Args:
         host: name of this machine. allgather: gives every rank's value, by rank.
+        packages: that the script needs, besides those that all do.
     """
-    own = read_code(host)
+    own = read_code(host, packages=packages)
     mine = hashlib.sha256(repr([sorted(part.items()) for part in own[1:]]).encode()).hexdigest()
     found = allgather(mine)
     if not all(isinstance(each, str) for each in found):
@@ -52,7 +54,9 @@ def compare_code(host: str, allgather: Callable[[Any], list[Any]]) -> None:
         check_same(allgather(own))
 
 
-def read_code(host: str, command: Sequence[str] | None = None) -> Code:
+def read_code(
+    host: str, command: Sequence[str] | None = None, packages: Sequence[str] = ()
+) -> Code:
     """This process's; it takes 20 ms.
 
     Args:
@@ -67,8 +71,7 @@ def read_code(host: str, command: Sequence[str] | None = None) -> Code:
             f"{host} cannot read {error.filename}: {error.strerror}; give yourself the right to, "
             "or bring it from the others with: bash setup/sync_cn.sh"
         ) from None
-    loaded = [name for name, users in _IF_LOADED.items() if {*users} & sys.modules.keys()]
-    names = [*_PACKAGES, *loaded]
+    names = [*_PACKAGES, *packages]
     versions = {name: _release(found) for name in names if (found := version(name)) is not None}
     return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
 

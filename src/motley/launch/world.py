@@ -112,7 +112,11 @@ class MpiRanks:
         return ranks
 
 
-def run(main: Callable[["World"], None], launched: Launched | None = None) -> None:
+def run(
+    main: Callable[["World"], None],
+    launched: Launched | None = None,
+    packages: Sequence[str] = (),
+) -> None:
     """Start this rank, run ``main(world)``, and end together with all other ranks.
 
     If any rank raises, is killed or leaves early, all end with a non-zero status within
@@ -120,6 +124,7 @@ def run(main: Callable[["World"], None], launched: Launched | None = None) -> No
 
     Args:
         launched: by something else than MPI, as tests do.
+        packages: that the script needs, besides those that all do.
     """
     gc.freeze()  # see motley.launch
     gc.enable()
@@ -129,7 +134,7 @@ def run(main: Callable[["World"], None], launched: Launched | None = None) -> No
     keep_caches_local(os.environ)
     try:
         world = World(launched or MpiRanks())
-        world.connect()
+        world.connect(packages)
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
@@ -220,10 +225,10 @@ class World:
                 raise MotleyError(failed)
         return [value for made, _ in answers for value in made]
 
-    def connect(self) -> None:
+    def connect(self, packages: Sequence[str] = ()) -> None:
         """Compare code and exchange facts with all ranks, choose the shared subnet, hold the
         supervisor."""
-        compare_code(self.host, self.allgather)  # first: the rest may differ between two
+        compare_code(self.host, self.allgather, packages)  # first: the rest may differ between two
         told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))
         self.nodes = [node for node, _ in told]
         machines = {

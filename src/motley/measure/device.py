@@ -70,7 +70,6 @@ def wait_for(device: torch.device) -> None:
 
 # -- how long a model computes, by micro-batch
 
-BUDGET_S = 11.0  # for one rank's table; all ranks measure at once
 _REPEATS = 3  # at least, after a warm run
 _LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
 _STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
@@ -81,7 +80,6 @@ def measure_speed(
     model: Classifier,
     make: Callable[[], torch.optim.Optimizer],
     most: int,
-    budget_s: float = BUDGET_S,
 ) -> SpeedTable:
     """Time forward and backward pass of micro-batches of 1, 2, 4, ..., and one optimizer step.
 
@@ -97,7 +95,7 @@ def measure_speed(
         NoMemoryError: not even one sample fits in memory.
     """
     with _as_it_was(model):
-        return _measure_speed(model, make, most, budget_s)
+        return _measure_speed(model, make, most, model.measuring_s)
 
 
 @contextlib.contextmanager

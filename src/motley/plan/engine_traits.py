@@ -18,7 +18,8 @@ class EngineTraits:
             each of its micro-batches.
         gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
             and in each of its micro-batches, in fp32 all-reduces of the gradient.
-        mixed: whether GPUs and CPUs can do it together.
+        mixed: whether GPUs and CPUs can do it together. mixes_precisions: whether it is right
+            where ranks differ in precision.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
         words: how it sends, for the user.
         others: engines that send otherwise, by what a user writes to have them.
@@ -32,6 +33,7 @@ class EngineTraits:
     gathers_per_step: float = 0.0
     gathers_per_micro_step: float = 0.0
     mixed: bool = True
+    mixes_precisions: bool = True
     shards_optimizer: bool = False
     words: str = "gradients are sent while the backward pass still runs"
     others: Mapping[str, "EngineTraits"] = field(default_factory=dict)

@@ -13,7 +13,6 @@ from itertools import accumulate
 
 from motley.errors import MotleyError
 from motley.plan.wire import WireMode
-from motley.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -82,69 +81,6 @@ def choose_participants(
             )
             left_out.append(LeftOut(candidate.rank, candidate.host, reason))
     return dict(sorted(chosen.items())), tuple(sorted(left_out, key=lambda entry: entry.rank))
-
-
-def parse_hosts(text: str, known: Sequence[str]) -> tuple[str, ...] | None:
-    """Read ``--hosts``: the names of those that may train; None for ``auto`` and ``all``.
-
-    Args:
-        known: names of the hosts that were started.
-    """
-    if text in ("auto", "all"):
-        return None
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            raise MotleyError(
-                f"--hosts {text}: there is no {name!r} among the started hosts, "
-                f"{', '.join(dict.fromkeys(known))}{did_you_mean(name, known)}; or give auto, "
-                "or all"
-            )
-    return names
-
-
-def parse_shares(text: str, ranks: int) -> tuple[float, ...]:
-    """Read ``--shares``: samples a rank takes, in proportion.
-
-    Args:
-        text: for example ``5,4,3,2,1`` or ``1,0.5,0``, or ``equal``.
-        ranks: number of ranks that take part.
-    """
-    if text == "equal":
-        return (1.0,) * ranks
-    try:
-        shares = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise MotleyError(
-            f"--shares {text}: not numbers separated by commas, as in 3,2,1"
-        ) from None
-    if not all(0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
-        raise MotleyError(f"--shares {text}: shares are 0 or more, at least one above 0")
-    if len(shares) != ranks:
-        raise MotleyError(
-            f"--shares {text} is for {_count(len(shares), 'rank')}, but {ranks} take part; "
-            f"give {ranks} numbers, or change -np and hosts.txt"
-        )
-    return shares
-
-
-def parse_micro_batches(
-    text: str | None, global_batch: int, shares: Sequence[float]
-) -> tuple[int, ...]:
-    """Read ``--micro-batch``: one size for all or one a rank; a rank's whole share if None."""
-    if text is None:
-        return tuple(max(1, count) for count in apportion(global_batch, shares))
-    try:
-        sizes = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise MotleyError(f"--micro-batch {text}: give one whole number, or one a rank") from None
-    if len(sizes) == 1:
-        sizes *= len(shares)
-    if len(sizes) != len(shares) or min(sizes) < 1:
-        raise MotleyError(
-            f"--micro-batch {text}: give one number of 1 or more, or {len(shares)}, one a rank"
-        )
-    return sizes
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -235,6 +171,11 @@ class Plan:
         """What one rank does in a step, for the log."""
         steps = _count(len(self.micro_batches[rank]), "micro-step")
         return f"{_count(self.counts[rank], 'sample')} in {steps}"
+
+
+def whole_shares(global_batch: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Micro-batches of each rank's whole share."""
+    return tuple(max(1, count) for count in apportion(global_batch, shares))
 
 
 def make_plan(

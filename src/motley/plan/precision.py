@@ -8,10 +8,12 @@ by all, who skip that step together.
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from motley.errors import MotleyError
+from motley.plan.per_rank import PerRank
 from motley.text import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -20,20 +22,16 @@ DYNAMIC_START = 2.0**16  # PyTorch's and DeepSpeed's own first guess
 _LARGEST = 2.0**32  # above it, the squares in the norm of a scaled fp32 gradient overflow
 
 
-def parse_precision(text: str, ranks: int) -> tuple[str, ...]:
+def read_precisions(text: str) -> PerRank[str]:
     """Read ``--precision``: one name for all ranks, or one a rank separated by commas."""
-    names = text.split(",")
+    names = tuple(text.split(","))
     for name in names:
         if name not in (*PRECISIONS, "auto"):
             raise MotleyError(
                 f"--precision {name} is unknown{did_you_mean(name, (*PRECISIONS, 'auto'))}; "
                 f"choose auto, {', '.join(PRECISIONS)}, or one of these for each rank"
             )
-    if len(names) == 1:
-        names *= ranks
-    if len(names) != ranks:
-        raise MotleyError(f"--precision names {len(names)} precisions for {ranks} ranks")
-    return tuple(names)
+    return PerRank("--precision", text, names, for_all=len(names) == 1)
 
 
 def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
@@ -48,17 +46,10 @@ def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
     return "fp32", f"{label} has no fast 16-bit type"
 
 
-def parse_loss_scale(text: str, precisions: tuple[str, ...]) -> "LossScale":
-    """Read ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24.
-
-    A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
-    for good unless some rank computes in fp16; then motley.train.loss_scale finds its start.
-    """
-    fp16 = "fp16" in precisions
-    if text == "auto":
-        return LossScale(DYNAMIC_START) if fp16 else LossScale(1.0, dynamic=False)
-    if text == "dynamic":
-        return LossScale(DYNAMIC_START)
+def read_loss_scale(text: str) -> str | float:
+    """Read ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24."""
+    if text in ("auto", "dynamic"):
+        return text
     match = re.fullmatch(r"2(?:\^|\*\*)(-?\d{1,3})", text)
     try:
         value = 2.0 ** int(match[1]) if match else float(text)
@@ -68,7 +59,18 @@ def parse_loss_scale(text: str, precisions: tuple[str, ...]) -> "LossScale":
         raise MotleyError(
             f"--loss-scale {text}: choose auto, dynamic or a number up to 2^32, such as 2^16"
         )
-    return LossScale(value)
+    return value
+
+
+def start_scale(asked: str | float, precisions: Collection[str]) -> "LossScale":
+    """The shared scale as ``--loss-scale`` asks for it.
+
+    A number is where the scale starts; it grows and backs off from there. ``auto`` is 1
+    for good unless some rank computes in fp16; then motley.train.loss_scale finds its start.
+    """
+    if asked == "auto" and "fp16" not in precisions:
+        return LossScale(1.0, dynamic=False)
+    return LossScale(DYNAMIC_START if isinstance(asked, str) else asked)
 
 
 @dataclass

@@ -1,9 +1,14 @@
 """The data and the model, which a rank that trains opens before there is a plan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from motley.config.options import Config
-from motley.data.datasets import Images, load_images
+from motley.data.dataset import load_images
+from motley.data.images import Images
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import (
     Classifier,
@@ -12,6 +17,9 @@ from motley.tasks.model import (
     set_attention,
     set_matmul_precision,
 )
+
+# Wraps a network for images, of so many pixels a side, in a precision, on a device.
+ModelFactory = Callable[[nn.Module, Images, int, str, torch.device], Classifier]
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,9 @@ class Parts:
     model: Classifier
 
 
-def open_parts(group: ProcessGroup, config: Config) -> Parts | None:
+def open_parts(
+    group: ProcessGroup, config: Config, make: ModelFactory = Classifier
+) -> Parts | None:
     """Open the data and build the model; None on a rank that is left out."""
     if group.rank is None:
         return None
@@ -31,6 +41,6 @@ def open_parts(group: ProcessGroup, config: Config) -> Parts | None:
     images = load_images(config, img_size)
     net = build_model(config, images)
     set_attention(net, config.attention)
-    model = Classifier(net, images, img_size, precision, group.device)
+    model = make(net, images, img_size, precision, group.device)
     model.try_attention(config.attention)
     return Parts(images, model)

@@ -7,6 +7,7 @@ from typing import Any
 from motley.checkpoint.run import Run
 from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
+from motley.config.option import Decides
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
@@ -14,7 +15,7 @@ from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
-from motley.plan.plan import Plan, make_plan, parse_micro_batches, parse_shares
+from motley.plan.plan import Plan, make_plan, whole_shares
 from motley.plan.split import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.parts import Parts
@@ -71,12 +72,16 @@ def plan_batch(
         Those who train, all or without hosts that make a step longer; and their plan.
     """
     traits = traits or EngineTraits()
-    named = parse_wire(config.wire)
+    named = config.wire
     asked = named and named.in_job(group.precisions)
     _check_engine(asked, group, traits)
     if config.shares is not None:
-        shares = parse_shares(config.shares, group.size)
-        sizes = parse_micro_batches(config.micro_batch, config.batch_size, shares)
+        shares = config.shares.of(group.size)
+        sizes = (
+            config.micro_batch.of(group.size)
+            if config.micro_batch
+            else whole_shares(config.batch_size, shares)
+        )
         mode = asked if asked is not None and group.size > 1 else EXACT
         planned = Planned(make_plan(config.batch_size, shares, sizes, mode))
     elif run is not None and (before := _plan_before(world, run, group, config, traits)):
@@ -130,7 +135,7 @@ def _measure_and_plan(
     measured = measure_team(world, group, model, config, traits, asked)
     most = None  # samples in a micro-batch of this rank
     if config.micro_batch is not None:
-        sizes = parse_micro_batches(config.micro_batch, config.batch_size, (1.0,) * group.size)
+        sizes = config.micro_batch.of(group.size)
         pairs = zip(measured.speeds, sizes, strict=True)
         measured = replace(measured, speeds=tuple(speed.at_most(size) for speed, size in pairs))
         most = None if group.rank is None else sizes[group.rank]
@@ -271,10 +276,6 @@ def _plan_before(
     """The first plan of the run that is continued, if ranks and engine are unchanged, so that the
     resume is bit-exact; a run that changed its plan on the way does not resume so."""
     content = world.from_first(run.read_continued)
-    same = (
-        "batch_size", "micro_batch", "shares", "hosts", "wire", "compile", "grad_checkpointing",
-        "attention", "strategy", "offload",
-    )  # fmt: skip
     old: dict[str, Any] = content.get("config", {})
     ranks: list[dict[str, Any]] = content.get("ranks", [])
     left_out: list[dict[str, Any]] = content.get("left_out", [])
@@ -283,7 +284,9 @@ def _plan_before(
     started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
     if not ranks or not started or ranks != [asdict(worker) for worker in workers]:
         return None
-    if any(old.get(key) != getattr(config, key) for key in same):
+    same = config.as_json(Decides.SPEED | Decides.PLAN)
+    del same["img_size"]  # recorded as it is, not as it was asked for
+    if any(old.get(key) != value for key, value in same.items()):
         return None
     plan = content["plan"]
     wire = parse_wire(plan.get("wire", "auto"))

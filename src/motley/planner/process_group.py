@@ -13,8 +13,9 @@ from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
-from motley.plan.plan import Candidate, LeftOut, choose_participants, parse_hosts
-from motley.plan.precision import PRECISIONS, best_precision, parse_precision
+from motley.plan.per_rank import PerRank, named_hosts
+from motley.plan.plan import Candidate, LeftOut, choose_participants
+from motley.plan.precision import PRECISIONS, best_precision, read_precisions
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 
@@ -91,19 +92,21 @@ class ProcessGroup:
         return tuple(worker.precision for worker in self.workers)
 
 
-def join_process_group(world: World, precision: str = "auto", hosts: str = "all") -> ProcessGroup:
+def join_process_group(
+    world: World, precision: PerRank[str] | None = None, hosts: str | tuple[str, ...] = "all"
+) -> ProcessGroup:
     """Decide who trains and join the process group; every launched rank calls it.
 
     NCCL where every participant owns a GPU, gloo for all otherwise.
 
     Args:
-        precision, hosts: as ``--precision`` and ``--hosts`` say it.
+        precision: as ``--precision`` says it; None: auto. hosts: as ``--hosts`` says it.
     """
     check_nccl(world)
     gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
     machine = world.machines[world.rank]
     candidates = world.allgather(Candidate(world.rank, world.host, machine, world.local_rank, gpus))
-    named = parse_hosts(hosts, [candidate.host for candidate in candidates])
+    named = named_hosts(hosts, [candidate.host for candidate in candidates])
     chosen, left_out = choose_participants(candidates, named)
     participants = list(chosen)
     rank = world.join_group(participants)
@@ -111,7 +114,7 @@ def join_process_group(world: World, precision: str = "auto", hosts: str = "all"
     if (index := chosen.get(world.rank)) is not None:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-    wanted = parse_precision(precision, len(participants))
+    wanted = (precision or read_precisions("auto")).of(len(participants))
     workers = world.allgather(None if rank is None else _worker(rank, world, device, wanted[rank]))
     group = tuple(worker for worker in workers if worker is not None)
     return ProcessGroup(rank, group, left_out, device, _connect(world, rank, group, device))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from motley.checkpoint.run import versions
+from motley.config.option import Decides
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
@@ -81,11 +82,8 @@ def _place(group: ProcessGroup, config: Config, parts: int) -> tuple[Path, dict[
     key = {
         "device": own.device, "uuid": own.uuid, "precision": own.precision,
         "ranks": 1 if own.uuid else here, "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)), "model": config.model,
-        "img_size": image_size(config), "dataset": config.dataset, "opt": config.opt,
-        "compile": config.compile, "most": config.batch_size, "versions": versions(),
-        "parts": parts, "attention": config.attention,
-        "grad_checkpointing": config.grad_checkpointing,
+        "cores": len(os.sched_getaffinity(0)), "versions": versions(), "parts": parts,
+        "options": {**config.as_json(Decides.SPEED), "img_size": image_size(config)},
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"speed-{digest[:20]}.json", key

@@ -36,17 +36,7 @@ from motley.errors import MotleyError
 from motley.plan.precision import PRECISIONS
 from motley.text import did_you_mean
 
-DDP, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
-_FSDP = ("--strategy", "fsdp")
-# What a strategy is called, and how a script is told of it.
-STRATEGIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "ddp": (DDP, ()),
-    "fsdp": (DDP, _FSDP),
-    "fsdp-offload": (DDP, (*_FSDP, "--offload", "parameters")),
-    **{f"zero{stage}": (ZERO, ("--stage", str(stage))) for stage in range(4)},
-    "zero2-offload": (ZERO, ("--stage", "2", "--offload", "optimizer")),
-    "zero3-offload": (ZERO, ("--stage", "3", "--offload", "parameters")),
-}
+DDP = "torch_dist/train_vit.py"  # whose fp32 runs others are compared with
 PRESETS = ("strong", "weak", "precision", "strategies", "full")
 _PRECISIONS = ("auto", *PRECISIONS)
 _AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
@@ -57,13 +47,19 @@ _OF_ALL = ("repeats", "steps", "limit_s", "options", "script", "matrix", "cell")
 REFERENCE = "reference"
 _NAME = r"[A-Za-z0-9][\w.+-]*"
 _LEAST = {"repeats": 1, "steps": 6, "limit_s": 1}
-# Options of a training script that are a cell's to set, and how a matrix says them.
-_OWNED = {
-    "--batch-size": "batch", "-b": "batch", "--precision": "precision", "--seed": "nothing",
-    "--data-fraction": "fraction", "--max-steps": "--steps, before the --,", "--logs": "--out",
-    "--run": "nothing", "--resume": "nothing", "--grad-checkpointing": "checkpointing",
-    "--strategy": "strategy", "--stage": "strategy",
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a matrix may be made of, as registered elsewhere.
+
+    Attributes:
+        strategies: what they are called; the script, and how it is told of it.
+        owned: options of a training script that are a cell's to set, and how a matrix says them.
+    """
+
+    strategies: Mapping[str, tuple[str, tuple[str, ...]]]
+    owned: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class Matrix:
         }  # fmt: skip
 
 
-def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
+def read_matrix(path: Path, hosts: Sequence[Host], known: Known, **changes: Any) -> Matrix:
     """Read a matrix file for these hosts.
 
     Args:
@@ -148,10 +144,10 @@ def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
         raise MotleyError(f"{path} is not a readable TOML file: {error}") from None
     _check_keys(path, content, _OF_ALL, "")
     shared = (*_words(path, content.get("options", "")), *(changes.pop("options", None) or ()))
-    if owned := [word for word in shared if word.partition("=")[0] in _OWNED]:
+    if owned := [word for word in shared if word.partition("=")[0] in known.owned]:
         raise MotleyError(
-            f"{owned[0]} is set by each cell; write {_OWNED[owned[0].partition('=')[0]]} in place "
-            "of it"
+            f"{owned[0]} is set by each cell; write {known.owned[owned[0].partition('=')[0]]} in "
+            "place of it"
         )
     given: dict[str, Any] = {
         key: content[key] for key in ("repeats", "steps", "limit_s") if key in content
@@ -159,8 +155,8 @@ def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
     given |= {key: value for key, value in changes.items() if value is not None}
     script = {"script": content["script"]} if "script" in content else {}
     cells = [
-        *(_product(path, content["matrix"], script, hosts) if "matrix" in content else ()),
-        *(_single(path, {**script, **entry}, hosts) for entry in content.get("cell", ())),
+        *(_product(path, content["matrix"], script, hosts, known) if "matrix" in content else ()),
+        *(_single(path, {**script, **entry}, hosts, known) for entry in content.get("cell", ())),
     ]
     if not cells:
         raise MotleyError(f"{path} names no cell; give it a [matrix], or a [[cell]]")
@@ -191,7 +187,11 @@ def read_matrix(path: Path, hosts: Sequence[Host], **changes: Any) -> Matrix:
 
 
 def _product(
-    path: Path, axes: Mapping[str, Any], script: Mapping[str, Any], hosts: Sequence[Host]
+    path: Path,
+    axes: Mapping[str, Any],
+    script: Mapping[str, Any],
+    hosts: Sequence[Host],
+    known: Known,
 ) -> list[Cell]:
     _check_keys(path, axes, (*_AXES, "weak"), "matrix.")
     weak = axes.get("weak", False)
@@ -207,7 +207,7 @@ def _product(
         if weak:
             named["batch"] *= named["hosts"]
             named["fraction"] *= named["hosts"] / len(hosts)
-        cells.append(_cell(path, _name(told) or str(named["strategy"]), {**named, **script}))
+        cells.append(_cell(path, _name(told) or str(named["strategy"]), {**named, **script}, known))
     return cells
 
 
@@ -240,21 +240,22 @@ def _words(path: Path, options: Any) -> list[str]:
         raise MotleyError(f"{path}: options {options!r}: {error}") from None
 
 
-def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host]) -> Cell:
+def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host], known: Known) -> Cell:
     _check_keys(path, entry, (*_AXES, "name", "script", "limit_s"), "cell.")
     named = {**_AXES, **entry}
     named["hosts"] = named["hosts"] or len(hosts)
-    return _cell(path, str(entry.get("name", "")), named)
+    return _cell(path, str(entry.get("name", "")), named, known)
 
 
-def _cell(path: Path, name: str, named: Mapping[str, Any]) -> Cell:
+def _cell(path: Path, name: str, named: Mapping[str, Any], known: Known) -> Cell:
     strategy = named["strategy"]
-    if str(strategy) not in STRATEGIES:
+    if str(strategy) not in known.strategies:
         raise MotleyError(
-            f"{path}: the strategy {strategy} is unknown{did_you_mean(str(strategy), STRATEGIES)}; "
-            f"choose of {', '.join(STRATEGIES)}"
+            f"{path}: the strategy {strategy} is unknown"
+            f"{did_you_mean(str(strategy), known.strategies)}; choose of "
+            f"{', '.join(known.strategies)}"
         )
-    script, words = STRATEGIES[strategy]
+    script, words = known.strategies[strategy]
     checkpointing = named["checkpointing"]
     more = _words(path, named["options"])
     try:
@@ -290,10 +291,6 @@ def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
         raise MotleyError(
             f"{where}: {len(precisions)} precisions for the {ranks} ranks of {cell.hosts} hosts; "
             "give one, or one a rank"
-        )
-    if len(set(precisions)) > 1 and cell.strategy.startswith(("zero2", "zero3")):
-        raise MotleyError(
-            f"{where}: {cell.strategy} is wrong where ranks differ in precision; give one for all"
         )
 
 

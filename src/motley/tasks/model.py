@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from motley.config.options import Config
-from motley.data.datasets import Images
+from motley.data.dataset import find_dataset
+from motley.data.images import Images
 from motley.errors import MotleyError
 from motley.text import did_you_mean
 
@@ -33,7 +34,7 @@ def vit_digits(pretrained: bool = False, **options: Any) -> VisionTransformer:
 
 def model_name(config: Config) -> str:
     """``--model``, or what suits the dataset."""
-    return config.model or ("vit_digits" if config.dataset == "digits" else "vit_base_patch16_224")
+    return config.model or find_dataset(config.dataset).model
 
 
 def image_size(config: Config) -> int:
@@ -73,7 +74,7 @@ def build_model(config: Config, images: Images) -> nn.Module:
                 "make differ between ranks; choose a model with layer norm, such as a ViT"
             )
     if config.grad_checkpointing:
-        recompute(net, config.grad_checkpointing.split(","))
+        recompute(net, config.grad_checkpointing)
     return net
 
 
@@ -156,6 +157,8 @@ class Classifier(nn.Module):
         net: the timm model.
         precision: this rank's; see motley.plan.precision.
     """
+
+    measuring_s = 11.0  # that measuring its speed may take; all ranks measure at once
 
     def __init__(
         self, net: nn.Module, images: Images, img_size: int, precision: str, device: torch.device

@@ -17,7 +17,7 @@ from motley.checkpoint.transfer import save
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.datasets import prepare
+from motley.data.dataset import prepare
 from motley.engines.memory import release
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
@@ -25,7 +25,8 @@ from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
-from motley.planner.parts import open_parts
+from motley.plan.replan import ReplanMonitor
+from motley.planner.parts import ModelFactory, open_parts
 from motley.planner.planner import plan_batch
 from motley.planner.process_group import (
     ProcessGroup,
@@ -34,16 +35,28 @@ from motley.planner.process_group import (
     leave_process_group,
 )
 from motley.records.run_folder import EpochRecord
-from motley.tasks.model import model_name
+from motley.tasks.model import Classifier, model_name
 from motley.train.agreement import Agreement
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import check_numbers, readable, rebalance, shrink_micro_batches
-from motley.train.setup import Begun, Job, begin
+from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
 
 
-def train(world: World, config: Config, engine_factory: EngineFactory) -> None:
-    """Train one model on all ranks of ``world``; every rank calls it with the same config."""
+def train(
+    world: World,
+    config: Config,
+    engine_factory: EngineFactory,
+    model: ModelFactory = Classifier,
+    monitor: MonitorFactory = ReplanMonitor,
+) -> None:
+    """Train one model on all ranks of ``world``; every rank calls it with the same config.
+
+    Args:
+        engine_factory: what the user has chosen, or an engine of one's own.
+        model: a class of one's own, which wraps the network.
+        monitor: decides when another split is proposed.
+    """
     config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
@@ -52,10 +65,10 @@ def train(world: World, config: Config, engine_factory: EngineFactory) -> None:
     group = join_process_group(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
-    parts = open_parts(group, config)
+    parts = open_parts(group, config, model)
     group, planned = plan_batch(world, run, group, parts, config, engine_factory.traits)
     run.check_leader(group.workers[0].rank)
-    begun = begin(run, group, planned, config, engine_factory, parts)
+    begun = begin(run, group, planned, config, engine_factory, parts, monitor)
     plan = begun.job.plan if begun else planned.plan
     run.start(records_of(config, group, plan, planned, engine_factory.traits))
     print_summary(world, run, group, planned, plan, config)

@@ -1,7 +1,7 @@
 """What training needs: data, model, engine, schedule and checkpoints, put together once."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.checkpoint.transfer import resume
 from motley.config.options import Config
+from motley.data.dataset import find_dataset
 from motley.data.loader import Loader
 from motley.data.order import seed_of
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
-from motley.plan.precision import parse_loss_scale
+from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
+from motley.plan.split import SpeedTable
 from motley.planner.parts import Parts
 from motley.planner.planner import Planned
 from motley.planner.process_group import ProcessGroup, Worker
@@ -27,6 +29,8 @@ from motley.tasks.model import Classifier, image_size
 from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.loss_scale import search_scale
 
+# Of the speeds and the kinds of all ranks.
+MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 
 
@@ -63,7 +67,9 @@ class Job:
         Returns:
             As motley.checkpoint.transfer.resume.
         """
-        position, notes = resume(self.engine, folders, self.saved_config, self.engine.device)
+        position, notes = resume(
+            self.engine, folders, self.config, self.saved_config, self.engine.device
+        )
         return self.length.at(position), notes  # the data set may have become smaller
 
 
@@ -94,11 +100,12 @@ def begin(
     config: Config,
     engine_factory: EngineFactory,
     parts: Parts | None,
+    monitor: MonitorFactory,
 ) -> Begun | None:
     """Put a job together and load what it continues; None on a rank that is left out."""
     if group.rank is None or parts is None:
         return None
-    job = assemble(run, group, planned, config, engine_factory, parts)
+    job = assemble(run, group, planned, config, engine_factory, parts, monitor)
     state, notes = job.resume(run.resume_from)
     budget = budget_of(job, state, planned) if group.rank == 0 else None
     if budget is not None:
@@ -113,13 +120,14 @@ def assemble(
     config: Config,
     engine_factory: EngineFactory,
     parts: Parts,
+    monitor: MonitorFactory,
 ) -> Job:
     """Set an engine on the model, and make what else training needs."""
     assert group.rank is not None
     img_size, model, plan = image_size(config), parts.model, planned.plan
     loader = Loader(parts.images, config, img_size, group.rank, group.device)
     torch.manual_seed(seed_of(config.seed, group.rank))  # drop-out differs between ranks
-    scale = parse_loss_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
+    scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes: list[Note] = []
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
         scale.value = search_scale(group, loader, model, plan, config.smoothing)
@@ -135,24 +143,28 @@ def assemble(
 
     length = Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
-        save_every=config.save_every or (0 if config.dataset == "synthetic" else None),
+        save_every=config.save_every or (None if find_dataset(config.dataset).keeps else 0),
     )  # fmt: skip
     return Job(
         config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
         length=length,
-        saved_config={**dataclasses.asdict(config), "img_size": img_size}, notes=notes,
-        workers=group.workers, watch=_replan_monitor(planned, config, engine, group.workers),
+        saved_config={**config.as_json(), "img_size": img_size}, notes=notes,
+        workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
 
 
-def _replan_monitor(
-    planned: Planned, config: Config, engine: Engine, workers: Sequence[Worker]
+def _watch(
+    monitor: MonitorFactory,
+    planned: Planned,
+    config: Config,
+    engine: Engine,
+    workers: Sequence[Worker],
 ) -> ReplanMonitor:
     # Where every pass waits for all ranks, each seems to take as long as the slowest.
     watches = config.replan == "auto" and not engine.equal_micro_steps
-    return ReplanMonitor(
+    return monitor(
         planned.speeds if watches else (), [worker.uuid or worker.host for worker in workers]
     )
 

@@ -19,7 +19,7 @@ def records_of(
 ) -> dict[str, Any]:
     """What run.json says of who trains what and how."""
     return {
-        "config": {**dataclasses.asdict(config), "img_size": image_size(config)},
+        "config": {**config.as_json(), "img_size": image_size(config)},
         "ranks": [dataclasses.asdict(worker) for worker in group.workers],
         "left_out": [dataclasses.asdict(entry) for entry in group.left_out],
         "plan": {

@@ -13,10 +13,10 @@ import time
 
 import torch
 
-from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 STEP = 3

@@ -12,7 +12,6 @@ import argparse
 import torch
 
 import motley.train.agreement
-from motley.config.options import read_config, training_parser
 from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext, StepResult
@@ -20,6 +19,7 @@ from motley.launch.world import run
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
 from motley.tasks.model import Classifier
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 

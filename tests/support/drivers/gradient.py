@@ -14,17 +14,17 @@ import sys
 import torch
 
 from motley.comm.modes.numbers import EXACT
-from motley.config.options import read_config, training_parser
-from motley.data.datasets import load_images
+from motley.data.dataset import load_images
 from motley.data.loader import Loader
 from motley.engines.ddp import DdpEngine
 from motley.engines.protocol import EngineContext
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
-from motley.plan.precision import LossScale
+from motley.plan.precision import LossScale, read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier, build_model
+from motley.train.command_line import read_config, training_parser
 
 ENGINE = sys.argv[1]
 
@@ -43,7 +43,7 @@ def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 def main(world: World) -> None:
     config = read_config(training_parser(""), ["--model", "vit_digits"])
-    group = join_process_group(world, "fp32")
+    group = join_process_group(world, read_precisions("fp32"))
     device = torch.device("cpu")
     images = load_images(config, 8)
     net = build_model(config, images)

@@ -8,26 +8,41 @@ mpirun -np 1 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/killed.py 
 import argparse
 import os
 import signal
-from typing import Any
 
-from motley.config.options import read_config, training_parser
+from torch import Tensor
+
+from motley.data.batch import Batch
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
-from motley.train import loop as train
+from motley.train.command_line import read_config, training_parser
+from motley.train.loop import train
+
+
+class Killed(DdpEngine):
+    """Begins one evaluation less than ``before``."""
+
+    before = 0
+    _due = False
+    _evaluations = 0
+
+    def sync_parameters(self) -> None:
+        """See motley.engines.protocol.Engine; it goes before an evaluation."""
+        super().sync_parameters()
+        self._due = True
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See motley.engines.protocol.Engine."""
+        self._evaluations += self._due
+        self._due = False
+        if self._evaluations == self.before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(batch)
+
 
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--before", type=int, required=True)
     given, rest = own.parse_known_args()
-    evaluate, made = train.evaluate, list[Any]()
-
-    def killed(*arguments: Any) -> Any:
-        """Evaluate, so many times less one."""
-        made.append(None)
-        if len(made) == given.before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return evaluate(*arguments)
-
-    train.evaluate = killed
+    Killed.before = given.before
     config = read_config(training_parser(str(__doc__)), rest)
-    run(lambda world: train.train(world, config, DdpEngine))
+    run(lambda world: train(world, config, Killed))

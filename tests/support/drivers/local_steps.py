@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from motley.comm.modes.local_sgd import LocalSgd
-from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
-from motley.data.datasets import load_images
+from motley.data.dataset import load_images
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineContext
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
-from motley.plan.precision import LossScale
+from motley.plan.precision import LossScale, read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.model import Classifier, build_model
 from motley.train.agreement import digests
+from motley.train.command_line import read_config, training_parser
 
 STEPS, EVERY, N = 11, 4, 24
 SHARES = (5, 3, 0)
@@ -56,7 +56,7 @@ def main(world: World) -> None:
     """Train both ways, compare."""
     options = ["--model", "vit_digits", "--opt", "sgd", "--lr", "0.05", "--clip-grad", "1.0"]
     config = read_config(training_parser(""), options)
-    group = join_process_group(world, "fp32")
+    group = join_process_group(world, read_precisions("fp32"))
     assert group.rank is not None
     images = load_images(config, 8)
     models = [Classifier(build_model(config, images), images, 8, "fp32", group.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from motley.comm.modes import parse_wire
 from motley.comm.reducer import Reducer, buckets_of
 from motley.launch.world import World, run
+from motley.plan.precision import read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
@@ -82,7 +83,7 @@ def compare(wire: str, rank: int, device: torch.device) -> float:
 
 def main(world: World) -> None:
     """What travels in fp32; and in bf16, of numbers up to about 6."""
-    device = join_process_group(world, "fp32").device
+    device = join_process_group(world, read_precisions("fp32")).device
     assert compare("powersgd:2", world.rank, device) < 1e-5
     assert 1e-5 < compare("powersgd:2+bf16", world.rank, device) < 0.05
     for wire in ("powersgd:2", "powersgd:2+bf16"):

@@ -7,18 +7,19 @@ import timm.optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from motley.config.options import read_config, training_parser
 from motley.engines.fsdp import FsdpEngine
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.errors import MotleyError
 from motley.launch.world import World, run
+from motley.plan.precision import read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
+from motley.train.command_line import read_config, training_parser
 
 if __name__ == "__main__":
 
     def main(world: World) -> None:
         """Try each, but those that the whole tensor's test tries slowly, or cannot."""
-        group = join_process_group(world, "fp32")
+        group = join_process_group(world, read_precisions("fp32"))
         engine = object.__new__(FsdpEngine)
         engine._mesh = init_device_mesh("cpu", (group.size,))
         sharding = Sharding(

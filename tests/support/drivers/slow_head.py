@@ -10,12 +10,11 @@ import time
 import torch
 from torch import Tensor
 
-from motley.config.options import read_config, training_parser
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import launched_rank, run
-from motley.planner import parts
 from motley.tasks.model import Classifier
-from motley.train import loop as train
+from motley.train.command_line import read_config, training_parser
+from motley.train.loop import train
 
 SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
 
@@ -31,6 +30,5 @@ class Slow(Classifier):
 
 
 if __name__ == "__main__":
-    parts.Classifier = Slow
     config = read_config(training_parser(str(__doc__)))
-    run(lambda world: train.train(world, config, DdpEngine))
+    run(lambda world: train(world, config, DdpEngine, Slow))

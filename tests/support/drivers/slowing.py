@@ -6,19 +6,19 @@ The options are those of train_vit.py.
 """
 
 import time
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor
-from motley.planner import parts
+from motley.plan.split import SpeedTable
 from motley.tasks.model import Classifier
-from motley.train import loop as train
-from motley.train import setup as job
+from motley.train.command_line import read_config, training_parser
+from motley.train.loop import train
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 
@@ -54,8 +54,10 @@ class Counting(DdpEngine):
 
 
 if __name__ == "__main__":
-    parts.Classifier = Slow
-    # CPU ranks of one machine count as equal, which these are not.
-    job.ReplanMonitor = lambda speeds, kinds: ReplanMonitor(speeds, range(len(kinds)))
     config = read_config(training_parser(str(__doc__)))
-    run(lambda world: train.train(world, config, Counting))
+
+    def monitor(speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> ReplanMonitor:
+        """CPU ranks of one machine count as equal, which these are not."""
+        return ReplanMonitor(speeds, range(len(kinds)))
+
+    run(lambda world: train(world, config, Counting, Slow, monitor))

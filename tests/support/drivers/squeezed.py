@@ -7,6 +7,7 @@ with ``--stage 1`` or ``--wire local:2`` among the options too.
 The limit is the kernel's own (RLIMIT_AS), the error that of torch's allocator.
 """
 
+import argparse
 import ctypes
 import resource
 import sys
@@ -15,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
-from motley.engines.zero import TRAITS
+from motley.engines.strategies.zero import TRAITS
 from motley.launch.world import run
 from motley.tasks.model import Classifier
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 if "--stage" in sys.argv:
@@ -79,9 +80,10 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
 
 if __name__ == "__main__":
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALL)
-    parser = training_parser(str(__doc__))
-    parser.add_argument("--stage", type=int)
-    config = read_config(parser)
-    if config.stage is not None:
-        Squeezed.traits = TRAITS[config.stage]
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--stage", type=int)
+    given, rest = own.parse_known_args()
+    config = read_config(training_parser(str(__doc__)), rest)
+    if given.stage is not None:
+        Squeezed.traits = TRAITS[given.stage]
     run(lambda world: train(world, config, Squeezed))

@@ -19,8 +19,9 @@ from PIL import Image
 from warm.ranks import Ended, WarmRanks
 from warm.script import MODULES as RANK_MODULES
 
-from motley.config.options import Config, training_parser
-from motley.engines import torch_engines, zero_config
+from motley.config.options import Config
+from motley.engines.strategy import TORCH, ZERO, known_strategies
+from motley.train.command_line import read_config, training_parser
 
 BODY = "fuzz.rank:main"
 MODULES = ("fuzz.rank", *RANK_MODULES)
@@ -72,11 +73,9 @@ class Played:
 
 def config_of(case: Case, number: int, folder: Path) -> Config:
     """The options of a segment, parsed."""
-    parser = training_parser("")
     deepspeed = case.segments[number].engine.startswith("zero")
-    (zero_config if deepspeed else torch_engines).add_options(parser)
     words = case.arguments(number, str(folder / "logs"), str(folder / "images"))
-    return Config(**vars(parser.parse_args(words)))
+    return read_config(training_parser("", known_strategies(ZERO if deepspeed else TORCH)), words)
 
 
 def play(case: Case, ranks: WarmRanks, folder: Path) -> Played:

@@ -22,11 +22,11 @@ from torch import Tensor
 import motley.comm.power_sgd
 import motley.train.loop
 import motley.train.setup
-from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
-from motley.engines import torch_engines, zero, zero_config
+from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import Launched, World, run
 from motley.plan.replan import Proposal, ReplanMonitor
+from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 LOOP = str(motley.train.loop.__file__)
@@ -226,21 +226,18 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     words = argument["arguments"]
     sys.argv = ["train_vit.py", *words]
-    deepspeed = "--stage" in words
-    parser = training_parser("a case of the fuzzer")
-    (zero_config if deepspeed else torch_engines).add_options(parser)
-    config = read_config(parser)
+    strategies = known_strategies(ZERO if "--stage" in words else TORCH)
+    config = read_config(training_parser("a case of the fuzzer", strategies))
     faults = argument["faults"]
     probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
-    motley.train.setup.ReplanMonitor = lambda speeds, _: Told(probe, speeds)
     for fault in faults:
         if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
             probe.kill_at(fault)
 
     def work(world: World) -> None:
         probe.world = world
-        makers = (zero.ZeroEngines if deepspeed else torch_engines.TorchEngines)(config)
-        train(world, config, Makers(makers, probe))
+        engines = Makers(engines_of(config, strategies), probe)
+        train(world, config, engines, monitor=lambda speeds, _: Told(probe, speeds))
         probe.digest()
 
     run(work, launched)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.data.datasets import load_images
+from motley.data.dataset import load_images
 from motley.data.loader import Loader
 from motley.data.order import Order
 from motley.engines.optimizer import make_optimizer

@@ -14,7 +14,9 @@ from motley.launch.world import Launched
 MODULES = (
     "warm.script",
     "motley.train.loop",
-    "motley.engines.torch_engines",
+    "motley.engines.ddp",
+    "motley.engines.fsdp",
+    "motley.engines.local_sgd",
     "motley.engines.zero_engine",
     "sklearn.datasets",
     "sklearn.datasets.data",

@@ -7,9 +7,10 @@ import torch
 
 from motley.checkpoint.run import find_run
 from motley.checkpoint.store import Checkpoints
-from motley.config.options import Config, read_config, training_parser
+from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.records.run_folder import RunFolder
+from motley.train.command_line import read_config, training_parser
 
 
 def config(logs: Path, *words: str) -> Config:

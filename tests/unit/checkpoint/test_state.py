@@ -1,45 +1,84 @@
 """What a run that goes on is told of its checkpoint, and what a checkpoint holds."""
 
-from dataclasses import asdict, fields, replace
+import json
+from dataclasses import dataclass, replace
 
 import pytest
 
 from motley.checkpoint.transfer import _differences
-from motley.config.options import AT_RESUME, FREE, MUST, SAID, Config, read_config, training_parser
+from motley.config.option import Decides, Option, flag_of, option, options_of
+from motley.config.options import GROUPS, Config
+from motley.engines.strategy import TORCH, ZERO, known_strategies
 from motley.errors import MotleyError
-
-CONFIG = replace(read_config(training_parser(""), []), model="vit_digits", img_size=8)
-
-
-def test_each_option_says_what_another_value_does_at_a_resume() -> None:
-    assert [option.name for option in fields(Config)
-            if option.metadata.get(AT_RESUME) not in (MUST, SAID, FREE)] == []  # fmt: skip
+from motley.train.command_line import config_from, read_config, training_parser
 
 
-@pytest.mark.parametrize("option", fields(Config), ids=lambda option: option.name)
-def test_what_changes_at_a_resume_is_said(option: object) -> None:
-    name = option.name  # type: ignore[attr-defined]
-    changed = {**asdict(CONFIG), name: "another"}
-    kind = option.metadata[AT_RESUME]  # type: ignore[attr-defined]
-    said = f"--{name.replace('_', '-')} another"
-    if kind == MUST:
+def config_of(script: str) -> Config:
+    config = read_config(training_parser("", known_strategies(script)), [])
+    return replace(config, model="vit_digits", img_size=8)
+
+
+CONFIG = config_of(TORCH)
+SAVED = CONFIG.as_json()
+
+
+def differences(**changed: object) -> list[str]:
+    return _differences(SAVED, {**SAVED, **changed}, CONFIG)
+
+
+def test_an_option_says_what_it_decides_or_is_none() -> None:
+    @dataclass(frozen=True)
+    class Forgotten:
+        x: int = 0
+
+    with pytest.raises(TypeError, match=r"Forgotten.x is no option; declare it by option\(\)"):
+        options_of(Forgotten)
+    with pytest.raises(TypeError, match="decides"):
+        option("does something")
+    for script in (TORCH, ZERO):
+        strategies = known_strategies(script)
+        own = [group for each in strategies.values() for group in each.options]
+        declared = {name for group in (*GROUPS, *own) for name in options_of(group)}
+        several = {"strategy"} if len(strategies) > 1 else set()
+        assert declared | several == config_of(script).as_json().keys()
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_what_changes_at_a_resume_is_said(name: str) -> None:
+    declared: Option = {each: known for each, known, _ in CONFIG.options()}[name]
+    said = f"{flag_of(name, declared)} another"
+    if declared.decides & Decides.MODEL:
         with pytest.raises(MotleyError, match=said):
-            _differences(asdict(CONFIG), changed)
+            differences(**{name: "another"})
     else:
-        assert [said in note for note in _differences(asdict(CONFIG), changed)] == (
-            [True] if kind == SAID else []
-        )
+        said_so = bool(declared.decides & Decides.NUMBERS)
+        assert [said in note for note in differences(**{name: "another"})] == [True] * said_so
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [], ["--shares", "5,4,0.5", "--precision", "fp16,fp32,auto", "--micro-batch", "8,4,2"],
+        ["--wire", "powersgd:4+bf16", "--hosts", "a, b", "--loss-scale", "2^20", "--compile"],
+        ["--shares", "equal", "--grad-checkpointing", "mlp,blocks.0", "--no-augment", "--lr", "1"],
+    ],
+)  # fmt: skip
+def test_a_checkpoints_options_are_read_as_they_were_written(words: list[str]) -> None:
+    config = read_config(training_parser(""), words)
+    saved = json.loads(json.dumps(config.as_json()))
+    assert config_from(saved) == config == config_from({**saved, "of_a_later_version": 1})
+    assert config_from({"loss_scale": "2^20"}).loss_scale == 2.0**20  # as older ones wrote it
 
 
 def test_the_numbers_depend_on_what_is_said() -> None:
     for name in ("warmup_epochs", "min_lr", "drop", "drop_path", "wire", "bad_images", "lr"):
-        (note,) = _differences(asdict(CONFIG), {**asdict(CONFIG), name: "another"})
+        (note,) = differences(**{name: "another"})
         assert name.replace("_", "-") in note
     for name in ("run", "keep", "shares", "hosts"):
-        assert _differences(asdict(CONFIG), {**asdict(CONFIG), name: "another"}) == []
+        assert differences(**{name: "another"}) == []
 
 
 def test_an_older_checkpoint_need_not_say_all() -> None:
-    saved = asdict(CONFIG)
+    saved = {**SAVED}
     del saved["eval_images"]
-    assert _differences(saved, {**asdict(CONFIG), "eval_images": 9}) == []
+    assert _differences(saved, {**SAVED, "eval_images": 9}, CONFIG) == []

@@ -24,13 +24,15 @@ from PIL import Image
 from project import ROOT
 
 from motley.comm.modes.numbers import EXACT
-from motley.config.options import Config, read_config, training_parser
+from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.datasets import Images, load_images, prepare
+from motley.data.dataset import load_images, prepare
+from motley.data.images import Images
 from motley.data.loader import Loader
 from motley.data.order import Order, seeds_of, slices
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
+from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")
 
@@ -210,8 +212,8 @@ def test_large_photos_are_no_reason_to_warn(tmp_path: Path) -> None:
     code = """
 import sys
 from PIL import Image
-from motley.data.datasets import load_images
-from motley.config.options import read_config, training_parser
+from motley.data.dataset import load_images, prepare
+from motley.train.command_line import read_config, training_parser
 Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
 load_images(read_config(training_parser(""), ["--dataset", "folder", "--data-dir", sys.argv[1]]),
             16).train[0]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from motley.checkpoint.store import Checkpoints, load_checkpoint
-from motley.config.options import Config, read_config, training_parser
+from motley.config.options import Config
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import is_elementwise, try_optimizer
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
+from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")
 NAMES = [*timm.optim.list_optimizers(), "lookahead_adamw", "lookahead_sgd", "lookahead_lamb"]

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.config.options import read_config, training_parser
 from motley.plan.length import Length, TrainState
+from motley.train.command_line import read_config, training_parser
 from motley.train.setup import make_schedule
 
 

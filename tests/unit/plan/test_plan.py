@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from motley.comm.modes.numbers import EXACT
 from motley.errors import MotleyError
+from motley.plan.per_rank import named_hosts, read_hosts, read_micro_batches, read_shares
 from motley.plan.plan import (
     Candidate,
     Plan,
@@ -13,9 +14,6 @@ from motley.plan.plan import (
     choose_participants,
     cut,
     make_plan,
-    parse_hosts,
-    parse_micro_batches,
-    parse_shares,
 )
 
 shares = st.lists(
@@ -100,11 +98,11 @@ def test_ranks_that_see_one_gpu_each_all_take_part() -> None:
 
 def test_hosts_are_named_as_they_were_started() -> None:
     known = ["tesla0", "tesla0", "tesla1"]
-    assert parse_hosts("auto", known) is None and parse_hosts("all", known) is None
-    assert parse_hosts("tesla1, tesla1", known) == ("tesla1",)
+    assert named_hosts("auto", known) is None and named_hosts("all", known) is None
+    assert named_hosts(read_hosts("tesla1, tesla1"), known) == ("tesla1",)
     for text, name in (("tesla2", "tesla2"), ("", ""), ("tesla0,", ""), ("tesla0 x", "tesla0 x")):
         with pytest.raises(MotleyError, match=f"no '{name}' among .* tesla0, tesla1"):
-            parse_hosts(text, known)
+            named_hosts(read_hosts(text), known)
     candidates = [
         Candidate(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))
     ]
@@ -115,7 +113,7 @@ def test_hosts_are_named_as_they_were_started() -> None:
 @pytest.mark.parametrize("text", ["1,2", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", ""])
 def test_wrong_shares_are_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="--shares"):
-        parse_shares(text, 3)
+        read_shares(text).of(3)
 
 
 def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
@@ -127,4 +125,4 @@ def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
 @pytest.mark.parametrize("text", ["0", "1,2", "x", "-3", "4,4,0"])
 def test_wrong_micro_batches_are_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="--micro-batch"):
-        parse_micro_batches(text, 30, (1, 1, 1))
+        read_micro_batches(text).of(3)

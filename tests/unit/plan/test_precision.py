@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.plan.precision import LossScale, best_precision, parse_loss_scale, parse_precision
+from motley.plan.precision import (
+    LossScale,
+    best_precision,
+    read_loss_scale,
+    read_precisions,
+    start_scale,
+)
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
@@ -54,23 +60,23 @@ def test_the_scale_of_an_fp32_run_is_not_taken_by_an_fp16_one() -> None:
 def test_reading_the_loss_scale(
     text: str, precisions: tuple[str, ...], value: float, dynamic: bool
 ) -> None:
-    scale = parse_loss_scale(text, precisions)
+    scale = start_scale(read_loss_scale(text), precisions)
     assert (scale.value, scale.dynamic) == (value, dynamic)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "2^99", "big"])
 def test_a_wrong_loss_scale_is_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="--loss-scale"):
-        parse_loss_scale(text, ("fp16",))
+        read_loss_scale(text)
 
 
 def test_reading_precisions() -> None:
-    assert parse_precision("bf16", 2) == ("bf16", "bf16")
-    assert parse_precision("fp16,fp32", 2) == ("fp16", "fp32")
+    assert read_precisions("bf16").of(2) == ("bf16", "bf16")
+    assert read_precisions("fp16,fp32").of(2) == ("fp16", "fp32")
     with pytest.raises(MotleyError, match="nearest: fp16"):
-        parse_precision("pf16", 1)
-    with pytest.raises(MotleyError, match="2 precisions for 3 ranks"):
-        parse_precision("fp16,fp32", 3)
+        read_precisions("pf16")
+    with pytest.raises(MotleyError, match="fp16,fp32 is for 2 ranks, but 3 take part"):
+        read_precisions("fp16,fp32").of(3)
 
 
 @pytest.mark.parametrize(

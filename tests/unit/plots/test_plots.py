@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from matrices import KNOWN
 from project import ROOT
 
 from motley.cluster.hostfile import Host
@@ -208,7 +209,7 @@ print(json.dumps({
 
 def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
     hosts = (Host("a"), Host("b"))
-    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts)
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts, KNOWN)
     folder = BaselineFolder(tmp_path / "strong")
     folder.claim(matrix)
     for cell in (*matrix.references, *matrix.cells):
@@ -244,7 +245,7 @@ def test_the_labs_old_folders_give_a_scaling_picture(tmp_path: Path) -> None:
 
 def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path) -> None:
     hosts = (Host("a"), Host("b"))
-    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts)
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts, KNOWN)
     folder = BaselineFolder(tmp_path / "strong")
     folder.claim(matrix)
     for cell in (*matrix.references, matrix.cells[0]):

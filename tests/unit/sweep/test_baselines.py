@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from matrices import matrix_file, measure
+from matrices import KNOWN, matrix_file, measure
 from project import ROOT
 
 from motley.cluster.hostfile import Host
@@ -31,7 +31,7 @@ def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
         'checkpointing = [false, "mlp"]\nbatch = [64, 128]\n[[cell]]\nname = "x"\n'
         'options = "--lr 1"',
     )
-    matrix = read_matrix(path, HOSTS, options=("--img-size", "8"), steps=None)
+    matrix = read_matrix(path, HOSTS, KNOWN, options=("--img-size", "8"), steps=None)
     assert [cell.name for cell in matrix.cells] == [
         "ddp_batch64", "ddp_batch128", "ddp_mlp_batch64", "ddp_mlp_batch128", "zero3_batch64",
         "zero3_batch128", "zero3_mlp_batch64", "zero3_mlp_batch128", "x",
@@ -47,8 +47,8 @@ def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
 
 def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None:
     for path in PRESETS.glob("*.toml"):
-        assert read_matrix(path, HOSTS).cells
-    cells = read_matrix(PRESETS / "weak.toml", HOSTS).cells
+        assert read_matrix(path, HOSTS, KNOWN).cells
+    cells = read_matrix(PRESETS / "weak.toml", HOSTS, KNOWN).cells
     assert [(cell.hosts, cell.batch, round(cell.fraction, 3)) for cell in cells] == [
         (1, 64, 0.333), (2, 128, 0.667), (3, 192, 1.0),
     ]  # fmt: skip
@@ -62,7 +62,6 @@ def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None
         ("[matrix]\nhosts = 4", "is of 4 hosts, and hosts.txt names 3"),
         ('[matrix]\nprecision = "bf61"', r"bf61 is unknown \(nearest: bf16"),
         ('[matrix]\nprecision = "bf16,fp32"', "2 precisions for the 4 ranks of 3 hosts"),
-        ('[matrix]\nstrategy = "zero3"\nprecision = "bf16,fp32,fp32,fp32"', "zero3 is wrong where"),
         ("[matrix]\nfraction = 2", "a fraction above 0 and at most 1"),
         ('[[cell]]\nname = "../x"', "give it a name of letters"),
         ('[[cell]]\nname = "reference2"', "is the name of the fp32 runs"),
@@ -79,7 +78,7 @@ def test_an_impossible_matrix_is_refused_before_anything_starts(
     tmp_path: Path, text: str, says: str
 ) -> None:
     with pytest.raises(MotleyError, match=says):
-        read_matrix(matrix_file(tmp_path, text), HOSTS)
+        read_matrix(matrix_file(tmp_path, text), HOSTS, KNOWN)
 
 
 STEPS = {0: [{"step": 6, "epoch": 1}], 1: [{"step": 7, "epoch": 1}]}
@@ -211,7 +210,7 @@ def test_energy_is_that_of_the_gpus_that_trained(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
-    matrix = read_matrix(PRESETS / "strong.toml", HOSTS)
+    matrix = read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN)
     held = BaselineFolder(tmp_path / "b").claim(matrix)
     with pytest.raises(MotleyError, match="is in use by another"):
         BaselineFolder(tmp_path / "b").claim(matrix)
@@ -219,7 +218,7 @@ def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
     BaselineFolder(tmp_path / "b").claim(matrix).close()
     others = (Host("a", 2), Host("b"), Host("d"))
     with pytest.raises(MotleyError, match="another matrix, which differs in hosts"):
-        BaselineFolder(tmp_path / "b").claim(read_matrix(PRESETS / "strong.toml", others))
+        BaselineFolder(tmp_path / "b").claim(read_matrix(PRESETS / "strong.toml", others, KNOWN))
 
 
 @pytest.mark.parametrize(
@@ -232,6 +231,10 @@ def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
         (
             'options = "--wire powersdg:4"',
             "cell x: --wire powersdg:4 is unknown (nearest: powersgd",
+        ),
+        (
+            'strategy = "zero3"\nprecision = "bf16,fp32,fp32,fp32,fp32"',
+            "cell x: zero3 is wrong where",
         ),
         ('options = "--epochs 0"', "cell x: argument --epochs: 0 is not a whole number"),
     ],
@@ -251,4 +254,4 @@ def test_the_table_says_what_failed(tmp_path: Path) -> None:
         read_rows(BaselineFolder(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(MotleyError, match="something else"):
-        BaselineFolder(tmp_path).claim(read_matrix(PRESETS / "strong.toml", HOSTS))
+        BaselineFolder(tmp_path).claim(read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN))

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from motley.config.options import read_config, training_parser
-from motley.data.datasets import load_images
+from motley.data.dataset import load_images
 from motley.errors import MotleyError
 from motley.tasks.model import Classifier, blocks_of, build_model, recompute, set_attention
+from motley.train.command_line import read_config, training_parser
 
 
 def classifier(*words: str) -> Classifier:

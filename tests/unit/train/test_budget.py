@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
-from motley.config.options import read_config, training_parser
 from motley.errors import MotleyError
 from motley.plan.plan import make_plan
 from motley.train.budget import Budget, checkpoint_bytes
+from motley.train.command_line import read_config, training_parser
 
 BUDGET = Budget(360, 0.5, 2.0**30, 30, 2, 0, 4.0 * 2**30, Path("/logs/run/checkpoints"))
 
@@ -64,6 +63,6 @@ def test_a_resumed_run_needs_no_room_for_what_is_there(saves: int, keep: int, th
 def test_a_checkpoint_holds_what_the_optimizer_keeps(words: tuple[str, ...], copies: int) -> None:
     net = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20))
     config = read_config(training_parser(""), list(words))
-    plan = make_plan(9, (1.0,) * 3, (3,) * 3, parse_wire(config.wire) or EXACT)
+    plan = make_plan(9, (1.0,) * 3, (3,) * 3, config.wire or EXACT)
     numbers = sum(torch.as_tensor(value).numel() for value in net.state_dict().values())
     assert checkpoint_bytes(numbers, config, plan) == pytest.approx(4 * copies * numbers, rel=0.01)

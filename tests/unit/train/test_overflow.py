@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from motley.config.options import read_config, training_parser
 from motley.data.batch import Batch
-from motley.data.datasets import load_images
+from motley.data.dataset import load_images
 from motley.tasks.model import Classifier, build_model
+from motley.train.command_line import read_config, training_parser
 from motley.train.overflow import find_overflow
 
 

@@ -1,0 +1,43 @@
+"""Readers of options: numbers within bounds, and lists."""
+
+import argparse
+
+
+def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
+    try:
+        value: float = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {says}") from None
+    if not low <= value <= high:  # NaN too
+        raise argparse.ArgumentTypeError(f"{text} is not {says}")
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    return int(_number(text, int, 1, 2**62, "a whole number of 1 or more"))
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more."""
+    return int(_number(text, int, 0, 2**62, "a whole number of 0 or more"))
+
+
+def not_negative(text: str) -> float:
+    """A number of 0 or more."""
+    return _number(text, float, 0.0, 1e300, "a number of 0 or more")
+
+
+def above_zero(text: str) -> float:
+    """A number above 0."""
+    return _number(text, float, 1e-300, 1e300, "a number above 0")
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    return _number(text, float, 0.0, 1.0, "a number from 0 to 1")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(text.split(","))

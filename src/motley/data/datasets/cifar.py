@@ -1,0 +1,37 @@
+"""CIFAR-10 and CIFAR-100: 50,000 images of 32 pixels a side to train on, 10,000 held out.
+
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motley.data.dataset import Dataset
+
+if TYPE_CHECKING:
+    from motley.data.images import Images
+
+
+def _open(kind: str, folder: Path, img_size: int, download: bool = False) -> "Images":
+    from torchvision import datasets as tv  # type: ignore[import-untyped]
+
+    from motley.data.images import Images
+
+    train, test = (
+        getattr(tv, kind)(folder, train=train, download=download) for train in (True, False)
+    )
+    return Images(
+        train, test, classes=len(train.classes), channels=3,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), native_size=32,
+    )  # fmt: skip
+
+
+def _download(kind: str, folder: Path) -> None:
+    _open(kind, folder, 32, download=True)
+
+
+DATASETS = tuple(
+    Dataset(kind.lower(), "is downloaded", partial(_open, kind), partial(_download, kind))
+    for kind in ("CIFAR10", "CIFAR100")
+)

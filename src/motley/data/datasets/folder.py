@@ -1,0 +1,45 @@
+"""One folder a class, under ``train`` and ``val``, as torchvision's ImageFolder reads it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motley.data.dataset import Dataset
+from motley.errors import MotleyError
+
+if TYPE_CHECKING:
+    from motley.data.images import Images
+
+
+def _open(root: Path, img_size: int) -> "Images":
+    from torchvision import datasets as tv  # type: ignore[import-untyped]
+
+    from motley.data.images import Images
+
+    parts = []
+    for name in ("train", "val"):
+        try:
+            # An empty class folder is allowed here and judged by the class lists below.
+            parts.append(tv.ImageFolder(root / name, allow_empty=True))
+        except OSError as error:
+            raise MotleyError(
+                f"--data-dir {root} needs the folders train/ and val/ with one folder a class in "
+                f"each; {error}"
+            ) from None
+    train, test = parts
+    if train.classes != test.classes:
+        odd = sorted(set(train.classes) ^ set(test.classes))
+        raise MotleyError(
+            f"--data-dir {root}: train/ and val/ differ in the classes {', '.join(odd[:5])}"
+        )
+    if not len(train) or not len(test):
+        raise MotleyError(f"--data-dir {root}: no images in {'val' if len(train) else 'train'}/")
+    return Images(
+        train, test, classes=len(train.classes), channels=3,
+        mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), native_size=None,
+        name_of=lambda source, index: str(source.samples[index][0]),  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+DATASETS = (
+    Dataset("folder", "is one folder a class under --data-dir/train and --data-dir/val", _open),
+)

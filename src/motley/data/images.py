@@ -1,0 +1,116 @@
+"""Images, wherever they come from: a source by index, and what a model must know of it.
+
+Images stay uint8 and are normalised on the device (motley.tasks.model): a quarter of the bytes
+through worker processes and over the PCI bus.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+from torch import Tensor
+from torchvision import datasets as tv  # type: ignore[import-untyped]
+
+from motley.errors import MotleyError
+
+NO_LABEL = -1
+
+# What is too large to be an image is an error; PIL also warns of every photo of half that size.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+class UnreadableImage(Exception):  # noqa: N818 - of the image, not of the program
+    """An image cannot be decoded; the message says why."""
+
+
+class Source(Protocol):
+    """A set of images that can be asked for by index."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """Image (PIL or uint8 tensor [C, H, W]) and label; see :func:`read`."""
+
+
+def read(source: Source, index: int) -> tuple[Any, int]:
+    """``source[index]``; raises UnreadableImage, whatever the decoder raised.
+
+    Pillow has no type of error of its own: of torn or hostile files its decoders raise OSError,
+    SyntaxError, ValueError, DecompressionBombError, TypeError and, by format, what else their
+    authors did not think of. Lack of memory is none of the image's.
+    """
+    try:
+        return source[index]
+    except (MemoryError, MotleyError):
+        raise
+    except Exception as error:
+        raise UnreadableImage(str(error) or type(error).__name__) from error
+
+
+@dataclass(frozen=True)
+class Images:
+    """Training and held-out images, and what a model must know of them.
+
+    Attributes:
+        mean, std: per channel, of pixels scaled to 0..1.
+        native_size: pixels a side; None where images differ.
+        augment: a shifted or mirrored image is still of its class. Not so for digits: one
+            of 8 pixels is far to shift, and costs 2 points of accuracy.
+        name_of: how to call training image ``index`` in an error.
+    """
+
+    train: Source
+    test: Source
+    classes: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    native_size: int | None
+    augment: bool = True
+    name_of: Callable[[Source, int], str] = field(default=lambda source, index: f"image {index}")
+
+
+class InMemory:
+    """Images in memory, repeated up to ``length``."""
+
+    def __init__(self, images: Tensor, labels: Tensor, length: int | None = None) -> None:
+        self._images, self._labels = images, labels.tolist()
+        self._length = length or len(images)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        at = index % len(self._labels)
+        return self._images[at], self._labels[at]
+
+
+def of_files(images: Images, folder: Path) -> Images:
+    """The same, but its held-out images are all those under a folder, which have no label."""
+    if not folder.is_dir():
+        raise MotleyError(f"--images {folder} is no folder")
+    endings = tuple(tv.folder.IMG_EXTENSIONS)
+    files = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(endings))
+    if not files:
+        raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
+    return replace(
+        images, test=_Files(files, "RGB" if images.channels == 3 else "L"), native_size=None,
+        name_of=lambda source, index: str(files[index].relative_to(folder)),
+    )  # fmt: skip
+
+
+class _Files:
+    """Images without labels."""
+
+    def __init__(self, files: Sequence[Path], colours: str) -> None:
+        self._files, self._colours = files, colours
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return Image.open(self._files[index]).convert(self._colours), NO_LABEL

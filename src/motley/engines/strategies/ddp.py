@@ -1,0 +1,29 @@
+"""DDP: each rank keeps the whole model, and ``--wire`` says what travels."""
+
+from typing import TYPE_CHECKING
+
+from motley.engines.strategy import Strategy
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
+
+if TYPE_CHECKING:
+    from motley.engines.protocol import Engine, EngineContext
+    from motley.tasks.model import Classifier
+
+
+def _engine(model: "Classifier", context: "EngineContext") -> "Engine":
+    if context.plan.wire.addition is Addition.LOCAL_STEPS:
+        from motley.engines.local_sgd import LocalEngine
+
+        return LocalEngine(model, context)
+    from motley.engines.ddp import DdpEngine
+
+    return DdpEngine(model, context)
+
+
+STRATEGIES = (
+    Strategy(
+        "ddp", " (default): each rank keeps the whole model", lambda config: EngineTraits(),
+        _engine, cells={"ddp": ()},
+    ),
+)  # fmt: skip

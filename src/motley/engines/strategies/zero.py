@@ -1,0 +1,72 @@
+"""DeepSpeed's ZeRO, stages 0 to 3: what each keeps and sends.
+
+DeepSpeed is imported when an engine is built (:mod:`motley.engines.zero_engine`), and not before: a
+plan, ``-h`` and whoever trains without it need not have it.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from motley.config.options import Config
+from motley.engines.strategy import ZERO, Strategy
+from motley.engines.zero_config import STAGES, ZeroOptions, config_path, read_stage
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
+
+if TYPE_CHECKING:
+    from motley.engines.protocol import Engine, EngineContext
+    from motley.tasks.model import Classifier
+
+_AFTER = EngineTraits(
+    overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False,
+    words="DeepSpeed stage 0 sends gradients after the backward pass",
+)  # fmt: skip
+TRAITS = (  # by stage
+    _AFTER,
+    replace(
+        _AFTER, gathers_per_step=0.5, shards_optimizer=True,
+        words="DeepSpeed stage 1 sends gradients after the backward pass, and then parameters",
+    ),
+    replace(
+        _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=1.0, gathers_per_step=0.5,
+        shards_optimizer=True, mixes_precisions=False,
+        words="DeepSpeed stage 2 sends gradients in each micro-batch, and then parameters",
+    ),
+    replace(
+        _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
+        gathers_per_micro_step=1.0, mixed=False, mixes_precisions=False, shards_optimizer=True,
+        words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
+    ),
+)  # fmt: skip
+
+
+def _traits(config: Config) -> EngineTraits:
+    own = config.of(ZeroOptions)
+    path = config_path(own)
+    stage = read_stage(path)
+    say = f"zero_optimization.stage in {path} of" if own.deepspeed_config else "--stage"
+    others = {
+        f"{say} {n}, if memory allows," if n < stage else f"{say} {n}": traits
+        for n, traits in enumerate(TRAITS) if n != stage
+    }  # fmt: skip
+    others["torch_dist/train_vit.py"] = EngineTraits()
+    return replace(TRAITS[stage], others=others)
+
+
+def _engine(model: "Classifier", context: "EngineContext") -> "Engine":
+    from motley.engines.zero_engine import ZeroEngine
+
+    return ZeroEngine(model, context)
+
+
+STRATEGIES = (
+    Strategy(
+        "zero", ": DeepSpeed", _traits, _engine, (ZeroOptions,), ZERO,
+        ("deepspeed",),
+        cells={
+            **{f"zero{stage}": ("--stage", str(stage)) for stage in STAGES},
+            "zero2-offload": ("--stage", "2", "--offload", "optimizer"),
+            "zero3-offload": ("--stage", "3", "--offload", "parameters"),
+        },
+    ),
+)  # fmt: skip
