@@ -134,7 +134,7 @@ def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[s
         )
     content[_WIRE] = wire.dtype
     if zero.get("stage", 0) == 0:
-        content["gradient_clipping"] = 0.0  # the engine clips; see motley.engines.zero
+        content["gradient_clipping"] = 0.0  # the engine clips; see motley.engines.zero_engine
         # In 16 bits, divided before the sum, which might overflow: the loss scale is found for
         # what each rank sends.
         content.setdefault("prescale_gradients", wire.dtype != "fp32")

@@ -23,7 +23,7 @@ from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
-from motley.engines.zero import TRAITS
+from motley.engines.strategies.zero import TRAITS
 from motley.engines.zero_config import ZeroOptions, config_path, read_config
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
