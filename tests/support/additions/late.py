@@ -1,0 +1,31 @@
+"""A strategy: as DDP, but nothing is sent before the backward pass has ended."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from motley.config.option import Decides, option
+from motley.engines.strategy import Strategy
+from motley.plan.engine_traits import EngineTraits
+
+
+@dataclass(frozen=True)
+class LateOptions:
+    """late"""
+
+    tell: bool = option("say on each rank that it is late", Decides.NOTHING, False)
+
+
+def _engine(model: Any, context: Any) -> Any:
+    from motley.engines.ddp import DdpEngine
+
+    if context.config.of(LateOptions).tell:
+        print(f"rank {context.rank} is late", flush=True)
+    return DdpEngine(model, replace(context, plan=replace(context.plan, buckets=1)))
+
+
+STRATEGIES = (
+    Strategy(
+        "late", ": gradients are sent after the backward pass",
+        lambda config: EngineTraits(overlaps=False), _engine, (LateOptions,),
+    ),
+)  # fmt: skip
