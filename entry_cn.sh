@@ -64,5 +64,5 @@ export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 
 # exec, so that the rank is the launcher's direct child: it asks the kernel to die with
-# its parent (motley.launch.world), which works for a direct child alone.
+# its parent (motley.launch.process), which works for a direct child alone.
 exec "$python" -m motley.launch "$script" "$@"

@@ -28,7 +28,7 @@ from motley.measure.device import measure_speed
 from motley.plan.precision import start_scale
 from motley.plan.split import SpeedTable
 from motley.plan.wire import WireMode
-from motley.planner.planner import balance
+from motley.planner.measured_plan import balance
 from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured, refine
 from motley.tasks.model import Classifier, image_size, model_name, set_matmul_precision

@@ -28,7 +28,7 @@ import result
 from real_run import lines_of, real_run
 
 from motley.cluster.gpus import read_devices
-from motley.launch.world import die_with_parent
+from motley.launch.process import die_with_parent
 
 USER = "nobody"
 AFTER = 3  # steps

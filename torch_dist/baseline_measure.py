@@ -31,7 +31,7 @@ from motley.config.option import flag_of, options_of
 from motley.config.options import GROUPS
 from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
-from motley.launch.world import die_with_parent
+from motley.launch.process import die_with_parent
 from motley.sweep.cells import PRESETS, Cell, Known, Matrix, first_hosts, read_matrix, shorter
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder

@@ -26,7 +26,7 @@ from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.infer.leases import Leases
 from motley.infer.shards import MERGED, Shards
-from motley.launch.world import die_with_parent, launched_local_rank, launched_rank
+from motley.launch.process import die_with_parent, launched_local_rank, launched_rank
 from motley.plan.precision import PRECISIONS
 
 _WORKER = "MOTLEY_INFER_WORKER"

@@ -23,8 +23,8 @@ ROOMS = {
     "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
     "sweep": "cells outcome results rows table",
     "launch": (
-        "same_code messages handshakes watchdog launcher_reaper own_rank background_writer "
-        "watch_first watch_all supervisor world __main__"
+        "process mpi same_code messages handshakes watchdog launcher_reaper own_rank "
+        "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
     "data": "dataset datasets/* images transforms batch order loader",
@@ -37,7 +37,7 @@ ROOMS = {
     ),
     "checkpoint": "store transfer run",
     "measure": "device all_reduce links",
-    "planner": "process_group parts speed_cache profile planner",
+    "planner": "process_group parts speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale summary recorder overflow setup agreement recovery "
         "command_line loop"
@@ -47,7 +47,7 @@ ROOMS = {
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
 OWNERS = {
-    "mpi4py": "world",
+    "mpi4py": "mpi",
     "paramiko": "ssh",
     "GPUtil": "gpus",
     "pynvml": "gpus",

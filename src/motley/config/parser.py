@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from motley.config.option import Option, flag_of, options_of
 from motley.config.options import GROUPS, Config
 from motley.errors import MotleyError
-from motley.launch.world import launched_rank, stop_usage
+from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean
 
 

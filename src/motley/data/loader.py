@@ -15,7 +15,7 @@ from motley.data.images import Images, Source, UnreadableImage, read
 from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.transforms import Transform, evaluation_transform, training_transform
 from motley.errors import MotleyError
-from motley.launch.world import die_with_parent
+from motley.launch.process import die_with_parent
 from motley.plan.plan import Plan
 
 

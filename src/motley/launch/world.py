@@ -1,115 +1,31 @@
-"""Who am I of how many: ranks, addresses, interfaces and ports. The only user of mpi4py.
+"""Who am I of how many: ranks, addresses, interfaces and ports.
 
-Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a plain
-``python script.py`` is a world of one. Every script starts through :func:`run`.
+Every script starts through :func:`run`.
 """
 
 import atexit
-import contextlib
-import ctypes
 import gc
 import os
-import signal
 import socket
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from motley.cluster.facts import NodeFacts, read_node
 from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
+from motley.launch.mpi import Launched, MpiRanks, check_slurm
+from motley.launch.process import (
+    die_with_parent,
+    keep_caches_local,
+    launched_local_rank,
+    stop_usage,
+)
 from motley.launch.same_code import compare_code
 from motley.launch.supervisor import Supervisor
 
 T = TypeVar("T")
-
-_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
-
-# Caches that programs keep under $HOME by default. On a network home they are slow and
-# all nodes would write the same files, so each node gets its own.
-_CACHES = {
-    "TORCH_EXTENSIONS_DIR": "torch_extensions",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TRITON_CACHE_DIR": "triton",
-    "MPLCONFIGDIR": "matplotlib",
-}
-
-
-def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as the launcher's environment says it; 0 when there is none.
-
-    Needs no MPI, so that a script can print its help or a usage error once.
-    """
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
-
-
-def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
-    """Rank on this machine as the launcher numbers it, which need not be in order of rank.
-
-    DeepSpeed refuses a LOCAL_RANK that is not Open MPI's.
-
-    Args:
-        found: by MPI, in order of rank; for a launcher that does not say.
-    """
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return found
-
-
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends.
-
-    Args:
-        number: of the signal.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-
-
-class Launched(Protocol):
-    """The processes of one launch, seen from one of them: :class:`MpiRanks`.
-
-    Attributes:
-        rank, size: 0-based number of this process, of how many.
-    """
-
-    rank: int
-    size: int
-
-    def allgather(self, value: T) -> list[T]:
-        """Every rank's value, by rank. All ranks must call it."""
-
-    def on_this_machine(self) -> list[int]:
-        """The ranks of this machine, in order. All ranks must call it."""
-
-
-class MpiRanks:
-    """Implements :class:`Launched` for mpirun and srun."""
-
-    def __init__(self) -> None:
-        from mpi4py import MPI  # importing it starts MPI
-
-        self._mpi, self._comm = MPI, MPI.COMM_WORLD
-        self.rank: int = self._comm.rank
-        self.size: int = self._comm.size
-
-    def allgather(self, value: T) -> list[T]:
-        """See :class:`Launched`."""
-        gathered: list[T] = self._comm.allgather(value)
-        return gathered
-
-    def on_this_machine(self) -> list[int]:
-        """See :class:`Launched`; by shared memory, since host names may be all alike."""
-        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
-        ranks: list[int] = node.allgather(self.rank)
-        return ranks
 
 
 def run(
@@ -266,20 +182,8 @@ class World:
         for name in self._written:
             os.environ.pop(name, None)
         self._written = set()
-        leader = participants[0]
-        if self.machines[leader] != self.machines[0] and self.has_fixed_master():
-            raise MotleyError(
-                "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
-                f"machine, {self.nodes[0].host}, in --hosts too"
-            )
+        address, port = self._meeting_place(participants[0])
         before = set(os.environ)
-        if self.rank == leader:
-            self._reserved = reserve_port(self.network.address)
-        offers = self.allgather(
-            (self.network.address, self._reserved.getsockname()[1]) if self.rank == leader else None
-        )
-        offer = offers[leader]
-        assert offer is not None
         if self.rank not in participants:
             return None
         here = [rank for rank in participants if self.machines[rank] == self.machines[self.rank]]
@@ -291,12 +195,28 @@ class World:
             "LOCAL_WORLD_SIZE": len(here),
         }
         set_rank_variables(own, os.environ)
-        os.environ.setdefault("MASTER_ADDR", offer[0])
-        os.environ.setdefault("MASTER_PORT", str(offer[1]))
+        os.environ.setdefault("MASTER_ADDR", address)
+        os.environ.setdefault("MASTER_PORT", str(port))
         for name in VARIABLES:
             os.environ.setdefault(name, self.network.interface)
         self._written = set(os.environ) - before
         return group_rank
+
+    def _meeting_place(self, leader: int) -> tuple[str, int]:
+        """Address and port at which rank ``leader`` will listen; all ranks call it."""
+        if self.machines[leader] != self.machines[0] and self.has_fixed_master():
+            raise MotleyError(
+                "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
+                f"machine, {self.nodes[0].host}, in --hosts too"
+            )
+        if self.rank == leader:
+            self._reserved = reserve_port(self.network.address)
+        offers = self.allgather(
+            (self.network.address, self._reserved.getsockname()[1]) if self.rank == leader else None
+        )
+        offer = offers[leader]
+        assert offer is not None
+        return offer
 
 
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
@@ -310,35 +230,6 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
             )
 
 
-def check_slurm(size: int, environ: Mapping[str, str]) -> None:
-    """Refuse an ``srun`` that started several ranks which cannot see each other."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if size == 1 and tasks.isdigit() and int(tasks) > 1 and "OMPI_COMM_WORLD_SIZE" not in environ:
-        raise MotleyError(
-            f"Slurm started {tasks} tasks but MPI sees one; start them with srun --mpi=pmix, or "
-            "with mpirun inside the allocation"
-        )
-
-
-def cache_folder() -> Path:
-    """A folder of this machine that nobody else can write to."""
-    folder = Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        # Somebody else's, or open to others: what is read from it could be theirs.
-        folder = Path(tempfile.mkdtemp(prefix="motley-"))
-    return folder
-
-
-def keep_caches_local(environ: Any) -> None:
-    """Point caches to :func:`cache_folder`."""
-    folder = cache_folder()
-    for name, below in _CACHES.items():
-        environ.setdefault(name, str(folder / below))
-
-
 def reserve_port(address: str) -> socket.socket:
     """A free port, held by a socket that is bound and never listens.
 
@@ -348,10 +239,3 @@ def reserve_port(address: str) -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
     return holder
-
-
-def stop_usage(message: str) -> NoReturn:
-    """Print a usage error once, whatever the number of ranks, and exit with status 2."""
-    if launched_rank() == 0:
-        print(f"motley: {message}", file=sys.stderr)
-    sys.exit(2)

@@ -54,8 +54,8 @@ class EngineTraits:
             ),
         )
 
-    def parts(self, ranks: int) -> int:
-        """That the optimizer is cut into, over so many ranks."""
+    def optimizer_shards(self, ranks: int) -> int:
+        """Parts that the optimizer is cut into, over so many ranks."""
         return ranks if self.shards_optimizer else 1
 
     @property

@@ -62,7 +62,7 @@ def measure_team(
     own = None
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
     if model is not None and group.rank is not None:
-        own = speed_of(group, model, config, traits.parts(group.size))
+        own = speed_of(group, model, config, traits.optimizer_shards(group.size))
     found = [each for each in world.allgather(own) if each is not None]
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None

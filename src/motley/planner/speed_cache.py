@@ -14,7 +14,7 @@ from motley.config.option import Decides
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
-from motley.launch.world import cache_folder
+from motley.launch.process import cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.split import SpeedTable
@@ -25,13 +25,13 @@ _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, o
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
-def speed_of(group: ProcessGroup, model: Classifier, config: Config, parts: int) -> SpeedTable:
+def speed_of(group: ProcessGroup, model: Classifier, config: Config, shards: int) -> SpeedTable:
     """This rank's speed, remembered if the device still is as fast.
 
     Args:
-        parts: that the optimizer is cut into, of which this rank has one.
+        shards: of the optimizer, of which this rank has one.
     """
-    path, key = _place(group, config, parts)
+    path, key = _place(group, config, shards)
     if (speed := read_speed(path, key)) is not None:
         try:
             if _slowdown(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
@@ -44,7 +44,7 @@ def speed_of(group: ProcessGroup, model: Classifier, config: Config, parts: int)
             model.zero_grad(set_to_none=True)
 
     def make() -> torch.optim.Optimizer:
-        return make_optimizer(model.net if parts == 1 else a_part(model.net, parts), config)
+        return make_optimizer(model.net if shards == 1 else a_part(model.net, shards), config)
 
     try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
     return measure_speed(model, make, config.batch_size)
@@ -71,10 +71,10 @@ def with_sizes(model: Classifier, speed: SpeedTable, sizes: Sequence[int]) -> Sp
 
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
     """Keep this rank's speed, measured beside all of ``group``, for the next run."""
-    write_speed(*_place(group, config, traits.parts(group.size)), speed)
+    write_speed(*_place(group, config, traits.optimizer_shards(group.size)), speed)
 
 
-def _place(group: ProcessGroup, config: Config, parts: int) -> tuple[Path, dict[str, Any]]:
+def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
     """Where a rank's speed is remembered, and all that it depends on."""
     assert group.rank is not None
     own = group.workers[group.rank]
@@ -82,7 +82,7 @@ def _place(group: ProcessGroup, config: Config, parts: int) -> tuple[Path, dict[
     key = {
         "device": own.device, "uuid": own.uuid, "precision": own.precision,
         "ranks": 1 if own.uuid else here, "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)), "versions": versions(), "parts": parts,
+        "cores": len(os.sched_getaffinity(0)), "versions": versions(), "shards": shards,
         "options": {**config.as_json(Decides.SPEED), "img_size": image_size(config)},
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

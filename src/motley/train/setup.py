@@ -22,8 +22,8 @@ from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
 from motley.plan.split import SpeedTable
+from motley.planner.measured_plan import Planned
 from motley.planner.parts import Parts
-from motley.planner.planner import Planned
 from motley.planner.process_group import ProcessGroup, Worker
 from motley.tasks.model import Classifier, image_size
 from motley.train.budget import Budget, checkpoint_bytes

@@ -9,7 +9,7 @@ from motley.config.options import Config
 from motley.launch.world import World
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.planner.planner import Planned
+from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import image_size
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from motley.engines.ddp import DdpEngine
-from motley.launch.world import launched_rank, run
+from motley.launch.process import launched_rank
+from motley.launch.world import run
 from motley.tasks.model import Classifier
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train

@@ -24,7 +24,8 @@ import motley.train.loop
 import motley.train.setup
 from motley.data.batch import Batch
 from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
-from motley.launch.world import Launched, World, run
+from motley.launch.mpi import Launched
+from motley.launch.world import World, run
 from motley.plan.replan import Proposal, ReplanMonitor
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train

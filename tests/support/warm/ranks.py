@@ -81,7 +81,7 @@ class WarmRanks:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            # Its ranks ask the kernel to die with it (motley.launch.world.die_with_parent).
+            # Its ranks ask the kernel to die with it (motley.launch.process.die_with_parent).
             self._process.kill()
             self._process.wait()
 

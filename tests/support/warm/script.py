@@ -8,7 +8,7 @@ from typing import Any
 from project import ROOT
 
 import motley.launch.world
-from motley.launch.world import Launched
+from motley.launch.mpi import Launched
 
 # What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
 MODULES = (

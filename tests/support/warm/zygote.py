@@ -35,7 +35,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class ForkedRanks:
-    """Implements motley.launch.world.Launched over a socket to the process that forked the rank."""
+    """Implements motley.launch.mpi.Launched over a socket to the process that forked the rank."""
 
     def __init__(self, rank: int, size: int, line: socket.socket) -> None:
         self.rank, self.size, self._line = rank, size, line

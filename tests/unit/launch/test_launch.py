@@ -8,13 +8,9 @@ import pytest
 
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
-from motley.launch.world import (
-    check_slurm,
-    keep_caches_local,
-    launched_rank,
-    reserve_port,
-    set_rank_variables,
-)
+from motley.launch.mpi import check_slurm
+from motley.launch.process import keep_caches_local, launched_rank
+from motley.launch.world import reserve_port, set_rank_variables
 
 
 @pytest.mark.parametrize(

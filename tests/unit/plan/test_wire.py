@@ -26,7 +26,7 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange, choose_machines, forecast
 from motley.plan.split import SpeedTable
 from motley.plan.wire import AllReduceCost
-from motley.planner.planner import _best_mode
+from motley.planner.measured_plan import _best_mode
 from motley.tasks.model import vit_digits
 
 OFFERED = PowerSgd()

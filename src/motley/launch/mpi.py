@@ -1,0 +1,61 @@
+"""The processes of one launch, as MPI knows them. The only user of mpi4py.
+
+Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a plain
+``python script.py`` is a world of one.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+from motley.errors import MotleyError
+
+T = TypeVar("T")
+
+
+class Launched(Protocol):
+    """The processes of one launch, seen from one of them: :class:`MpiRanks`.
+
+    Attributes:
+        rank, size: 0-based number of this process, of how many.
+    """
+
+    rank: int
+    size: int
+
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. All ranks must call it."""
+
+    def on_this_machine(self) -> list[int]:
+        """The ranks of this machine, in order. All ranks must call it."""
+
+
+class MpiRanks:
+    """Implements :class:`Launched` for mpirun and srun."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI  # importing it starts MPI
+
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+
+    def allgather(self, value: T) -> list[T]:
+        """See :class:`Launched`."""
+        gathered: list[T] = self._comm.allgather(value)
+        return gathered
+
+    def on_this_machine(self) -> list[int]:
+        """See :class:`Launched`; by shared memory, since host names may be all alike."""
+        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        ranks: list[int] = node.allgather(self.rank)
+        return ranks
+
+
+def check_slurm(size: int, environ: Mapping[str, str]) -> None:
+    """Refuse an ``srun`` that started several ranks which cannot see each other."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if size == 1 and tasks.isdigit() and int(tasks) > 1 and "OMPI_COMM_WORLD_SIZE" not in environ:
+        raise MotleyError(
+            f"Slurm started {tasks} tasks but MPI sees one; start them with srun --mpi=pmix, or "
+            "with mpirun inside the allocation"
+        )

@@ -1,0 +1,82 @@
+"""This process among those that a launcher started: its number, its parent, its caches, its end."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
+
+# Caches that programs keep under $HOME by default. On a network home they are slow and
+# all nodes would write the same files, so each node gets its own.
+_CACHES = {
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "MPLCONFIGDIR": "matplotlib",
+}
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as the launcher's environment says it; 0 when there is none.
+
+    Needs no MPI, so that a script can print its help or a usage error once.
+    """
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
+    """Rank on this machine as the launcher numbers it, which need not be in order of rank.
+
+    DeepSpeed refuses a LOCAL_RANK that is not Open MPI's.
+
+    Args:
+        found: by MPI, in order of rank; for a launcher that does not say.
+    """
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return found
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to kill this process when its parent ends, however it ends.
+
+    Args:
+        number: of the signal.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def cache_folder() -> Path:
+    """A folder of this machine that nobody else can write to."""
+    folder = Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        # Somebody else's, or open to others: what is read from it could be theirs.
+        folder = Path(tempfile.mkdtemp(prefix="motley-"))
+    return folder
+
+
+def keep_caches_local(environ: Any) -> None:
+    """Point caches to :func:`cache_folder`."""
+    folder = cache_folder()
+    for name, below in _CACHES.items():
+        environ.setdefault(name, str(folder / below))
+
+
+def stop_usage(message: str) -> NoReturn:
+    """Print a usage error once, whatever the number of ranks, and exit with status 2."""
+    if launched_rank() == 0:
+        print(f"motley: {message}", file=sys.stderr)
+    sys.exit(2)
