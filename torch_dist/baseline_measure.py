@@ -9,8 +9,8 @@ Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and 
 its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
 An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
 wrong one shows. What has ended stays, and the same command goes on after a break. What follows
-``--`` is given to every run. src/motley/sweep/cells.py shows the form of a matrix file; presets are
-in torch_dist/presets/.
+``--`` is given to every run. src/motley/sweep/matrix_file.py shows the form of a matrix file;
+presets are in torch_dist/presets/.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from motley.config.options import GROUPS
 from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
-from motley.sweep.cells import PRESETS, Cell, Known, Matrix, first_hosts, read_matrix, shorter
+from motley.sweep.cells import Cell, Matrix, first_hosts, shorter
+from motley.sweep.matrix_file import PRESETS, Known, read_matrix
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows

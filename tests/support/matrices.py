@@ -7,7 +7,7 @@ from pathlib import Path
 from baseline_measure import known_cells, known_options
 from project import ROOT, environment
 
-from motley.sweep.cells import Known
+from motley.sweep.matrix_file import Known
 
 KNOWN = Known(known_cells(), known_options())
 

@@ -21,7 +21,7 @@ ROOMS = {
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
-    "sweep": "cells outcome results rows table",
+    "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog launcher_reaper own_rank "
         "background_writer watch_first watch_all supervisor world __main__"

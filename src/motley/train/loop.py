@@ -72,21 +72,22 @@ def train(
     plan = begun.job.plan if begun else planned.plan
     run.start(records_of(config, group, plan, planned, engine_factory.traits))
     print_summary(world, run, group, planned, plan, config)
-    if begun is None:
+    if begun is not None:
+        train_begun(world, run, group, begun)
+    else:  # this rank is left out, and waits for the others
         parts = None  # its memory is of use to others
         release()
         with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
-            run.finish()  # this rank is left out, and waits for the others
-        return
+            run.finish()
 
+
+def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun) -> None:
+    """Train a job to its end, and record it; every rank that trains calls it."""
     begun.take_over()
     release_groups()  # those that were measured
     job = begun.job
-    recorder = record_from(begun, run, group)
-    with (
-        gpu_logger(world, group, run.folder, lambda: recorder.progress, config.gpu_log_interval),
-        recorder,
-    ):
+    recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
+    with gpu_logger(world, group, run.folder, lambda: recorder.progress, interval), recorder:
         evaluated = Loop(world, job, recorder, begun.state).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_process_group()

@@ -15,7 +15,7 @@ from project import ROOT
 from motley.cluster.hostfile import Host
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
 from motley.records.run_folder import EpochRecord, RunFolder, StepRecord
-from motley.sweep.cells import read_matrix
+from motley.sweep.matrix_file import read_matrix
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
 

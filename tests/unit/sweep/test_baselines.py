@@ -12,7 +12,7 @@ from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
 from motley.records.run_folder import RunFolder
-from motley.sweep.cells import read_matrix
+from motley.sweep.matrix_file import read_matrix
 from motley.sweep.outcome import judge
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import joules, leak, read_rows

@@ -1,0 +1,240 @@
+"""A file of a matrix of ways to train: read, checked, and multiplied out into cells. Pure.
+
+repeats = 3                 # of all cells, interleaved
+steps = 30                  # of each run
+limit_s = 600               # after which a run is ended and called a hang
+options = ["--model", "vit_base_patch16_224", "--dataset", "synthetic"]  # of every cell
+script = "my/train.py"      # of every cell that names none; default: the strategy's
+
+[matrix]                    # each one value or a list; every combination is a cell
+strategy = ["ddp", "fsdp", "zero1"]
+precision = "auto"          # as --precision
+checkpointing = [false, true]  # or a module's name, as --grad-checkpointing takes it
+batch = 512                 # global, or with weak = true of each host
+hosts = "each"              # the first so many of hosts.txt; "each": 1, 2, ... all; default: all
+fraction = 1.0              # of the training set; with weak = true of it for each host
+options = ["", "--compile"]
+
+[[cell]]                    # and single ones, with a name of their own
+name = "killed"
+script = "tests/support/drivers/failing.py"
+options = ["--fail", "killed"]
+limit_s = 60
+"""
+
+import itertools
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motley.cluster.hostfile import Host
+from motley.errors import MotleyError
+from motley.plan.precision import PRECISIONS
+from motley.sweep.cells import REFERENCE, Cell, Matrix, first_hosts
+from motley.text import did_you_mean
+
+DDP = "torch_dist/train_vit.py"  # whose fp32 runs others are compared with
+PRESETS = ("strong", "weak", "precision", "strategies", "full")
+_PRECISIONS = ("auto", *PRECISIONS)
+_AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
+    "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,
+    "fraction": 1.0, "options": "",
+}  # fmt: skip
+_OF_ALL = ("repeats", "steps", "limit_s", "options", "script", "matrix", "cell")
+_NAME = r"[A-Za-z0-9][\w.+-]*"
+_LEAST = {"repeats": 1, "steps": 6, "limit_s": 1}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a matrix may be made of, as registered elsewhere.
+
+    Attributes:
+        strategies: what they are called; the script, and how it is told of it.
+        owned: options of a training script that are a cell's to set, and how a matrix says them.
+    """
+
+    strategies: Mapping[str, tuple[str, tuple[str, ...]]]
+    owned: Mapping[str, str]
+
+
+def read_matrix(path: Path, hosts: Sequence[Host], known: Known, **changes: Any) -> Matrix:
+    """Read a matrix file for these hosts.
+
+    Args:
+        changes: ``repeats``, ``steps``, ``limit_s``, ``options`` (added), where not None.
+
+    Raises:
+        MotleyError: not TOML, an unknown key or strategy, or a cell that is impossible here.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"{path} is not a readable TOML file: {error}") from None
+    _check_keys(path, content, _OF_ALL, "")
+    shared = (*_words(path, content.get("options", "")), *(changes.pop("options", None) or ()))
+    if owned := [word for word in shared if word.partition("=")[0] in known.owned]:
+        raise MotleyError(
+            f"{owned[0]} is set by each cell; write {known.owned[owned[0].partition('=')[0]]} in "
+            "place of it"
+        )
+    given: dict[str, Any] = {
+        key: content[key] for key in ("repeats", "steps", "limit_s") if key in content
+    }
+    given |= {key: value for key, value in changes.items() if value is not None}
+    script = {"script": content["script"]} if "script" in content else {}
+    cells = [
+        *(_product(path, content["matrix"], script, hosts, known) if "matrix" in content else ()),
+        *(_single(path, {**script, **entry}, hosts, known) for entry in content.get("cell", ())),
+    ]
+    if not cells:
+        raise MotleyError(f"{path} names no cell; give it a [matrix], or a [[cell]]")
+    _check_numbers(path, given)
+    _check_names(path, [cell.name for cell in cells])
+    for cell in cells:
+        _check_cell(path, cell, hosts)
+    kinds = dict.fromkeys(cell.samples for cell in cells)
+    references = tuple(
+        Cell(
+            f"{REFERENCE}_b{batch}_f{fraction:g}" if len(kinds) > 1 else REFERENCE, "ddp", "fp32",
+            "", batch, len(hosts), fraction, content.get("script", DDP), ("--wire", "exact"),
+        )
+        for batch, fraction in kinds
+    )  # fmt: skip
+    return Matrix(tuple(cells), references, tuple(hosts), options=shared, **given)
+
+
+def _check_numbers(path: Path, given: Mapping[str, Any]) -> None:
+    for key, least in _LEAST.items():
+        value = given.get(key, least)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise MotleyError(f"{path}: {key} is {value!r}; give a number of {least} or more")
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    if odd := next((name for name in names if not re.fullmatch(_NAME, name)), None):
+        raise MotleyError(
+            f"{path}: a cell is called {odd!r}; give it a name of letters, digits, - and _"
+        )
+    if taken := next((name for name in names if name.startswith(REFERENCE)), None):
+        raise MotleyError(f"{path}: {taken} is the name of the fp32 runs; choose another one")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise MotleyError(f"{path}: two cells are called {twice}; give one another name")
+
+
+def _product(
+    path: Path,
+    axes: Mapping[str, Any],
+    script: Mapping[str, Any],
+    hosts: Sequence[Host],
+    known: Known,
+) -> list[Cell]:
+    _check_keys(path, axes, (*_AXES, "weak"), "matrix.")
+    weak = axes.get("weak", False)
+    values = {axis: _values(axes.get(axis, usual)) for axis, usual in _AXES.items()}
+    values["hosts"] = [
+        count for value in values["hosts"]
+        for count in (range(1, len(hosts) + 1) if value == "each" else [value or len(hosts)])
+    ]  # fmt: skip
+    cells = []
+    for choice in itertools.product(*values.values()):
+        named = dict(zip(values, choice, strict=True))
+        told = {axis: value for axis, value in named.items() if len(values[axis]) > 1}
+        if weak:
+            named["batch"] *= named["hosts"]
+            named["fraction"] *= named["hosts"] / len(hosts)
+        cells.append(_cell(path, _name(told) or str(named["strategy"]), {**named, **script}, known))
+    return cells
+
+
+def _values(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _name(told: Mapping[str, Any]) -> str:
+    """Of what differs between the cells, a word each."""
+    words = []
+    for axis, value in told.items():
+        if axis == "checkpointing":
+            words += ["ckpt" if value is True else _plain(value)] if value else []
+        elif axis in ("batch", "hosts", "fraction"):
+            words.append(f"{axis}{value:g}")
+        elif value:
+            words.append(_plain(value))
+    return "_".join(words)
+
+
+def _plain(value: object) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", str(value)).strip("-.")
+
+
+def _words(path: Path, options: Any) -> list[str]:
+    """Options as one text, as in a shell, or as a list."""
+    try:
+        return shlex.split(options) if isinstance(options, str) else [str(word) for word in options]
+    except (TypeError, ValueError) as error:
+        raise MotleyError(f"{path}: options {options!r}: {error}") from None
+
+
+def _single(path: Path, entry: Mapping[str, Any], hosts: Sequence[Host], known: Known) -> Cell:
+    _check_keys(path, entry, (*_AXES, "name", "script", "limit_s"), "cell.")
+    named = {**_AXES, **entry}
+    named["hosts"] = named["hosts"] or len(hosts)
+    return _cell(path, str(entry.get("name", "")), named, known)
+
+
+def _cell(path: Path, name: str, named: Mapping[str, Any], known: Known) -> Cell:
+    strategy = named["strategy"]
+    if str(strategy) not in known.strategies:
+        raise MotleyError(
+            f"{path}: the strategy {strategy} is unknown"
+            f"{did_you_mean(str(strategy), known.strategies)}; choose of "
+            f"{', '.join(known.strategies)}"
+        )
+    script, words = known.strategies[strategy]
+    checkpointing = named["checkpointing"]
+    more = _words(path, named["options"])
+    try:
+        return Cell(
+            name, strategy, str(named["precision"]),
+            "blocks" if checkpointing is True else str(checkpointing or ""),
+            int(named["batch"]), int(named["hosts"]), float(named["fraction"]),
+            str(named.get("script", script)), (*words, *more), named.get("limit_s"),
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise MotleyError(f"{path}: cell {name}: {error}") from None
+
+
+def _check_cell(path: Path, cell: Cell, hosts: Sequence[Host]) -> None:
+    """MotleyError if it is impossible with these hosts."""
+    where = f"{path}: cell {cell.name}"
+    if not 1 <= cell.hosts <= len(hosts):
+        raise MotleyError(
+            f"{where} is of {cell.hosts} hosts, and hosts.txt names {len(hosts)}; change hosts"
+        )
+    _, ranks = first_hosts(cell, hosts)
+    if cell.batch < 1 or not 0 < cell.fraction <= 1:
+        raise MotleyError(
+            f"{where}: a batch of {cell.batch} and the fraction {cell.fraction:g}; a batch is 1 or "
+            "more, a fraction above 0 and at most 1"
+        )
+    precisions = cell.precision.split(",")
+    if unknown := [each for each in precisions if each not in _PRECISIONS]:
+        raise MotleyError(
+            f"{where}: the precision {unknown[0]} is unknown{did_you_mean(unknown[0], _PRECISIONS)}"
+        )
+    if len(precisions) not in (1, ranks):
+        raise MotleyError(
+            f"{where}: {len(precisions)} precisions for the {ranks} ranks of {cell.hosts} hosts; "
+            "give one, or one a rank"
+        )
+
+
+def _check_keys(path: Path, found: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise MotleyError(f"{path}: the key {where}{key} is unknown{did_you_mean(key, known)}")
