@@ -7,8 +7,36 @@ from pathlib import Path
 import pytest
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
+from lanes import Lanes, is_timed, take_place
 from warm.ranks import WarmRanks
 from warm.script import MODULES
+
+# Those that take longest first, so that no worker is left with one of them in the end.
+FIRST = ("tests/mpi/test_fuzz_exact.py", "tests/mpi/test_ending.py", "tests/mpi/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Lanes:
+    """Which worker runs what."""
+    config.option.loadscopereorder = False
+    return Lanes(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is timed comes first, then what takes long."""
+
+    def place(item: pytest.Item) -> int:
+        if is_timed(item):
+            return -1
+        return next((n for n, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before its fixtures."""
+    take_place(item)
 
 
 @pytest.fixture(scope="session")

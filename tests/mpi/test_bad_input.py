@@ -27,7 +27,7 @@ def the_line_of(done: Done) -> str:
 
 
 def test_shares_that_do_not_match_the_ranks(jobs: Jobs) -> None:
-    line = the_line_of(jobs.run(2, DDP, "--shares", "3,2,1", "--logs", jobs.logs))
+    line = refused(jobs, DDP, "--shares", "3,2,1", ranks=2)
     assert "--shares 3,2,1 is for 3 ranks, but 2 take part" in line
 
 
@@ -60,7 +60,7 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
     root = picture_folder(tmp_path / "pictures", ("train/cat/3.png", "val/dog/1.png"))
     model = ("--model", "vit_digits", "--img-size", 16, "--batch-size", 8, "--epochs", 2)
     options = (DDP, "--dataset", "folder", "--data-dir", root, *model)
-    done = jobs.run(2, *options, "--logs", jobs.logs, "--run", "fatal")
+    done = jobs.fork(2, *options, "--logs", jobs.logs, "--run", "fatal")
     assert done.code != 0
     assert "train/cat/3.png" in done.output and "--bad-images skip" in done.output
     run = jobs.train(2, *options[:1], "skips", *options[1:], "--bad-images", "skip")
@@ -73,7 +73,7 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
 
 def test_an_unwritable_logs_folder(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = jobs.run(2, DDP, "--logs", tmp_path / "file")
+    done = jobs.fork(2, DDP, "--logs", tmp_path / "file")
     assert done.code != 0 and "choose another place with --logs DIR" in done.output
 
 
@@ -99,7 +99,7 @@ def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path)
 
 def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> None:
     words = ("--lr", "1e30", "--warmup-epochs", 0, "--logs", jobs.logs)
-    line = the_line_of(jobs.run(2, DDP, *words))
+    line = the_line_of(jobs.fork(2, DDP, *words))
     assert "is not finite (sample indices " in line and "step " in line and "rank " in line
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from project import ROOT, environment
-from warm.ranks import WarmRanks
+from warm.ranks import WarmRanks, keep_place
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Jobs:
             cwd=ROOT, env=environment(**extra), text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        keep_place(job.pid)
         self._started.append(job)
         return job
 

@@ -1,5 +1,6 @@
 """Jobs of several ranks that begin at once: see warm.zygote."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -73,6 +74,7 @@ class WarmRanks:
                 [sys.executable, "-m", "warm.zygote", *self._modules], env=self._environment,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
+            keep_place(self._process.pid)
             _answer(self._process)  # it has imported
         return self._process
 
@@ -84,6 +86,13 @@ class WarmRanks:
             # Its ranks ask the kernel to die with it (motley.launch.process.die_with_parent).
             self._process.kill()
             self._process.wait()
+
+
+def keep_place(pid: int) -> None:
+    """For a process that began a session: Linux gives each session a share of its own."""
+    with contextlib.suppress(OSError):
+        priority = os.getpriority(os.PRIO_PROCESS, pid)
+        Path(f"/proc/{pid}/autogroup").write_text(f"{priority}\n")
 
 
 def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:

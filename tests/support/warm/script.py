@@ -2,8 +2,10 @@
 
 import os
 import runpy
+import subprocess
 import sys
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 from project import ROOT
 
@@ -27,10 +29,49 @@ MODULES = (
 )
 
 
+class Again(subprocess.Popen):  # type: ignore[type-arg]
+    """A script that starts itself once more gets a fork in place of a Python that imports torch."""
+
+    def __init__(self, command: Any, *others: Any, **named: Any) -> None:
+        self._forked = command == [sys.executable, *sys.argv]
+        if not self._forked:
+            super().__init__(command, *others, **named)
+            return
+        self.args, self.returncode, self._child_created = command, None, False
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_again(named["env"])
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See Popen."""
+        if not self._forked:
+            return super().wait(timeout)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def run_again(environment: dict[str, str]) -> NoReturn:
+    """Be the script's own process, in this fork."""
+    code = 1
+    try:
+        os.environ.clear()
+        os.environ |= environment
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main(launched: Launched, words: list[Any]) -> None:
     """Run a script with its options, in the repository's root."""
     os.chdir(ROOT)
     script, *_ = sys.argv = words
     sys.path.insert(0, str((ROOT / script).parent))
     motley.launch.world.MpiRanks = lambda: launched  # type: ignore[assignment, misc]
+    subprocess.Popen = Again  # type: ignore[misc]
     runpy.run_path(script, run_name="__main__")

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from project import DDP, ROOT
 
+from motley import PACKAGE
 from motley.errors import MotleyError
+from motley.launch import same_code
 from motley.launch.same_code import Code, check_same, compare_code, read_code
 
 ORDER, PLAN = "src/motley/data/order.py", "src/motley/plan/plan.py"
@@ -77,12 +80,14 @@ def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_script == {f"{folder}/mine.py", f"{folder}/helper.py", str(config)}
     ours = read_code("a", [str(ROOT / DDP)])[1]
     assert {"torch_dist/plan_vit.py", "torch_dist/train_vit.py", ORDER} <= ours.keys()
-    lock = ROOT / "src" / "motley" / ".#plan.py"  # as Emacs makes one
-    lock.symlink_to(f"somebody@somewhere.{os.getpid()}")
-    try:
-        assert read_code("a", [str(ROOT / DDP)])[1] == ours
-    finally:
-        lock.unlink()
+    with monkeypatch.context() as moved:  # others read the files of this repository meanwhile
+        moved.setattr(same_code, "ROOT", tmp_path)
+        moved.setattr(same_code, "PACKAGE", shutil.copytree(PACKAGE, tmp_path / "src" / "motley"))
+        ours = read_code("a", [str(script)])[1]
+        assert ORDER in ours
+        lock = tmp_path / "src" / "motley" / ".#plan.py"  # as Emacs makes one
+        lock.symlink_to(f"somebody@somewhere.{os.getpid()}")
+        assert read_code("a", [str(script)])[1] == ours
     before = read_code("a", [str(script)])[1][f"{folder}/mine.py"]
     script.write_text("{} ")
     assert read_code("a", [str(script)])[1][f"{folder}/mine.py"] != before
