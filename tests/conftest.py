@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
-from lanes import Lanes, is_timed, take_place
+from lanes import LANES, Lanes, lane_of, take_place
 from warm.ranks import WarmRanks
 from warm.script import MODULES
-
-# Those that take longest first, so that no worker is left with one of them in the end.
-FIRST = ("tests/mpi/test_fuzz_exact.py", "tests/mpi/test_ending.py", "tests/mpi/")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -23,12 +20,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Lanes:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is timed comes first, then what takes long."""
+    """What takes longest comes first, so that no worker is left with it in the end."""
+    first = [*LANES, None]  # and of the files without a lane, those of several ranks
 
-    def place(item: pytest.Item) -> int:
-        if is_timed(item):
-            return -1
-        return next((n for n, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST))
+    def place(item: pytest.Item) -> tuple[int, bool, bool]:
+        path = item.nodeid
+        return first.index(lane_of(path)), "test_fuzz_exact" not in path, "/unit/" in path
 
     items.sort(key=place)
 
