@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
 from lanes import LANES, Lanes, lane_of, take_place
 from warm.ranks import WarmRanks
 from warm.script import MODULES
+
+# How long an example takes says what else this machine does meanwhile.
+settings.register_profile("beside", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("beside")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -25,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[int, bool, bool]:
         path = item.nodeid
-        return first.index(lane_of(path)), "test_fuzz_exact" not in path, "/unit/" in path
+        takes_minutes = item.get_closest_marker("slow") is not None
+        return first.index(lane_of(path)), not takes_minutes, "/unit/" in path
 
     items.sort(key=place)
 

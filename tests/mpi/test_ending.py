@@ -81,7 +81,7 @@ def test_the_first_cause_is_named_and_not_its_echo(
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals) -> None:
-    job = start(jobs, DDP)
+    job = start(jobs, DDP, ranks=2)
     job.send_signal(stop)  # as Ctrl-C does, to mpirun
     wait_until(lambda: not processes_of(str(jobs.logs)), 10)
     output, _ = job.communicate(timeout=10)

@@ -3,14 +3,15 @@
 A test with a lab waits for most of its time: for a host that is frozen, a cable that is cut, a
 processor of which a host has a third. It says how long things take, so no other of its kind runs
 beside it; and no two that start mpirun here, and say how soon all has ended, run beside each other.
-All others only compute. They run file after file in whichever worker of pytest-xdist is free. Each
-has a lower priority than the one before it: it takes what is left.
+All others only compute. They run file after file in whichever worker of pytest-xdist is free, at a
+lower priority: they take what is left.
 """
 
 import contextlib
 import os
 
 import pytest
+from warm.ranks import keep_place
 from xdist.scheduler import LoadScopeScheduling
 
 LANES = {
@@ -20,7 +21,7 @@ LANES = {
         for name in ("ending", "silence", "setup_mpi", "same_code", "baselines", "infer")
     ),
 }
-NICENESS = {"labs": 0, "mpirun": 5, None: 10}
+LATER = 5  # the priority of all others: a third of a processor's time beside one of a lane
 
 
 def lane_of(nodeid: str) -> str | None:
@@ -37,7 +38,11 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def take_place(item: pytest.Item) -> None:
-    """Before a test: what it starts in this worker has the priority of its lane."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        with contextlib.suppress(PermissionError):  # only root gets a higher one back
-            os.setpriority(os.PRIO_PROCESS, 0, NICENESS[lane_of(item.nodeid)])
+    """Before a test: this worker, and what it starts, has the priority of its lane."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    if os.getsid(0) != os.getpid():
+        os.setsid()  # see keep_place
+    with contextlib.suppress(PermissionError):  # only root gets a higher one back
+        os.setpriority(os.PRIO_PROCESS, 0, 0 if lane_of(item.nodeid) else LATER)
+    keep_place(os.getpid())
