@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
-from lanes import LANES, Lanes, lane_of, take_place
+from lanes import Lanes, lane_of, take_place
 from warm.ranks import WarmRanks
 from warm.script import MODULES
 
@@ -26,12 +26,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Lanes:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no worker is left with it in the end."""
-    first = [*LANES, None]  # and of the files without a lane, those of several ranks
+    order = ("tests/mpi/test_fuzz_exact", "tests/mpi/", "tests/unit/")
 
-    def place(item: pytest.Item) -> tuple[int, bool, bool]:
-        path = item.nodeid
-        takes_minutes = item.get_closest_marker("slow") is not None
-        return first.index(lane_of(path)), not takes_minutes, "/unit/" in path
+    def place(item: pytest.Item) -> tuple[bool, int, bool]:
+        path, lane = item.nodeid, lane_of(item.nodeid)
+        rank = next(n for n, start in enumerate(order) if path.startswith(start) or n == 2)
+        return lane != "labs", rank, lane is None
 
     items.sort(key=place)
 

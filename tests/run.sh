@@ -52,4 +52,4 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-"$bin/python" -m pytest --numprocesses 3 "$@"
+"$bin/python" -m pytest --numprocesses 2 "$@"
