@@ -21,7 +21,7 @@ LANES = {
         for name in ("ending", "silence", "setup_mpi", "same_code", "baselines", "infer")
     ),
 }
-LATER = 5  # the priority of all others: a third of a processor's time beside one of a lane
+LATER = 10  # the priority of all others: a tenth of a processor's time beside one of a lane
 
 
 def lane_of(nodeid: str) -> str | None:
