@@ -1,4 +1,6 @@
-"""How all pictures look: one colour per host, axes with units, smoothed curves, legends."""
+"""How all pictures look: one colour per host, axes with units, smoothed curves, legends.
+
+Colours of curves and of the phases of a step are where they are drawn, in plot_training.py."""
 
 import contextlib
 import re

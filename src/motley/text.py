@@ -1,4 +1,4 @@
-"""Nearest names, for errors about unknown ones."""
+""" "Did you mean": the nearest names, for errors about unknown ones."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""One run: its folder, what it continues from, and how it ends."""
+"""The life of a run: its folder and lock, what it continues from, its events, how it ends."""
 
 import dataclasses
 import os

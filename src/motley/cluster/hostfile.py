@@ -1,4 +1,4 @@
-"""Who takes part: reads ``hosts.txt``, which is a plain Open MPI hostfile.
+"""Reads and checks ``hosts.txt``, which is a plain Open MPI hostfile.
 
 python -m motley.cluster.hostfile hosts.txt        # print the hosts, or say what is wrong
 """

@@ -1,4 +1,4 @@
-"""What there is to know of a host before ssh speaks to it: where, as whom, which host key."""
+"""How ssh reaches a host: its address, user, port and host key."""
 
 import ipaddress
 import shlex

@@ -1,4 +1,4 @@
-"""Training processes of this user on this machine, and which of them nobody waits for.
+"""Finds this user's training processes on this machine, and those that were left over.
 
 python -m motley.cluster.orphans                     # what there is, as one line of JSON
 python -m motley.cluster.orphans --end 4711:88231    # end that pid, if it started at that tick

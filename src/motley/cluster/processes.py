@@ -1,4 +1,4 @@
-"""Processes named for good, by pid and start, and their end."""
+"""Identifies processes by pid and start time, and ends them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An sh script for whatever login shell a host has, and what comes back of it."""
+"""Runs an sh script under any login shell, and returns its output."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""What the ranks of the process group tell each other: numbers and values."""
+"""Gathers numbers and values over the process group, and leaves groups safely."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""What travels at once: buckets, and the plain way of adding them up, which others build on."""
+"""Buckets of gradients, and the plain all-reduce of them, which other reducers build on."""
 
 import threading
 import traceback

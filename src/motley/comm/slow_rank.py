@@ -1,4 +1,4 @@
-"""One slow link among fast ones: the rank behind it sends its gradient but once."""
+"""An all-reduce that spares one slow link: the rank behind it sends its gradient only once."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

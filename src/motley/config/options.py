@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from motley.config.numbers import above_zero, fraction, names, natural, not_negative, positive
 from motley.config.option import Decides, Option, option, options_of
-from motley.plan.per_rank import PerRank, read_hosts, read_micro_batches, read_shares
+from motley.plan.per_rank import PerRank, read_micro_batches, read_named_hosts, read_shares
 from motley.plan.precision import read_loss_scale, read_precisions
 from motley.plan.wire import WireMode
 
@@ -103,7 +103,7 @@ class BatchOptions:
     hosts: str | tuple[str, ...] = option(
         "who trains: auto (default) leaves out hosts without which a step is shorter, but none "
         "with --shares; all; or these alone",
-        PLAN, "auto", read=read_hosts, metavar="auto|all|NAME,...",
+        PLAN, "auto", read=read_named_hosts, metavar="auto|all|NAME,...",
     )  # fmt: skip
     wire: WireMode | None = option("", NUMBERS | PLAN, unset="auto")  # its modes are registered
     epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E")

@@ -1,4 +1,4 @@
-"""What all engines share of Engine, whatever the wire between ranks."""
+"""What all engines share: memory that ends, the loss scale, evaluation, state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from motley.tasks.model import Classifier
 
 
 class EngineBase:
-    """What is the same in both engines, whatever the wire between ranks.
+    """What is the same in all engines, whatever the wire between ranks.
 
     An engine adds ``traits``, of its :class:`EngineFactory`; ``_accumulate``, which is
     :meth:`Engine.accumulate` with memory enough; ``_abandon``, which puts what is not finite in

@@ -1,4 +1,4 @@
-"""What to do, and what to say, where memory ends: another user may have come."""
+"""Running out of memory: how it is told from other errors, reported, and retried in halves."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What a model and this process's random numbers hold, as tensors by name."""
+"""A model's parameters and buffers, and the random number state, as tensors by name."""
 
 from collections.abc import Callable
 

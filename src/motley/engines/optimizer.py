@@ -1,4 +1,4 @@
-"""The optimizer of a model, and of a part of it."""
+"""Makes the optimizer of a model, or of one part where it is sharded."""
 
 import contextlib
 from typing import Any

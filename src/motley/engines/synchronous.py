@@ -1,4 +1,4 @@
-"""The step that DDP and FSDP share: all ranks take it together, or none does."""
+"""The step of DDP and FSDP: send, agree on overflow, clip, update; on all ranks or on none."""
 
 import math
 

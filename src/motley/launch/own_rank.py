@@ -1,4 +1,4 @@
-"""This rank, as its supervisor knows it: what it is at, what it has to say, and how it ends."""
+"""The state of this rank that its supervisor reports: its phase, step, messages and end."""
 
 import contextlib
 import os

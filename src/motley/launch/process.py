@@ -1,4 +1,4 @@
-"""This process among those that a launcher started: its number, its parent, its caches, its end."""
+"""Sets up this process: its rank by the launcher, death with its parent, cache folders, exit."""
 
 import contextlib
 import ctypes

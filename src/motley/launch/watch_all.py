@@ -1,4 +1,4 @@
-"""Rank 0: see who is there, judge who failed first, and end the job in one line."""
+"""Rank 0's thread: hears all ranks, judges who failed first, and ends the job in one line."""
 
 import contextlib
 import selectors

@@ -1,4 +1,4 @@
-"""Every rank but 0: tell rank 0 how this one fares, and see whether rank 0 is still there."""
+"""Every other rank's thread: sends its heartbeat to rank 0, and watches rank 0."""
 
 import contextlib
 import selectors

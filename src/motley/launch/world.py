@@ -1,4 +1,4 @@
-"""Who am I of how many: ranks, addresses, interfaces and ports.
+"""All launched ranks: who they are, their addresses, and the variables of the process group.
 
 Every script starts through :func:`run`.
 """

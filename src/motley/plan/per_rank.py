@@ -1,5 +1,4 @@
-"""What a user says once for all ranks, or once for each: shares, sizes, precisions; and of hosts.
-Pure."""
+"""Reads ``--shares``, ``--micro-batch``, ``--hosts``: what is said once, or for each rank. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ def read_micro_batches(text: str) -> PerRank[int]:
     return PerRank("--micro-batch", text, sizes, for_all=len(sizes) == 1)
 
 
-def read_hosts(text: str) -> str | tuple[str, ...]:
+def read_named_hosts(text: str) -> str | tuple[str, ...]:
     """Read ``--hosts``: ``auto``, ``all``, or the names of those that may train."""
     if text in ("auto", "all"):
         return text

@@ -1,4 +1,4 @@
-"""Plan: who computes how much of every global batch. Pure arithmetic.
+"""Plan: which ranks take part, and how much of every global batch each computes. Pure.
 
 The global batch N is the user's and never changes by itself. Rank i takes n_i of its
 samples, sum n_i = N, in micro-batches of at most m_i samples and like size. Every rank
@@ -48,8 +48,8 @@ def choose_participants(
 ) -> tuple[dict[int, int | None], tuple[LeftOut, ...]]:
     """Decide which launched ranks train, and on which of the GPUs that they see.
 
-    A machine with GPUs candidates one rank a GPU (NCCL refuses two ranks on one GPU, and two
-    models on one GPU only slow each other down); a machine without candidates all its ranks.
+    A machine with GPUs offers one rank a GPU (NCCL refuses two ranks on one GPU, and two
+    models on one GPU only slow each other down); a machine without any offers all its ranks.
     A launcher may show all GPUs to every rank, or each rank its own.
 
     Args:

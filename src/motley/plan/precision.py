@@ -1,4 +1,4 @@
-"""Which dtype each rank computes in, and the one loss scale that all ranks share.
+"""Chooses the precision that each rank computes in; the one loss scale that all ranks share.
 
 Parameters, gradients and optimizer state are fp32 everywhere; only the forward and
 backward passes run under autocast. Every rank, fp32 ones too, multiplies its loss by the

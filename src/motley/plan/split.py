@@ -1,4 +1,4 @@
-"""Splits the global batch over ranks of unequal speed. Pure.
+"""Splits the global batch over ranks of unequal speed; what a rank's speed is. Pure.
 
 Source of the arithmetic: ARITHMETIC.md. A rank needs
 

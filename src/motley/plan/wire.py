@@ -1,4 +1,4 @@
-"""How ranks add up their gradients: what travels, and how long that takes. Pure.
+"""What a wire mode is, and how long an all-reduce takes with one. Pure.
 
 What a user may ask for with ``--wire`` is in motley.comm.modes, one file a kind.
 """

@@ -1,1 +1,1 @@
-"""From timings to a plan: who takes part, and how much each computes."""
+"""Measures, forms the process group, and makes the plan with the arithmetic of motley.plan."""

@@ -1,4 +1,4 @@
-"""From measurements to a plan: who trains, over which wire, and how much each takes."""
+"""Makes a plan from measurements: which hosts train, in which wire mode, and their shares."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The data and the model, which a rank that trains opens before there is a plan."""
+"""Opens the data and builds the model, before there is a plan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

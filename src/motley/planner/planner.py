@@ -1,4 +1,4 @@
-"""Makes the plan: from ``--shares``, from the run that is continued, or from measured speeds."""
+"""Decides where the plan comes from: ``--shares``, the run that is continued, or measurements."""
 
 from dataclasses import asdict
 from typing import Any

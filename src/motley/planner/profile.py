@@ -1,4 +1,4 @@
-"""Measures what the plan is made from: the speeds of all ranks, links, and ways to send."""
+"""Measures what a plan is made from: speeds of all ranks, links, and the cost of wire modes."""
 
 import statistics
 from collections.abc import Mapping, Sequence

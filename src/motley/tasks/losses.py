@@ -1,4 +1,4 @@
-"""What a batch costs: the loss of each sample, and the score of held-out ones."""
+"""Cross-entropy of each sample, and the sums of an evaluation."""
 
 import torch
 from torch import Tensor, nn

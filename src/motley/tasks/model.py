@@ -1,4 +1,4 @@
-"""timm's models, wrapped so that both engines see one module with one rule for dtypes."""
+"""timm's models, wrapped so that all engines see one module with one rule for dtypes."""
 
 import warnings
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""What all ranks hold alike, compared; whoever differs is put right: by the others if they are more
-than half, else by the last checkpoint."""
+"""Compares by hash what all ranks should hold alike, and repairs a rank that differs: from the
+others if they are more than half, else from the last checkpoint."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Turns what a step returned into records, for this rank's files and for the eye."""
+"""Writes the records of each step, progress lines, and TensorBoard files."""
 
 import dataclasses
 import resource

@@ -1,4 +1,4 @@
-"""What goes wrong in a training, and what helps: it is mended and said, or ends with the reason."""
+"""Handles unreadable images, losses that are no numbers, memory that ends, and new splits."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What is recorded and said of a run before it starts: who trains what, and how."""
+"""The summary of a run before it starts, for run.json and for the terminal."""
 
 import dataclasses
 import sys

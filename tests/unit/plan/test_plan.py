@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from motley.comm.modes.numbers import EXACT
 from motley.errors import MotleyError
-from motley.plan.per_rank import named_hosts, read_hosts, read_micro_batches, read_shares
+from motley.plan.per_rank import named_hosts, read_micro_batches, read_named_hosts, read_shares
 from motley.plan.plan import (
     Candidate,
     Plan,
@@ -99,10 +99,10 @@ def test_ranks_that_see_one_gpu_each_all_take_part() -> None:
 def test_hosts_are_named_as_they_were_started() -> None:
     known = ["tesla0", "tesla0", "tesla1"]
     assert named_hosts("auto", known) is None and named_hosts("all", known) is None
-    assert named_hosts(read_hosts("tesla1, tesla1"), known) == ("tesla1",)
+    assert named_hosts(read_named_hosts("tesla1, tesla1"), known) == ("tesla1",)
     for text, name in (("tesla2", "tesla2"), ("", ""), ("tesla0,", ""), ("tesla0 x", "tesla0 x")):
         with pytest.raises(MotleyError, match=f"no '{name}' among .* tesla0, tesla1"):
-            named_hosts(read_hosts(text), known)
+            named_hosts(read_named_hosts(text), known)
     candidates = [
         Candidate(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))
     ]
