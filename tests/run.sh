@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to all tests passed.
 #
-#   bash tests/run.sh                       # everything: lint, types, tests; about 30 minutes
+#   bash tests/run.sh                       # everything: lint, types, tests; about 20 minutes
 #   bash tests/run.sh -m "not mpi"          # the unit tests, under 2 minutes
 #   bash tests/run.sh -k resume             # options go to pytest
 #
