@@ -53,7 +53,7 @@ class Dataset:
             except Exception as error:
                 raise MotleyError(
                     f"{self.name} is not under {folder.resolve()} and could not be downloaded "
-                    f"({type(error).__name__}: {error}); put its files there, or choose "
+                    f"({type(error).__name__}: {error}); put its .tar.gz there, or choose "
                     "--dataset digits, which needs no download"
                 ) from error
 
