@@ -37,14 +37,14 @@ def clean(lab: Door, *words: object) -> Done:
 
 def lingering(lab: Door, host: str) -> dict[str, int]:
     """Pids of the ranks on a host, by the mark in their command line."""
-    lines = lab.do("exec", "--root", host, "--", "ps", "-e", "-o", "pid=,args=").splitlines()
+    lines = lab.do("exec", "--root", host, "--", "ps", "-eww", "-o", "pid=,args=").splitlines()
     ranks = [line.split() for line in lines if "-m motley.launch" in line and LINGER in line]
     return {words[-1]: int(words[0]) for words in ranks}
 
 
 def launchers(lab: Door, host: str, mark: str) -> list[int]:
     """Pids of the mpirun or the daemons that have ``mark`` in their command line."""
-    lines = lab.on(host, "ps", "-e", "-o", "pid=,comm=,args=").splitlines()
+    lines = lab.on(host, "ps", "-eww", "-o", "pid=,comm=,args=").splitlines()
     found = [line.split() for line in lines if mark in line]
     return [int(words[0]) for words in found if words[1] in ("prterun", "prted")]
 
@@ -54,9 +54,8 @@ def test_leftovers_on_two_hosts_are_ended_and_nothing_else(lab: Door) -> None:
     alike = f"cd {ROOT} && exec ./entry_cn.sh {LINGER} other"
     jobs.append(lab.start("exec", "--root", "c0", "--", "sh", "-c", alike))
     try:
-        # 2 s alone; how long a launch takes beside other tests is not what this one is about.
-        wait_until(lambda: set(lingering(lab, "c0")) == {"old", "new", "other"}, 60)
-        wait_until(lambda: set(lingering(lab, "c1")) == {"old", "new"}, 60)
+        wait_until(lambda: set(lingering(lab, "c0")) == {"old", "new", "other"}, 20)
+        wait_until(lambda: set(lingering(lab, "c1")) == {"old", "new"}, 20)
         done = clean(lab)
         assert done.code == 0 and "nothing is left over" in done.output
         assert done.output.count("running") == done.output.count("\nc")

@@ -50,7 +50,7 @@ def ready(lab: Door) -> Door:
     wait_until(log.exists, 60)  # pip is at work there
     job.send_signal(signal.SIGKILL)
     job.communicate()
-    wait_until(lambda: "pip" not in lab.on("alone2", "ps", "-ef"), 20)  # nothing outlives it
+    wait_until(lambda: "pip" not in lab.on("alone2", "ps", "-efww"), 20)  # nothing outlives it
 
     told = at_head(lab, f"setup/install_cn.sh {OFFLINE}")
     assert told.count("environment: ready") == 2 and told.count("cpu fp32") == 3
@@ -135,7 +135,7 @@ def test_a_pair_that_cannot_talk_is_named(ready: Door) -> None:
     assert "alone2 -> alone3: " in done.output and "alone3 -> alone2: " in done.output
     assert "alone1 ->" not in done.output
     assert "btl_tcp_if_include = nosuch0" in done.output
-    left = ready.on("alone3", "ps", "-ef")
+    left = ready.on("alone3", "ps", "-efww")
     assert "hello_mpi" not in left and "prted" not in left
 
 
