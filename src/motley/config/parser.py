@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from motley.config.option import Option, flag_of, options_of
 from motley.config.options import GROUPS, Config
-from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean
 
@@ -69,13 +68,6 @@ class OptionParser(OneVoice):
         own = tuple(group(**{name: given.pop(name) for name in options_of(group)})
                     for group in self.own)  # fmt: skip
         return Config(**given, own=own)
-
-    def read(self, arguments: Sequence[str] | None = None) -> Config:
-        """Parse a command line, the process's own by default."""
-        try:
-            return self.config_of(self.parse_args(arguments))
-        except MotleyError as error:
-            self.error(str(error))
 
 
 def _rest(declared: Option, usual: Any) -> dict[str, Any]:

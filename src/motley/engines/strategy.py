@@ -74,21 +74,26 @@ def known_strategies(script: str | None = None) -> dict[str, Strategy]:
     return {each.name: each for each in found if script in (None, each.script)}
 
 
-def engines_of(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
-    """The engines that the user has chosen.
+def chosen_strategy(config: Config, strategies: Mapping[str, Strategy]) -> Strategy:
+    """The one that the user has chosen.
 
     Args:
         strategies: of the script; if they are more than one, ``--strategy`` names it.
     """
     name = config.of(StrategyOptions).strategy if len(strategies) > 1 else next(iter(strategies))
-    chosen = strategies[name]
+    return strategies[name]
+
+
+def engines_of(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
+    """The engines of :func:`chosen_strategy`."""
+    chosen = chosen_strategy(config, strategies)
     for other in strategies.values():
         for group in set(other.options) - set(chosen.options):
             for each in fields(group):
                 if getattr(config.of(group), each.name) != each.default:
                     flag = flag_of(each.name, options_of(group)[each.name])
                     raise MotleyError(
-                        f"{flag} is for --strategy {other.name}, and this is {name}; add "
+                        f"{flag} is for --strategy {other.name}, and this is {chosen.name}; add "
                         f"--strategy {other.name}, or leave {flag} out"
                     )
     return Engines(chosen.traits(config), chosen.engine)

@@ -5,7 +5,7 @@ silently means the default. Here it is an error with the nearest right key.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ def config_path(options: ZeroOptions) -> Path:
     return Path(options.deepspeed_config or ROOT / "deepspeed" / f"zero{options.stage or 0}.json")
 
 
-def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
+def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for this rank.
 
     Ranks may differ in micro-batch and accumulation: DeepSpeed checks that batch = micro
@@ -100,7 +100,18 @@ def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[s
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     _check_keys(path, zero, known, "zero_optimization.")
     _offload(path, content, context)
-    asked = context.config.of(ZeroOptions).stage
+    _check_stage(path, zero, context.config.of(ZeroOptions).stage)
+    for key in _BUCKETS:
+        if zero.get(key) == "auto":
+            zero[key] = min(_BUCKET, parameters)
+    _fill_sizes(path, content, context)
+    _fill_wire(path, content, context)
+    content.setdefault("steps_per_print", 10**9)
+    return content
+
+
+def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None:
+    """MotleyError unless the file's stage is ``--stage``, and right with what else it says."""
     if asked is not None and asked != zero.get("stage", 0):
         raise MotleyError(
             f"--stage {asked}, but {path} says zero_optimization.stage {zero.get('stage', 0)}; "
@@ -111,9 +122,10 @@ def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[s
             f"{path}: overlap_comm is silently wrong at stage 1 when ranks differ in precision; "
             "set it to false"
         )
-    for key in _BUCKETS:
-        if zero.get(key) == "auto":
-            zero[key] = min(_BUCKET, parameters)
+
+
+def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
+    """What the plan and ``--clip-grad`` say; MotleyError where the file says something else."""
     sizes = context.plan.micro_batches[context.rank]
     right = dict(
         zip(_FILLED, (max(1, *sizes), len(sizes), context.config.clip_grad or 0.0), strict=True)
@@ -126,6 +138,10 @@ def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[s
                 '"auto", or change --batch-size, --micro-batch or --clip-grad'
             )
         content[key] = value
+
+
+def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
+    """What ``--wire`` says; MotleyError where the file says something else."""
     wire = context.plan.wire
     if content.setdefault(_WIRE, wire.dtype) not in ("auto", wire.dtype):
         raise MotleyError(
@@ -133,13 +149,11 @@ def read_config(path: Path, context: "EngineContext", parameters: int) -> dict[s
             "--wire as it says"
         )
     content[_WIRE] = wire.dtype
-    if zero.get("stage", 0) == 0:
+    if content["zero_optimization"].get("stage", 0) == 0:
         content["gradient_clipping"] = 0.0  # the engine clips; see motley.engines.zero_engine
         # In 16 bits, divided before the sum, which might overflow: the loss scale is found for
         # what each rank sends.
         content.setdefault("prescale_gradients", wire.dtype != "fp32")
-    content.setdefault("steps_per_print", 10**9)
-    return content
 
 
 def _offload(path: Path, content: dict[str, Any], context: "EngineContext") -> None:

@@ -24,7 +24,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.strategies.zero import TRAITS
-from motley.engines.zero_config import ZeroOptions, config_path, read_config
+from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -47,7 +47,7 @@ class ZeroEngine(EngineBase):
 
     def __init__(self, model: Classifier, context: EngineContext) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = read_config(config_path(context.config.of(ZeroOptions)), context, parameters)
+        config = read_zero_config(config_path(context.config.of(ZeroOptions)), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.traits = TRAITS[self._stage]
         installed = importlib.metadata.version("deepspeed")
@@ -58,7 +58,7 @@ class ZeroEngine(EngineBase):
                 "--stage 1"
             )
         self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
-        if self._stage >= 2 and len(set(context.precisions)) > 1:
+        if not self.traits.mixes_precisions and len(set(context.precisions)) > 1:
             raise MotleyError(
                 f"ZeRO stage {self._stage} reduces gradients in the order in which they come, and "
                 f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "

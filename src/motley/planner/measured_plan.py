@@ -17,9 +17,7 @@ from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
 from motley.planner.speed_cache import remember
-from motley.tasks.model import (
-    Classifier,
-)
+from motley.tasks.model import Classifier
 
 
 @dataclass(frozen=True)

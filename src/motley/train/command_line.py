@@ -10,6 +10,7 @@ from motley.config.options import GROUPS, Config
 from motley.config.parser import OptionParser
 from motley.data.dataset import known_datasets
 from motley.engines.strategy import Strategy, StrategyOptions
+from motley.errors import MotleyError
 
 
 def training_parser(
@@ -64,5 +65,8 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
 
 
 def read_config(parser: OptionParser, arguments: Sequence[str] | None = None) -> Config:
-    """Parse the command line of a training script."""
-    return parser.read(arguments)
+    """Parse the command line of a training script, the process's own by default."""
+    try:
+        return parser.config_of(parser.parse_args(arguments))
+    except MotleyError as error:
+        parser.error(str(error))

@@ -4,10 +4,10 @@ import os
 import runpy
 import subprocess
 import sys
-import traceback
 from typing import Any, NoReturn
 
 from project import ROOT
+from warm.fork import end_with
 
 import motley.launch.world
 from motley.launch.mpi import Launched
@@ -51,20 +51,9 @@ class Again(subprocess.Popen):  # type: ignore[type-arg]
 
 def run_again(environment: dict[str, str]) -> NoReturn:
     """Be the script's own process, in this fork."""
-    code = 1
-    try:
-        os.environ.clear()
-        os.environ |= environment
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    os.environ.clear()
+    os.environ |= environment
+    end_with(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
 
 
 def main(launched: Launched, words: list[Any]) -> None:

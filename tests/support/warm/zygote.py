@@ -25,10 +25,11 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from warm.fork import end_with
 
 GRACE = 10.0  # seconds in which the others should end by themselves once a rank has failed
 _LENGTH = struct.Struct("!Q")
@@ -66,8 +67,8 @@ def _read_message(line: socket.socket) -> bytes:
 
 def begin_rank(rank: int, job: dict[str, Any], group: int, line: socket.socket) -> NoReturn:
     """What a fork does: become a rank, call the job's body, end."""
-    code = 1
-    try:
+
+    def body_of_job() -> None:
         os.setpgid(0, group)
         output = os.open(Path(job["folder"]) / f"rank{rank}.txt",
                          os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # fmt: skip
@@ -80,15 +81,8 @@ def begin_rank(rank: int, job: dict[str, Any], group: int, line: socket.socket) 
         module, _, function = job["body"].partition(":")
         body = getattr(importlib.import_module(module), function)
         body(ForkedRanks(rank, job["ranks"], line), job["argument"])
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    end_with(body_of_job)
 
 
 @dataclass
