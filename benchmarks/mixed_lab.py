@@ -23,8 +23,10 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,19 @@ def _unless_none(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+def accelerate_version(modes: Sequence[str]) -> str | None:
+    """Of the peer that is no package of Motley's; None where no mode needs it."""
+    if "accelerate" not in modes:
+        return None
+    try:
+        return importlib.metadata.version("accelerate")
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit(
+            "mode accelerate needs its package: pip install accelerate; or name other --modes "
+            f"({', '.join(mode for mode in MODES if mode != 'accelerate')})"
+        )
+
+
 def main() -> None:
     """Measure, show, write."""
     options = arguments()
@@ -138,7 +153,7 @@ def main() -> None:
         bars.draw(rows, title, options.json.with_suffix(".png"))
         result.write(
             options.json, rows, started, emulation=options.emulation, load_before=load,
-            accelerate=importlib.metadata.version("accelerate"),
+            accelerate=accelerate_version(options.modes),
         )  # fmt: skip
 
 
@@ -161,6 +176,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.repeats, options.steps, options.fastest_s = 1, 4, 0.006
+    accelerate_version(options.modes)  # what is missing is said before minutes of measuring
     return options
 
 

@@ -13,7 +13,6 @@ all-reduce of the mode's own bytes. Needs root, for the lab, and: pip install ac
 """
 
 import argparse
-import importlib.metadata
 import os
 import time
 from pathlib import Path
@@ -55,7 +54,7 @@ def main() -> None:
         if options.json:  # after each kind, for all of it takes long
             result.write(
                 options.json, rows, started, slower=options.slower, load_before=load,
-                accelerate=importlib.metadata.version("accelerate"),
+                accelerate=mixed_lab.accelerate_version(options.modes),
             )  # fmt: skip
             draw(rows, options.json.with_suffix(".png"))
 
@@ -114,6 +113,7 @@ def arguments() -> argparse.Namespace:
         options.repeats, options.links = 1, ["20"]
         options.chosen = options.chosen or ["plain-ddp", "motley-ddp-powersgd:4"]
     options.fastest_s, options.emulation = options.slower * _SAMPLE_S, "paced"
+    mixed_lab.accelerate_version(options.chosen or MODES)  # what is missing is said first
     return options
 
 
