@@ -19,12 +19,13 @@ from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.dataset import load_images
 from motley.engines.optimizer import make_optimizer
-from motley.engines.protocol import EngineContext, EngineFactory
+from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.engines.step_timer import Laps
 from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
+from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.split import SpeedTable
 from motley.plan.wire import WireMode
@@ -128,7 +129,19 @@ class Bench(ABC):
             replace(self.config, batch_size=n, **options), self.rank, self.group.size,
             self.group.device, self.group.precisions, scale, plan,
         )  # fmt: skip
-        engine = engine_factory(model, context)
+        return {
+            **self._time_engine(model, engine_factory(model, context), plan, mode),
+            "predicted_s": predicted.step_s, "counts": plan.counts,
+            "micro_batches": plan.max_micro_batch, "refined_s": measured_s,
+            "wire": asdict(replace(wire, tensors=())),
+            "buckets": predicted.buckets, "wire_s": predicted.wire_s,
+            "predicted_compute_s": predicted.compute_s,
+        }  # fmt: skip
+
+    def _time_engine(
+        self, model: Classifier, engine: Engine, plan: Plan, mode: WireMode
+    ) -> dict[str, Any]:
+        """A step of an engine, as the loop takes it; and where each rank's time went."""
         plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
         engine.reconfigure(plan)
         sizes = plan.micro_batches[self.rank]
@@ -152,13 +165,7 @@ class Bench(ABC):
             name: statistics.median(lap.seconds(name) for lap in laps[warm:])
             for name in ("compute", "sync", "opt")
         }
-        return {
-            "step_s": step_s, "predicted_s": predicted.step_s, "counts": plan.counts,
-            "micro_batches": plan.max_micro_batch, "refined_s": measured_s,
-            "wire": asdict(replace(wire, tensors=())),
-            "buckets": predicted.buckets, "wire_s": predicted.wire_s,
-            "predicted_compute_s": predicted.compute_s, "laps": self.world.allgather(own),
-        }  # fmt: skip
+        return {"step_s": step_s, "laps": self.world.allgather(own)}
 
     def plain_ddp(self, n: int, **timing: int) -> dict[str, Any]:
         """DDP as its documentation has it: N / ranks samples each, and the mean of the losses."""

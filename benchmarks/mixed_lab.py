@@ -137,8 +137,7 @@ def accelerate_version(modes: Sequence[str]) -> str | None:
         return importlib.metadata.version("accelerate")
     except importlib.metadata.PackageNotFoundError:
         sys.exit(
-            "mode accelerate needs its package: pip install accelerate; or name other --modes "
-            f"({', '.join(mode for mode in MODES if mode != 'accelerate')})"
+            "mode accelerate needs its package: pip install accelerate; or name --modes without it"
         )
 
 
