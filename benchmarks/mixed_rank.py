@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from mixed import Bench
 from paced import Pace, Paced
-from torch.nn import functional
 
 from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
@@ -74,7 +73,7 @@ class LabBench(Bench):
 
         def step() -> None:
             optimizer.zero_grad()
-            accelerator.backward(functional.cross_entropy(net(batch.images), batch.labels))
+            accelerator.backward(net(batch.data).mean())
             optimizer.step()
 
         return step
@@ -85,7 +84,7 @@ class LabBench(Bench):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(model.net, self.config),
             config={
-                "train_micro_batch_size_per_gpu": len(batch.labels),
+                "train_micro_batch_size_per_gpu": len(batch),
                 "gradient_accumulation_steps": 1,
                 "zero_optimization": {"stage": stage},
                 "zero_allow_untested_optimizer": True,
@@ -93,7 +92,7 @@ class LabBench(Bench):
         )  # fmt: skip
 
         def step() -> None:
-            engine.backward(functional.cross_entropy(engine(batch.images), batch.labels))
+            engine.backward(engine(batch.data).mean())
             engine.step()
 
         return step

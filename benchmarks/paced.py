@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motley.data.batch import Tensors
 from motley.data.images import Images
 from motley.tasks.model import Classifier
 
@@ -41,8 +42,10 @@ class Pace:
 class Paced(Classifier):
     """As Classifier, at a given pace."""
 
-    def __init__(self, net: nn.Module, images: Images, img_size: int, pace: Pace) -> None:
-        super().__init__(net, images, img_size, "fp32", torch.device("cpu"))
+    def __init__(
+        self, net: nn.Module, images: Images, img_size: int, pace: Pace, smoothing: float = 0.0
+    ) -> None:
+        super().__init__(net, images, img_size, "fp32", torch.device("cpu"), smoothing)
         self._pace = pace
         layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
         self._place = 0
@@ -69,15 +72,16 @@ class Paced(Classifier):
         """When this layer's backward pass should end."""
         return self._backward_start + self._done[self._place] * self._backward_s
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, data: Tensors, scored: bool = False) -> Any:
         """See Classifier."""
-        start, whole = time.perf_counter(), self._pace.seconds(len(images))
-        logits = super().forward(images)
-        if len(images) == 0 or not torch.is_grad_enabled():
-            return logits
-        self._samples, self._backward_s = len(images), (1 - FORWARD) * whole
+        samples = len(data["images"])
+        start, whole = time.perf_counter(), self._pace.seconds(samples)
+        losses = super().forward(data, scored)
+        if samples == 0 or not torch.is_grad_enabled():
+            return losses
+        self._samples, self._backward_s = samples, (1 - FORWARD) * whole
         _sleep_until(start + FORWARD * whole)
-        return _Mark.apply(logits, self)
+        return _Mark.apply(losses, self)
 
     def begin_backward(self) -> None:
         """The backward pass starts now."""
@@ -88,10 +92,10 @@ class _Mark(torch.autograd.Function):
     """Tells the classifier when its backward pass begins."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, model: Paced) -> Tensor:
+    def forward(ctx: Any, losses: Tensor, model: Paced) -> Tensor:
         """The same."""
         ctx.model = model
-        return logits.view_as(logits)
+        return losses.view_as(losses)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -56,8 +56,10 @@ def main() -> None:
         if given.optimizer_s:
             pace_optimizer(given.optimizer_s[world.rank])
 
-        def model(net: nn.Module, images: Images, size: int, *_: object) -> Paced:
-            return Paced(net, images, size, pace)
+        def model(
+            net: nn.Module, images: Images, size: int, _: str, __: torch.device, smoothing: float
+        ) -> Paced:
+            return Paced(net, images, size, pace, smoothing)
 
         train(world, config, make, model)
 

@@ -1,9 +1,12 @@
-"""One micro-batch of images."""
+"""One micro-batch of samples."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+Tensors = dict[str, Tensor]  # by name; each has one row a sample
 
 
 @dataclass
@@ -11,31 +14,33 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        images: uint8 [n, C, H, W]. labels: int64 [n]. n may be 0.
+        data: what the model gets of its samples, by name; of images: ``images``, uint8
+            [n, C, H, W], and ``labels``, int64 [n]. n may be 0.
         indices: of the samples in the dataset, n of them.
-        unreadable: names of images that could not be read.
+        unreadable: names of samples that could not be read.
     """
 
-    images: Tensor
-    labels: Tensor
+    data: Tensors
     indices: tuple[int, ...]
     unreadable: tuple[str, ...] = ()
 
+    def __len__(self) -> int:
+        return len(self.indices)
+
     def to(self, device: torch.device) -> "Batch":
         """A copy on ``device``; the copy runs beside the host where the memory is pinned."""
-        images = self.images.to(device, non_blocking=True)
-        labels = self.labels.to(device, non_blocking=True)
-        return Batch(images, labels, self.indices, self.unreadable)
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=True))
 
     def __getitem__(self, part: slice) -> "Batch":
-        """Some of its samples; unreadable images stay with the first of them."""
-        return Batch(
-            self.images[part], self.labels[part], self.indices[part],
-            () if part.start else self.unreadable,
+        """Some of its samples; unreadable ones stay with the first of them."""
+        return replace(
+            self._changed(lambda tensor: tensor[part]), indices=self.indices[part],
+            unreadable=() if part.start else self.unreadable,
         )  # fmt: skip
 
     def pin_memory(self) -> "Batch":
         """The same in page-locked memory; DataLoader calls it."""
-        return Batch(
-            self.images.pin_memory(), self.labels.pin_memory(), self.indices, self.unreadable
-        )
+        return self._changed(Tensor.pin_memory)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return replace(self, data={name: change(tensor) for name, tensor in self.data.items()})

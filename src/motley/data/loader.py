@@ -73,9 +73,9 @@ def _collate(shape: tuple[int, ...]) -> Callable[[list[_Sample]], Batch]:
         for row, sample in enumerate(kept):
             assert sample.image is not None
             images[row] = sample.image.expand(shape)
+        labels = torch.tensor([sample.label for sample in kept], dtype=torch.int64)
         return Batch(
-            images,
-            torch.tensor([sample.label for sample in kept], dtype=torch.int64),
+            {"images": images, "labels": labels},
             tuple(sample.index for sample in kept),
             tuple(name for sample in samples for name in sample.unreadable),
         )
@@ -188,7 +188,7 @@ def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         if waiting is not None:
             yield waiting
         torch.cuda.current_stream(device).wait_stream(stream)
-        for tensor in (copied.images, copied.labels):
+        for tensor in copied.data.values():
             tensor.record_stream(torch.cuda.current_stream(device))
         waiting = copied
     if waiting is not None:

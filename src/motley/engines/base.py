@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.collectives import all_gather_object
-from motley.data.batch import Batch
+from motley.data.batch import Batch, Tensors
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (
     load_model_state,
@@ -27,7 +27,7 @@ from motley.errors import NoMemoryError
 from motley.faults import Phase
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.tasks.losses import sample_losses, score
+from motley.tasks.losses import score
 from motley.tasks.model import Classifier
 
 
@@ -85,7 +85,7 @@ class EngineBase:
         if losses is None:
             release()
             self._abandon(last)
-            losses = torch.zeros(len(batch.labels), device=self._context.device)
+            losses = torch.zeros(len(batch), device=self._context.device)
         if last:
             self._send()
         self._step_losses.append(losses)
@@ -103,27 +103,26 @@ class EngineBase:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
         if not self.replicated:
             return self._evaluate_together(batch)
-        whole = slice(0, len(batch.labels))
+        whole = slice(0, len(batch))
         found = in_halves(lambda part: score(self._model, batch[part]), whole)
         return torch.stack(found).sum(dim=0)
 
     def _evaluate_together(self, batch: Batch) -> Tensor:
-        if len(batch.labels):
+        if len(batch):
             return score(self._model, batch)
-        blank = self._model.blank_images(1)
-        score(self._model, Batch(blank, batch.labels.new_zeros(1), ()))
-        return torch.zeros(3, dtype=torch.float64, device=blank.device)
+        score(self._model, Batch(self._model.blank(), (0,)))
+        return torch.zeros(3, dtype=torch.float64, device=self._context.device)
 
-    def _losses(self, forward: Callable[[Tensor], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+    def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """Each sample's loss, fp32 [n], and their sum; where every pass communicates.
 
-        A rank without samples computes a blank image, times 0: only a real pass takes part in
-        all that the others do, in their order.
+        A rank without samples computes a blank one, times 0: only a real pass takes part in all
+        that the others do, in their order.
         """
-        if not len(batch.labels):
-            logits = forward(self._model.blank_images(1))
-            return logits.new_empty(0), logits.sum() * 0.0
-        losses = sample_losses(forward(batch.images), batch, self._context.config.smoothing)
+        if not len(batch):
+            losses = forward(self._model.blank())
+            return losses.new_empty(0), losses.sum() * 0.0
+        losses = forward(batch.data)
         return losses, losses.sum()
 
     def _backward(self, loss: Tensor) -> None:

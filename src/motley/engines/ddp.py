@@ -17,7 +17,6 @@ from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
-from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 
@@ -80,7 +79,7 @@ class DdpEngine(SynchronousEngine):
             reducer, self._reducer = self._reducer, Reducer()  # what is sent here is no gradient
             for _ in range(2):
                 self._buckets.clear()
-                self._ddp(self._model.blank_images(1)).sum().backward()
+                self._ddp(self._model.blank()).sum().backward()
         self._reducer, self._sent = reducer, 0
         self._zero_gradients()
 
@@ -92,9 +91,8 @@ class DdpEngine(SynchronousEngine):
         # Communication overlaps the last backward pass, or follows.
         overlap = last and self._overlap
         with contextlib.nullcontext() if overlap else self._ddp.no_sync():
-            logits = self._ddp(batch.images)
+            losses: Tensor = self._ddp(batch.data)
             self._broken_off = overlap
-            losses = sample_losses(logits, batch, self._context.config.smoothing)
             self._backward(losses.sum() * (self.scale.value / n_global))
             self._broken_off = False
         if not overlap:

@@ -29,7 +29,6 @@ from motley.errors import MotleyError, NotFiniteError
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.plan.wire import Addition
-from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 _TOLD = 4  # numbers that each rank tells at an averaging round
@@ -80,11 +79,11 @@ class LocalEngine(EngineBase):
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
         self._n_global = n_global
         losses = torch.zeros(0, device=self._context.device)
-        if len(batch.labels):
-            losses = sample_losses(self._model(batch.images), batch, self._context.config.smoothing)
+        if len(batch):
+            losses = self._model(batch.data)
             # As in other engines, whose loss scale is searched for; step() makes it a mean.
             self._backward(losses.sum() * (self.scale.value / n_global))
-            self._samples += len(batch.labels)
+            self._samples += len(batch)
         self.clock.lap("compute")
         return losses.detach()
 

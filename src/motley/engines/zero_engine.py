@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from motley.comm.collectives import all_gather, all_gather_floats
-from motley.data.batch import Batch
+from motley.data.batch import Batch, Tensors
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
@@ -28,7 +28,6 @@ from motley.engines.zero_config import ZeroOptions, config_path, read_zero_confi
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 _COUNTS_ALL = Version("0.18.4")
@@ -109,13 +108,13 @@ class ZeroEngine(EngineBase):
         )
 
     def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        def forward(images: Tensor) -> Tensor:
-            return self._forward(images, last)
+        def forward(data: Tensors) -> Tensor:
+            return self._forward(data, last)
 
         if self.equal_micro_steps:
             losses, total = self._losses(forward, batch)
         else:
-            losses = sample_losses(forward(batch.images), batch, self._context.config.smoothing)
+            losses = forward(batch.data)
             total = losses.sum()
         self._backward(total * (self.loss_weight / n_global))
         self.clock.lap("compute", ready=last)
@@ -123,7 +122,7 @@ class ZeroEngine(EngineBase):
 
     def _abandon(self, last: bool) -> None:
         if last or self._stage >= 2:
-            loss = self._forward(self._model.blank_images(1), last).sum() * math.nan
+            loss = self._forward(self._model.blank(), last).sum() * math.nan
             self._backward(loss)
         self.clock.lap("compute", ready=last)
 
@@ -132,15 +131,15 @@ class ZeroEngine(EngineBase):
             self._engine.allreduce_gradients()
             self.clock.lap("sync")
 
-    def _forward(self, images: Tensor, last: bool) -> Tensor:
+    def _forward(self, data: Tensors, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
         try:
-            logits: Tensor = self._engine(images)
+            losses: Tensor = self._engine(data)
         except (RuntimeError, MemoryError) as error:
             if not self.replicated and out_of_memory(error):
                 self._no_second_try(error, "--stage 1")
             raise
-        return logits
+        return losses
 
     def _backward(self, loss: Tensor) -> None:
         self.clock.on_phase(Phase.BACKWARD)
@@ -227,7 +226,7 @@ class ZeroEngine(EngineBase):
             # A step with a gradient of zeros: partitions get their slots only by stepping. It
             # decays the weights, so they are loaded after it. Not where no step was taken yet:
             # the slots would count this one.
-            self._backward(self._forward(self._model.blank_images(1), last=True).sum() * 0.0)
+            self._backward(self._forward(self._model.blank(), last=True).sum() * 0.0)
             self._send()
             self._engine.step()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)

@@ -136,7 +136,7 @@ class Predictor:
         """fp32 [n, classes], on the CPU."""
 
         def compute(part: slice) -> Tensor:
-            logits: Tensor = self._model(pixels[part].to(self.device))
+            logits: Tensor = self._model.logits(pixels[part].to(self.device))
             return logits.cpu()
 
         return torch.cat(in_halves(compute, slice(0, len(pixels))))

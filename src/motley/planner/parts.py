@@ -18,8 +18,9 @@ from motley.tasks.model import (
     set_matmul_precision,
 )
 
-# Wraps a network for images, of so many pixels a side, in a precision, on a device.
-ModelFactory = Callable[[nn.Module, Images, int, str, torch.device], Classifier]
+# Wraps a network for images, of so many pixels a side, in a precision, on a device, with labels
+# smoothed so much.
+ModelFactory = Callable[[nn.Module, Images, int, str, torch.device, float], Classifier]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,6 @@ def open_parts(
     images = load_images(config, img_size)
     net = build_model(config, images)
     set_attention(net, config.attention)
-    model = make(net, images, img_size, precision, group.device)
+    model = make(net, images, img_size, precision, group.device, config.smoothing)
     model.try_attention(config.attention)
     return Parts(images, model)

@@ -10,9 +10,11 @@ import torch
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from motley.config.options import Config
+from motley.data.batch import Tensors
 from motley.data.dataset import find_dataset
 from motley.data.images import Images
 from motley.errors import MotleyError
@@ -128,7 +130,7 @@ def set_attention(net: nn.Module, kind: str) -> None:
 
 
 class _Idle(torch.autograd.Function):
-    """No images: no logits, and a gradient of zeros for every parameter.
+    """No samples: no losses, and a gradient of zeros for every parameter.
 
     A rank without work must still take part in every collective, so its parameters need
     gradients and their hooks must fire. EngineTraits an empty batch through the network would
@@ -136,19 +138,19 @@ class _Idle(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, classes: int, *parameters: Tensor) -> Tensor:
-        """Logits of no images, [0, classes]."""
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        """Losses of no samples, [0]."""
         ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros((0, classes))
+        return parameters[0].new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Zeros."""
-        return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
 class Classifier(nn.Module):
-    """uint8 images in, fp32 logits out; autocast and normalisation inside.
+    """Images and labels in, each sample's loss out; autocast, normalisation and loss inside.
 
     Autocast sits inside ``forward``, where DDP and DeepSpeed wrap it, and the output is
     fp32, so that the wrappers never see a rank's dtype and ranks may differ in it.
@@ -156,16 +158,23 @@ class Classifier(nn.Module):
     Args:
         net: the timm model.
         precision: this rank's; see motley.plan.precision.
+        smoothing: of the labels, in training.
     """
 
     measuring_s = 11.0  # that measuring its speed may take; all ranks measure at once
 
     def __init__(
-        self, net: nn.Module, images: Images, img_size: int, precision: str, device: torch.device
+        self,
+        net: nn.Module,
+        images: Images,
+        img_size: int,
+        precision: str,
+        device: torch.device,
+        smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-        self.net = net.to(device)
-        self._image, self._classes = (images.channels, img_size, img_size), images.classes
+        self.net, self._smoothing = net.to(device), smoothing
+        self._image = (images.channels, img_size, img_size)
         self._autocast = AUTOCAST[precision]
         # Plain tensors and no buffers: DDP would send buffers around at every step.
         dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
@@ -173,21 +182,38 @@ class Classifier(nn.Module):
         self._mean = 255 * torch.tensor(images.mean, device=device, dtype=dtype).view(shape)
         self._std = 255 * torch.tensor(images.std, device=device, dtype=dtype).view(shape)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits, fp32 [n, classes], of ``images``, uint8 [n, C, H, W]; n may be 0."""
+    def forward(self, data: Tensors, scored: bool = False) -> Any:
+        """The cross-entropy of each sample, fp32 [n]; n may be 0.
+
+        Args:
+            data: see motley.data.batch.Batch.
+            scored: held-out samples: without smoothing, and whether each answer is right, [n].
+        """
+        images, labels = data["images"], data["labels"]
+        if scored:
+            logits = self.logits(images)
+            losses = functional.cross_entropy(logits, labels, reduction="none")
+            return losses, logits.argmax(dim=1) == labels
         if len(images) == 0:
-            idle: Tensor = _Idle.apply(
-                self._classes, *(p for p in self.net.parameters() if p.requires_grad)
-            )
-            return idle
+            return _Idle.apply(*(p for p in self.net.parameters() if p.requires_grad))
+        return functional.cross_entropy(
+            self.logits(images), labels, label_smoothing=self._smoothing, reduction="none"
+        )
+
+    def logits(self, images: Tensor) -> Tensor:
+        """fp32 [n, classes], of ``images``, uint8 [n, C, H, W]."""
         pixels = (images.to(self._mean.dtype) - self._mean) / self._std
         with torch.autocast(images.device.type, self._autocast, enabled=self._autocast is not None):
             logits: Tensor = self.net(pixels)
         return logits.to(self._mean.dtype)
 
-    def blank_images(self, count: int) -> Tensor:
-        """``count`` black images, uint8 [count, C, H, W], on the model's device."""
-        return torch.zeros((count, *self._image), dtype=torch.uint8, device=self._mean.device)
+    def blank(self) -> Tensors:
+        """A sample to compute where only a pass counts, on the model's device: a black image."""
+        device = self._mean.device
+        return {
+            "images": torch.zeros((1, *self._image), dtype=torch.uint8, device=device),
+            "labels": torch.zeros(1, dtype=torch.int64, device=device),
+        }
 
     def try_attention(self, kind: str) -> None:
         """MotleyError if a kernel that the user has chosen cannot compute this model here."""
@@ -196,7 +222,7 @@ class Classifier(nn.Module):
         with warnings.catch_warnings(record=True) as said, torch.no_grad():
             warnings.simplefilter("always")
             try:
-                self(self.blank_images(1))
+                self(self.blank())
             except RuntimeError as error:
                 words = [str(warning.message).splitlines()[0] for warning in said]
                 raise MotleyError(
@@ -204,17 +230,20 @@ class Classifier(nn.Module):
                     f"{'; '.join(words) or str(error).splitlines()[0]}. Take another one, or auto"
                 ) from None
 
-    def noise_images(self, count: int) -> Tensor:
-        """``count`` random images, always the same, uint8 [count, C, H, W], on the model's device.
+    def noise(self, count: int) -> Tensors:
+        """``count`` samples of random pixels, always the same, on the model's device.
 
         For timing: a GPU draws less power on images that are all alike, and computes faster
         than it would in training.
         """
         device = self._mean.device
         dice = torch.Generator(device).manual_seed(0)
-        return torch.randint(
-            256, (count, *self._image), dtype=torch.uint8, device=device, generator=dice
-        )
+        return {
+            "images": torch.randint(
+                256, (count, *self._image), dtype=torch.uint8, device=device, generator=dice
+            ),
+            "labels": torch.zeros(count, dtype=torch.int64, device=device),
+        }
 
 
 def set_matmul_precision(precision: str) -> None:

@@ -16,7 +16,6 @@ from motley.engines.gradients import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
 from motley.planner.process_group import ProcessGroup
-from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow
@@ -24,9 +23,7 @@ MARGIN = 2  # powers of two: gradients of later batches may be larger
 _BATCHES = 2  # global batches that are tried
 
 
-def search_scale(
-    group: ProcessGroup, loader: Loader, model: Classifier, plan: Plan, smoothing: float
-) -> float:
+def search_scale(group: ProcessGroup, loader: Loader, model: Classifier, plan: Plan) -> float:
     """Find the loss scale on the first global batches of the first epoch."""
     assert group.rank is not None
     wire = plan.wire.dtype == "fp16"
@@ -37,14 +34,13 @@ def search_scale(
     # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and a sum
     # on the wire may be so many times a rank's part.
     weight = group.size / plan.global_batch
-    return find_scale(model, batches, weight, smoothing, fp16, wire)
+    return find_scale(model, batches, weight, fp16, wire)
 
 
 def find_scale(
     model: Classifier,
     batches: Sequence[Batch],
     weight: float,
-    smoothing: float,
     fp16: bool,
     wire: bool = False,
 ) -> float:
@@ -64,7 +60,7 @@ def find_scale(
         low, high = 0, HIGHEST + 1  # low is taken for good, high for bad
         while high - low > 1:
             middle = (low + high) // 2
-            if _overflows(model, batches, weight * 2.0**middle, smoothing, wire):
+            if _overflows(model, batches, weight * 2.0**middle, wire):
                 high = middle
             else:
                 low = middle
@@ -74,15 +70,12 @@ def find_scale(
     return float(2.0 ** max(0.0, lowest - MARGIN))
 
 
-def _overflows(
-    model: Classifier, batches: Sequence[Batch], weight: float, smoothing: float, wire: bool
-) -> bool:
+def _overflows(model: Classifier, batches: Sequence[Batch], weight: float, wire: bool) -> bool:
     """Whether the gradient of any batch, or of all together, is not finite, as it is or sent."""
     model.zero_grad(set_to_none=True)
     for batch in batches:
-        if len(batch.labels):
-            losses = sample_losses(model(batch.images), batch, smoothing)
-            torch.autograd.backward([losses.sum() * weight])
+        if len(batch):
+            torch.autograd.backward([model(batch.data).sum() * weight])
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     finite = bool(gradient_norm(parameters).isfinite()) if parameters else True
     if finite and wire:

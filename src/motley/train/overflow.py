@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Batch
-from motley.tasks.losses import sample_losses
 from motley.tasks.model import Classifier
 
 _SHOWN = 8  # samples, at most
@@ -37,9 +36,7 @@ class Overflow:
         return f"the {self.what} of {self.layer} (sample indices {shown}{more})"
 
 
-def find_overflow(
-    model: Classifier, batches: Sequence[Batch], factor: float, smoothing: float
-) -> Overflow | None:
+def find_overflow(model: Classifier, batches: Sequence[Batch], factor: float) -> Overflow | None:
     """Compute micro-batches again, and see which layer is the first that is not finite.
 
     Args:
@@ -51,9 +48,9 @@ def find_overflow(
         for name, parameter in model.named_parameters()
     }
     for batch in batches:
-        if not len(batch.labels):
+        if not len(batch):
             continue
-        if found := _first(model, weights, batch, factor, smoothing):
+        if found := _first(model, weights, batch, factor):
             return found
     for name, weight in weights.items():
         if weight.grad is not None and not bool(weight.grad.isfinite().all()):
@@ -62,7 +59,7 @@ def find_overflow(
 
 
 def _first(
-    model: Classifier, weights: dict[str, Tensor], batch: Batch, factor: float, smoothing: float
+    model: Classifier, weights: dict[str, Tensor], batch: Batch, factor: float
 ) -> Overflow | None:
     """The first layer in one micro-batch, in the order of computation."""
     found: list[Overflow] = []
@@ -70,7 +67,7 @@ def _first(
     def look(layer: str, what: str, values: Any) -> None:
         tensors = values if isinstance(values, tuple) else (values,)
         for value in tensors:
-            if found or not isinstance(value, Tensor) or len(value) != len(batch.labels):
+            if found or not isinstance(value, Tensor) or len(value) != len(batch):
                 continue
             bad = ~value.detach().flatten(1).isfinite().all(dim=1)
             if bad.any():
@@ -90,8 +87,7 @@ def _first(
         with warnings.catch_warnings():
             # The first layer's input needs no gradient, and torch says so.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            logits = torch.func.functional_call(model, weights, (batch.images,))
-            losses = sample_losses(logits, batch, smoothing)
+            losses = torch.func.functional_call(model, weights, (batch.data,))
             torch.autograd.backward([losses.sum() * factor])
     finally:
         for hook in hooks:

@@ -72,7 +72,7 @@ def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepRe
     factor = result.loss_scale * job.engine.loss_weight / part.global_batch
     try:
         batches = [batch for batch, _ in micro_batches]
-        own = find_overflow(job.model, batches, factor, job.config.smoothing)
+        own = find_overflow(job.model, batches, factor)
         words = str(own) if own else ""
     except (RuntimeError, MemoryError) as error:  # the others wait for this rank's word
         words = f"could not compute the step again ({error})"

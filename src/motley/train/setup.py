@@ -130,7 +130,7 @@ def assemble(
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes: list[Note] = []
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
-        scale.value = search_scale(group, loader, model, plan, config.smoothing)
+        scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
     numbers = sum(value.numel() for value in model.net.state_dict().values())

@@ -36,7 +36,7 @@ def batch_of(step: int, rank: int, samples: int, device: torch.device) -> Batch:
     noise = torch.Generator().manual_seed(100 * step + rank)
     images = torch.randn(samples, 1, 8, 8, generator=noise)
     labels = torch.randint(0, 10, (samples,), generator=noise)
-    return Batch(images.to(device), labels.to(device), tuple(range(samples)), ())
+    return Batch({"images": images.to(device), "labels": labels.to(device)}, tuple(range(samples)))
 
 
 def vector(net: nn.Module) -> Tensor:
@@ -59,8 +59,10 @@ def main(world: World) -> None:
     group = join_process_group(world, read_precisions("fp32"))
     assert group.rank is not None
     images = load_images(config, 8)
-    models = [Classifier(build_model(config, images), images, 8, "fp32", group.device)
-              for _ in range(group.size + 1)]  # fmt: skip
+    models = [
+        Classifier(build_model(config, images), images, 8, "fp32", group.device, config.smoothing)
+        for _ in range(group.size + 1)
+    ]
     plan = make_plan(N, SHARES[: group.size], (N,) * group.size, LocalSgd(EVERY))
     scale = LossScale(1024.0)
     context = EngineContext(
@@ -86,16 +88,14 @@ def main(world: World) -> None:
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             mine = batch_of(step, rank, plan.counts[rank], group.device)
-            if not len(mine.labels) or (step, rank) in BROKEN:
+            if not len(mine) or (step, rank) in BROKEN:
                 continue
-            torch.nn.functional.cross_entropy(
-                model(mine.images), mine.labels, label_smoothing=config.smoothing
-            ).backward()
+            model(mine.data).mean().backward()
             parameters = list(model.parameters())
             unscale_and_clip(parameters, gradient_norm(parameters), 1.0, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            used[rank] += len(mine.labels)
+            used[rank] += len(mine)
         if (step + 1) % EVERY == 0 or step + 1 == STEPS:
             agreed = agreed + sums
             moved = [vector(m.net) - start for m, start in zip(models, starts, strict=True)]

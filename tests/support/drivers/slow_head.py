@@ -6,10 +6,11 @@ The options are those of train_vit.py.
 """
 
 import time
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from motley.data.batch import Tensors
 from motley.engines.ddp import DdpEngine
 from motley.launch.process import launched_rank
 from motley.launch.world import run
@@ -23,11 +24,11 @@ SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
 class Slow(Classifier):
     """Takes its time for each sample, also while it is measured."""
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, data: Tensors, scored: bool = False) -> Any:
         """See Classifier."""
         if torch.is_grad_enabled():
-            time.sleep(SAMPLE_S * len(images))
-        return super().forward(images)
+            time.sleep(SAMPLE_S * len(data["images"]))
+        return super().forward(data, scored)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ The options are those of train_vit.py.
 
 import time
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from motley.data.batch import Batch
+from motley.data.batch import Batch, Tensors
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor
@@ -28,11 +29,11 @@ class Slow(Classifier):
 
     factor = 1
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, data: Tensors, scored: bool = False) -> Any:
         """See Classifier."""
         if torch.is_grad_enabled():
-            time.sleep(SAMPLE_S * Slow.factor * len(images))
-        return super().forward(images)
+            time.sleep(SAMPLE_S * Slow.factor * len(data["images"]))
+        return super().forward(data, scored)
 
 
 class Counting(DdpEngine):
@@ -49,7 +50,7 @@ class Counting(DdpEngine):
     def evaluate(self, batch: Batch) -> Tensor:
         """See motley.engines.protocol.Engine."""
         if self._context.rank == 0:
-            print(f"evaluated {len(batch.labels)} after step {self.steps}", flush=True)
+            print(f"evaluated {len(batch)} after step {self.steps}", flush=True)
         return super().evaluate(batch)
 
 

@@ -84,7 +84,7 @@ class Probe:
             random = state.numpy().tobytes()
             self.write(random=hashlib.sha256(random).hexdigest())
         self._indices += batch.indices
-        self._sizes.append(len(batch.labels))
+        self._sizes.append(len(batch))
         then(batch, *rest)
 
     def _step(self, then: Callable[[], Any]) -> Any:
@@ -101,7 +101,7 @@ class Probe:
         return result
 
     def _evaluate(self, then: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
-        self.write(evaluates=len(batch.labels), step=self.world.supervisor.step)
+        self.write(evaluates=len(batch), step=self.world.supervisor.step)
         return then(batch)
 
     def _passes(self, _block: object, _given: object, made: Tensor) -> None:

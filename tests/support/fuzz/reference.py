@@ -127,8 +127,10 @@ class Reference:
         ((batch, _),) = micro
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        logits = self._model(batch.images)
-        loss = functional.cross_entropy(logits, batch.labels, label_smoothing=config.smoothing)
+        logits = self._model.logits(batch.data["images"])
+        loss = functional.cross_entropy(
+            logits, batch.data["labels"], label_smoothing=config.smoothing
+        )
         self._optimizer.zero_grad()
         loss.backward()
         most = math.inf if config.clip_grad is None else config.clip_grad
@@ -166,10 +168,10 @@ class Reference:
         self._model.eval()
         loss = right = count = 0.0
         for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,), EXACT)):
-            logits = self._model(batch.images)
-            loss += float(functional.cross_entropy(logits, batch.labels, reduction="sum"))
-            right += float((logits.argmax(dim=1) == batch.labels).sum())
-            count += len(batch.labels)
+            logits = self._model.logits(batch.data["images"])
+            loss += float(functional.cross_entropy(logits, batch.data["labels"], reduction="sum"))
+            right += float((logits.argmax(dim=1) == batch.data["labels"]).sum())
+            count += len(batch.data["labels"])
         self._model.train()
         self.trained.evaluations[len(self.trained.steps)] = right / count, loss / count
 

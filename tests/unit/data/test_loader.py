@@ -99,7 +99,7 @@ def test_augmented_pixels_do_not_depend_on_the_split(
             for rank in range(len(plan.shares))
         ]
         return [
-            torch.cat([batch.images for rank in ranks for batch in rank[step]])
+            torch.cat([batch.data["images"] for rank in ranks for batch in rank[step]])
             for step in range(len(ranks[0]))
         ]
 
@@ -120,7 +120,9 @@ def test_worker_processes_change_nothing() -> None:
     ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
     assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [14, 13, 13] * 2 + [10, 10]
     for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one.images, other.images) and one.indices == other.indices
+        assert (
+            torch.equal(one.data["images"], other.data["images"]) and one.indices == other.indices
+        )
 
 
 @pytest.mark.parametrize(("words", "step"), [((), 1), (("--eval-images", "90"), 4)])
@@ -255,7 +257,7 @@ def test_cifar_is_read_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     images = load_images(options, 24)
     assert (len(images.train), len(images.test), images.classes) == (20, 4, 10)
     step = next(iter(batches(Loader(images, options, 24, 0, CPU), Plan(8, (1.0,), (8,), EXACT))))
-    assert step[0].images.shape == (8, 3, 24, 24)
+    assert step[0].data["images"].shape == (8, 3, 24, 24)
 
 
 def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:

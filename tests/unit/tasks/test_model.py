@@ -18,7 +18,7 @@ def classifier(*words: str) -> Classifier:
 
 
 def gradient_and_kept(model: Classifier) -> tuple[torch.Tensor, int]:
-    """The gradient of the sum of all logits; and numbers kept for the backward pass."""
+    """The gradient of the sum of all losses; and numbers kept for the backward pass."""
     kept = 0
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def gradient_and_kept(model: Classifier) -> tuple[torch.Tensor, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(model.noise_images(16)).square().sum()
+        loss = model(model.noise(16)).sum()
     loss.backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     return gradient, kept
@@ -62,12 +62,12 @@ def test_an_unknown_module_is_answered_with_the_nearest() -> None:
 
 def test_attention_kernels_compute_the_same_and_are_refused_where_they_cannot() -> None:
     model = classifier()
-    images, usual = model.noise_images(9), {}
+    images, usual = model.noise(9)["images"], {}
     try:
         for kind in ("auto", "fused", "plain"):
             set_attention(model.net, kind)
             model.try_attention(kind)
-            usual[kind] = model(images)
+            usual[kind] = model.logits(images)
         assert torch.allclose(usual["fused"], usual["auto"], atol=1e-5)
         assert torch.allclose(usual["plain"], usual["auto"], atol=1e-5)
         model = classifier()

@@ -20,13 +20,13 @@ def model() -> Classifier:
 
 def batches(model: Classifier, *starts: int) -> list[Batch]:
     return [
-        Batch(model.noise_images(4), torch.arange(4), tuple(range(start, start + 4)))
+        Batch(model.noise(4) | {"labels": torch.arange(4)}, tuple(range(start, start + 4)))
         for start in starts
     ]
 
 
 def test_what_is_finite_is_nobodys_fault(model: Classifier) -> None:
-    assert find_overflow(model, batches(model, 0, 10), 2.0**8 / 8, 0.0) is None
+    assert find_overflow(model, batches(model, 0, 10), 2.0**8 / 8) is None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -38,13 +38,13 @@ def test_the_layer_and_the_samples_are_named(model: Classifier) -> None:
             )
 
     model.net.blocks[1].mlp.fc2.register_forward_hook(burst)
-    found = find_overflow(model, batches(model, 0, 10)[1:], 1.0, 0.0)
+    found = find_overflow(model, batches(model, 0, 10)[1:], 1.0)
     assert found is not None and found.layer == "blocks.1.mlp.fc2"
     assert (found.what, found.samples) == ("gradient", (12,))
     assert str(found) == "the gradient of blocks.1.mlp.fc2 (sample indices 12)"
 
 
 def test_too_high_a_scale_overflows_in_fp16(model: Classifier) -> None:
-    found = find_overflow(model, batches(model, 100, 200), 2.0**30, 0.0)
+    found = find_overflow(model, batches(model, 100, 200), 2.0**30)
     assert found is not None and found.what == "gradient"
     assert set(found.samples) <= set(range(100, 104))
