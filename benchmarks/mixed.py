@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.dataset import load_images
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.engines.step_timer import Laps
@@ -31,7 +30,8 @@ from motley.plan.wire import WireMode
 from motley.planner.measured_plan import balance
 from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured, refine
-from motley.tasks.model import Classifier, image_size, model_name, set_matmul_precision
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.train.command_line import read_config, training_parser
 
 
@@ -54,21 +54,20 @@ class Bench(ABC):
             warm,
             steps,
         )
-        config = read_config(training_parser(""), words)
-        self.config: Config = replace(config, model=model_name(config))
-        self.images = load_images(self.config, image_size(self.config))
+        self.config: Config = read_config(training_parser(""), words)
+        self.task = task_of(self.config)
         set_matmul_precision(group.precisions[group.rank])
 
     @abstractmethod
-    def model(self) -> Classifier:
+    def model(self) -> TaskModel:
         """A fresh one, the same on all ranks."""
 
-    def batch(self, model: Classifier, count: int) -> Batch:
+    def batch(self, model: TaskModel, count: int) -> Batch:
         """Images and labels, the same every time."""
         labels = torch.arange(count, device=self.group.device) % 10
         return Batch(model.noise(count) | {"labels": labels}, tuple(range(count)))
 
-    def optimizer(self, model: Classifier) -> torch.optim.Optimizer:
+    def optimizer(self, model: TaskModel) -> torch.optim.Optimizer:
         """As the engine makes it."""
         return make_optimizer(model.net, self.config)
 
@@ -138,7 +137,7 @@ class Bench(ABC):
         }  # fmt: skip
 
     def _time_engine(
-        self, model: Classifier, engine: Engine, plan: Plan, mode: WireMode
+        self, model: TaskModel, engine: Engine, plan: Plan, mode: WireMode
     ) -> dict[str, Any]:
         """A step of an engine, as the loop takes it; and where each rank's time went."""
         plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
@@ -175,7 +174,7 @@ class Bench(ABC):
             )
         }
 
-    def plain_ddp_step(self, model: Classifier, batch: Batch) -> Callable[[], None]:
+    def plain_ddp_step(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
         """One step of it."""
         ddp = DistributedDataParallel(model)
         optimizer = self.optimizer(model)

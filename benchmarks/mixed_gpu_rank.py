@@ -20,7 +20,7 @@ from motley.launch.world import World, run
 from motley.plan.precision import read_precisions
 from motley.plan.split import limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
-from motley.tasks.model import Classifier, build_model, image_size
+from motley.tasks.model import TaskModel, build_net
 
 
 class GpuBench(Bench):
@@ -31,11 +31,10 @@ class GpuBench(Bench):
         words = ["--dataset", "synthetic", "--model", options.model, "--lr", "1e-6"]
         super().__init__(world, group, words, options.warm, options.steps)
 
-    def model(self) -> Classifier:
+    def model(self) -> TaskModel:
         """See Bench."""
-        net, size = build_model(self.config, self.images), image_size(self.config)
-        precision = self.group.precisions[self.rank]
-        return Classifier(net, self.images, size, precision, self.group.device)
+        net = build_net(self.task, self.config)
+        return TaskModel(self.task, net, self.group.precisions[self.rank], self.group.device)
 
 
 def only_processors(count: int) -> object:

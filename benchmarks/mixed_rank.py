@@ -28,7 +28,7 @@ from motley.launch.world import World, run
 from motley.plan.precision import read_precisions
 from motley.plan.split import SpeedTable, limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
-from motley.tasks.model import Classifier, build_model, image_size
+from motley.tasks.model import TaskModel, build_net
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
 PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")
@@ -43,12 +43,12 @@ class LabBench(Bench):
         self.options = options
         self.pace = Pace(options.fastest_s * max(options.speeds) / options.speeds[self.rank])
 
-    def model(self) -> Classifier:
+    def model(self) -> TaskModel:
         """See Bench."""
-        net, size = build_model(self.config, self.images), image_size(self.config)
+        net = build_net(self.task, self.config)
         if self.options.emulation == "quotas":
-            return Classifier(net, self.images, size, "fp32", self.group.device)
-        return Paced(net, self.images, size, self.pace)
+            return TaskModel(self.task, net, "fp32", self.group.device)
+        return Paced(self.task, net, self.pace)
 
     def peer(self, mode: str) -> dict[str, Any]:
         """A peer as its documentation says: N / ranks samples each."""
@@ -65,7 +65,7 @@ class LabBench(Bench):
             )
         }
 
-    def _accelerate(self, model: Classifier, batch: Batch) -> Callable[[], None]:
+    def _accelerate(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
@@ -78,7 +78,7 @@ class LabBench(Bench):
 
         return step
 
-    def _deepspeed(self, model: Classifier, batch: Batch, stage: int) -> Callable[[], None]:
+    def _deepspeed(self, model: TaskModel, batch: Batch, stage: int) -> Callable[[], None]:
         import deepspeed
 
         engine, *_ = deepspeed.initialize(
@@ -97,20 +97,21 @@ class LabBench(Bench):
 
         return step
 
-    def _deepspeed_0(self, model: Classifier, batch: Batch) -> Callable[[], None]:
+    def _deepspeed_0(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
         return self._deepspeed(model, batch, 0)
 
-    def _deepspeed_1(self, model: Classifier, batch: Batch) -> Callable[[], None]:
+    def _deepspeed_1(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
         return self._deepspeed(model, batch, 1)
 
 
 def ours(bench: LabBench, mode: str, speeds: list[SpeedTable]) -> dict[str, Any]:
     """``motley-ddp``, ``motley-deepspeed-STAGE``, and either with ``-WIRE``."""
     _, engine, *rest = mode.split("-")
-    make, own = None, ()
+    make: Any = None
+    own: tuple[Any, ...] = (bench.task,)
     if engine == "deepspeed":
         stage = int(rest.pop(0))
-        own = (ZeroOptions(stage),)
+        own = (bench.task, ZeroOptions(stage))
         make = engines_of(replace(bench.config, own=own), known_strategies(ZERO))
     wire = parse_wire(rest[0]) if rest else EXACT
     assert wire is not None

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Tensors
-from motley.data.images import Images
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
+from motley.tasks.task import Task
 
 FORWARD = 1 / 3  # of a micro-batch's time; the backward pass does twice the work
 _LEARN = 0.3  # of how late a layer was, it begins earlier the next time
@@ -39,13 +39,11 @@ class Pace:
         return self.factor * self.sample_s * samples
 
 
-class Paced(Classifier):
-    """As Classifier, at a given pace."""
+class Paced(TaskModel):
+    """As TaskModel, at a given pace."""
 
-    def __init__(
-        self, net: nn.Module, images: Images, img_size: int, pace: Pace, smoothing: float = 0.0
-    ) -> None:
-        super().__init__(net, images, img_size, "fp32", torch.device("cpu"), smoothing)
+    def __init__(self, task: Task, net: nn.Module, pace: Pace) -> None:
+        super().__init__(task, net, "fp32", torch.device("cpu"))
         self._pace = pace
         layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
         self._place = 0
@@ -73,8 +71,8 @@ class Paced(Classifier):
         return self._backward_start + self._done[self._place] * self._backward_s
 
     def forward(self, data: Tensors, scored: bool = False) -> Any:
-        """See Classifier."""
-        samples = len(data["images"])
+        """See TaskModel."""
+        samples = len(data.get("images", ()))
         start, whole = time.perf_counter(), self._pace.seconds(samples)
         losses = super().forward(data, scored)
         if samples == 0 or not torch.is_grad_enabled():

@@ -22,9 +22,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from motley.data.images import Images
 from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
+from motley.tasks.task import Task
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
@@ -56,10 +56,8 @@ def main() -> None:
         if given.optimizer_s:
             pace_optimizer(given.optimizer_s[world.rank])
 
-        def model(
-            net: nn.Module, images: Images, size: int, _: str, __: torch.device, smoothing: float
-        ) -> Paced:
-            return Paced(net, images, size, pace, smoothing)
+        def model(task: Task, net: nn.Module, _: str, __: torch.device) -> Paced:
+            return Paced(task, net, pace)
 
         train(world, config, make, model)
 

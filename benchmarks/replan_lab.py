@@ -64,7 +64,7 @@ def rows(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[
     usual, slowed = limits(found["auto"]["run"], options.n)
     table = []
     for name in ("off", "auto"):
-        rates = [step["images_per_s"] for step in found[name]["steps"]]
+        rates = [step["samples_per_s"] for step in found[name]["steps"]]
         replans = [e["step"] for e in found[name]["events"] if e["event"] == "replan"]
         for phase, limit in enumerate((usual, slowed, usual)):
             first = phase * options.steps
@@ -97,7 +97,7 @@ def picture(found: dict[str, dict[str, Any]], options: argparse.Namespace, path:
     axes.stairs([usual, slowed, usual], edges, baseline=None, color="0.4", linestyle="--",
                 label="limit: the sum of all hosts")  # fmt: skip
     for name, colour in (("off", "tab:orange"), ("auto", "tab:blue")):
-        rates = [step["images_per_s"] for step in found[name]["steps"]]
+        rates = [step["samples_per_s"] for step in found[name]["steps"]]
         axes.plot(range(len(rates)), rates, color=colour, label=f"--replan {name}")
     title = f"{HOSTS[SLOW]} halves its speed at step {edges[1]}, recovers at {edges[2]}"
     axes.set(xlabel="step", ylabel="images/s", ylim=(0, 1.15 * usual), xlim=(0, edges[-1]),

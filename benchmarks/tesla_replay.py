@@ -143,7 +143,7 @@ class Replay:
             pass
         found = lab.records(name)
         full = [step for step in found["steps"][_WARM:] if step["n_global"] == case.n]
-        seconds = [step["n_global"] / step["images_per_s"] for step in full]
+        seconds = [step["n_global"] / step["samples_per_s"] for step in full]
         plan = found["run"]["plan"]
         forecast = plan["forecast"] or {}
         return {

@@ -49,7 +49,7 @@ def train(options: argparse.Namespace, link: str, wire: str, logs: Path) -> dict
         lines_of(folder / "steps.rank0.jsonl"),
         json.loads((folder / "run.json").read_text()),
     )
-    seconds = [step["n_global"] / step["images_per_s"] for step in steps]
+    seconds = [step["n_global"] / step["samples_per_s"] for step in steps]
     forecast = run["plan"]["forecast"]
     middle = statistics.mean if wire.startswith("local") else statistics.median  # few of them meet
     return {

@@ -36,12 +36,12 @@ LOST = {
 
 
 def lost(row: Row) -> dict[str, float]:
-    """Images/s that are missing to the limit, by where the time went; they sum to all of it."""
+    """Samples/s that are missing to the limit, by where the time went; they sum to all of it."""
     limit = row.limit
-    if not row.images_per_s or limit is None or limit <= row.images_per_s:
+    if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
         return {}
-    missing = limit - row.images_per_s
-    step_s = row.batch / row.images_per_s
+    missing = limit - row.samples_per_s
+    step_s = row.batch / row.samples_per_s
     gap_s = step_s - row.batch / limit
     parts = {name: getattr(row, name) or 0.0 for name in ("wait_s", "comm_s", "data_s")}
     left = "both" if row.comm_s is None else "rest"
@@ -53,40 +53,42 @@ def lost(row: Row) -> dict[str, float]:
 def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
     """A bar a cell up to what it reached, what it lost on top, and a mark at the limit."""
     shown: dict[str, str] = {}
-    ends = [row.limit or row.images_per_s or 0.0 for row in rows]
+    ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
     most = max(ends, default=0.0) or 1.0
     for place, row in enumerate(rows):
-        if row.images_per_s is None:
+        if row.samples_per_s is None:
             ax.text(0.01 * most, place, f"{row.outcome}{f', {row.when}' if row.when else ''}",
                     va="center", color="#AA3311")  # fmt: skip
             continue
-        end = row.images_per_s or 0.0
+        end = row.weight * row.samples_per_s
         half = (row.spread or 0.0) * end / 2
         ax.barh(place, end, height=0.66, color=RATE, xerr=half or None,
                 error_kw={"ecolor": "0.4", "elinewidth": 1, "capsize": 2})  # fmt: skip
-        words = f"{end:,.0f} images/s"
+        words = row.rate
         if row.fraction_of_limit:
             words += f", {row.fraction_of_limit:.2f} of the limit"
         if row.outcome != DONE:
             words += f"; a repeat: {row.outcome}"
         for name, part in lost(row).items():
             label, colour = LOST[name]
+            part *= row.weight
             ax.barh(place, part, left=end, height=0.66, color=colour,
                     label="" if label in shown else label)  # fmt: skip
             shown[label] = colour
             end += part
         if row.limit is not None:
-            ax.plot([row.limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
+            limit = row.weight * row.limit
+            ax.plot([limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
                     label="" if "limit" in shown else "limit: the sum of the hosts")  # fmt: skip
             shown["limit"] = LIMIT
-            end = max(end, row.limit)
+            end = max(end, limit)
         ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
     ax.set_yticks(range(len(rows)), [title_of(row) for row in rows])
     ax.tick_params(axis="y", length=0)
     ax.grid(False, axis="y")
     ax.set_ylim(len(rows) - 0.4, -0.6)  # with the cells that have no bar
     ax.set_xlim(0, 1.38 * most)
-    style.label_axes(ax, "images/s", "")
+    style.label_axes(ax, f"{rows[0].unit}/s" if rows else "", "")
     if shown:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.2, borderpad=0)
 
@@ -102,7 +104,7 @@ def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     common. In weak scaling the batch grows with the hosts."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        if row.images_per_s:
+        if row.samples_per_s:
             groups[row.strategy, row.precision, row.checkpointing, row.options].append(row)
     found = {}
     for key, group in groups.items():
@@ -129,7 +131,7 @@ def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
                 label="the sum of the hosts")  # fmt: skip
     for number, (name, rows) in enumerate(series.items()):
         hosts = [row.machines for row in rows]
-        rates = [row.images_per_s or np.nan for row in rows]
+        rates = [row.weight * (row.samples_per_s or np.nan) for row in rows]
         spread = [(row.spread or 0) * rate / 2 for rate, row in zip(rates, rows, strict=True)]
         colour = style.HOST_COLOURS[number % len(style.HOST_COLOURS)]
         ax.errorbar(hosts, rates, yerr=spread, marker="o", capsize=2, color=colour, label=name)
@@ -142,13 +144,14 @@ def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
                             textcoords="offset points", fontsize=8)  # fmt: skip
     weak = any(len({row.batch for row in rows}) > 1 for rows in series.values())
     ax.set_xticks(sorted({row.machines for rows in series.values() for row in rows}))
-    batch = "as many images for each" if weak else "the same batch"
-    style.label_axes(ax, f"hosts, {batch}", "images/s", zero=True)
+    batch = "as many samples for each" if weak else "the same batch"
+    unit = next(iter(series.values()))[0].unit
+    style.label_axes(ax, f"hosts, {batch}", f"{unit}/s", zero=True)
     style.legend_above(ax)
 
 
 def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
-    """Loss against images and against time, the first run of each cell that is done."""
+    """Loss against samples and against time, the first run of each cell that is done."""
     drawn = 0
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
@@ -156,15 +159,15 @@ def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
         known = [line["loss"] is not None for line in lines]
         if not any(known):
             continue
-        images = np.cumsum([line["n_global"] for line in lines])[known]
+        samples = np.cumsum([line["n_global"] for line in lines])[known]
         seconds = np.array([line["time"] - lines[0]["time"] for line in lines])[known]
         loss = np.array([line["loss"] for line in lines], dtype=float)[known]
         again, colour = divmod(drawn, len(style.HOST_COLOURS))
         look = {"color": style.HOST_COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4]}
         drawn += 1
-        for ax, x in zip(axes, (images, seconds), strict=True):
+        for ax, x in zip(axes, (samples, seconds), strict=True):
             ax.plot(x, loss, label=cell.name, **look)
-    style.label_axes(axes[0], "images", "loss")
+    style.label_axes(axes[0], "samples", "loss")
     style.label_axes(axes[1], "seconds since the first step", "")
     axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 

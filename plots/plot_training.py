@@ -1,4 +1,4 @@
-"""Draw training: loss, top-1, images/s, loss scale and where the time of a step went.
+"""Draw training: loss, accuracy, rate, loss scale and where the time of a step went.
 
     python plots/plot_training.py logs/                   # logs/<run>/training.png, every run
     python plots/plot_training.py logs/ --out pictures    # all PNGs in one folder
@@ -19,10 +19,10 @@ from run_steps import Training, column, mean, median, read_training, seat_label,
 
 from motley.records.run_folder import find_runs
 
-LINE, TOP1, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
+LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 # Pale fills, so that no part of a step is taken for a host's colour.
 PARTS = {
-    "t_data": ("waiting for images", "#DDDDDD"),
+    "t_data": ("waiting for data", "#DDDDDD"),
     "t_compute": ("compute", "#77AADD"),
     "t_wait": ("waiting for the slowest rank", "#EEDD88"),
     "t_comm": ("communication", "#EE8866"),
@@ -51,22 +51,24 @@ def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
 
 
 def draw_loss(ax: Axes, training: Training) -> None:
-    """Loss against step, and top-1 on an axis of its own."""
+    """Loss against step, and what evaluations are judged by on an axis of its own."""
     step, loss = training.values("step"), training.values("loss")
     draw_curve(ax, step, loss, "loss")
     known = np.isfinite(loss)
     if known.any():
         mark_overflows(ax, training, np.interp(step, step[known], loss[known]))
     style.label_axes(ax, "step", "loss", zero=True)
-    if training.epochs:
-        look: dict[str, Any] = {"color": TOP1, "marker": "o", "markersize": 3}
+    if name := training.headline:
+        look: dict[str, Any] = {"color": HEADLINE, "marker": "o", "markersize": 3}
+        label, factor = style.metric_label(name)
         twin = ax.twinx()
-        twin.plot(column(training.epochs, "step"), 100 * column(training.epochs, "top1"), **look)
+        values = factor * column(training.epochs, name)
+        twin.plot(column(training.epochs, "step"), values, **look)
         twin.spines["right"].set_visible(True)
         twin.grid(False)
-        twin.set_ylim(0, 104)
-        twin.set_ylabel("top-1 (%)")
-        ax.plot([], [], label="top-1 (right)", **look)
+        twin.set_ylim(0, 104 if factor == 100 else 1.1 * np.nanmax(values))
+        twin.set_ylabel(label)
+        ax.plot([], [], label=f"{label.partition(' (')[0]} (right)", **look)
     style.legend_above(ax)
 
 
@@ -81,12 +83,12 @@ def draw_time(ax: Axes, training: Training) -> None:
 
 
 def draw_rate(ax: Axes, training: Training) -> None:
-    """Images/s of all ranks together."""
-    rate = training.values("images_per_s")
-    draw_curve(ax, training.values("step"), rate, "images/s")
+    """Samples, or their tokens, of all ranks together, a second."""
+    rate, unit = training.rates(), f"{training.unit}/s"
+    draw_curve(ax, training.values("step"), rate, unit)
     middle = median(rate)
-    ax.axhline(middle, color="0.3", linestyle=":", label=f"median: {middle:,.0f} images/s")
-    style.label_axes(ax, "step", "images/s, all ranks", zero=True)
+    ax.axhline(middle, color="0.3", linestyle=":", label=f"median: {middle:,.0f} {unit}")
+    style.label_axes(ax, "step", f"{unit}, all ranks", zero=True)
     style.legend_above(ax)
 
 

@@ -122,7 +122,7 @@ def _rate(rows: list[Row], name: str) -> str:
     row = next((row for row in rows if row.name == name), None)
     if row is None:
         return "not ended"
-    return f"{row.images_per_s:,.0f} images/s" if row.images_per_s else row.outcome
+    return row.rate or row.outcome
 
 
 def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
@@ -133,22 +133,23 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
         config, result = about.get("config") or {}, about.get("result") or {}
         failure = about.get("failure") or {}
         try:
-            rate = f"{median(read_training(run).values('images_per_s')):,.0f}"
+            training = read_training(run)
+            rate, headline = f"{median(training.rates()):,.0f} {training.unit}/s", training.headline
         except MotleyError:
-            rate = ""
-        top1 = result.get("top1")
+            rate = headline = ""
+        best = result.get(headline)
         rows.append([
-            run.path.name, str(about.get("status", "")), str(config.get("model") or ""),
-            str(config.get("dataset") or ""), str(len(about.get("ranks") or [])),
+            run.path.name, str(about.get("status", "")),
+            str((about.get("task") or {}).get("title", "")), str(len(about.get("ranks") or [])),
             str(config.get("batch_size") or ""), str((about.get("plan") or {}).get("wire") or ""),
-            rate, "" if top1 is None else f"{100 * top1:.2f}",
+            rate, "" if best is None else style.metric(headline, best),
         ])  # fmt: skip
         if failure:
             where = f"rank {failure.get('rank')} on {failure.get('host')}"
             if failure.get("step") is not None:
                 where += f", step {failure['step']}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
-    head = ["run", "status", "model", "data", "ranks", "batch", "wire", "images/s", "top-1 %"]
+    head = ["run", "status", "task", "ranks", "batch", "wire", "rate", "result"]
     finished = sum(row[1] == "finished" for row in rows)
     said = [f"{finished} of {len(rows)} runs finished."]
     return Section(

@@ -14,11 +14,11 @@ _TIE = 0.02  # of the rate
 
 def verdict(rows: Sequence[Row]) -> list[str]:
     """Sentences, the most important first; the fp32 references take no part."""
-    measured = [row for row in rows if row.images_per_s and not row.name.startswith(REFERENCE)]
+    measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
     sane = [row for row in measured if not is_wrong(row)]
     said = []
     if sane:
-        ranked = sorted(sane, key=lambda row: -(row.images_per_s or 0))
+        ranked = sorted(sane, key=lambda row: -(row.samples_per_s or 0))
         said.append(_winner(ranked))
         if why := _where_it_went(ranked[0]):
             said.append(why)
@@ -50,13 +50,13 @@ def is_wrong(row: Row) -> bool:
 
 def _winner(ranked: Sequence[Row]) -> str:
     best = ranked[0]
-    words = f"{best.name} is the fastest: {best.images_per_s:,.0f} images/s"
+    words = f"{best.name} is the fastest: {best.rate}"
     if best.fraction_of_limit:
         words += f", {best.fraction_of_limit:.2f} of what these machines can do together"
         if best.is_compiled:
             words += " without --compile"
     if len(ranked) > 1:
-        ratio = (best.images_per_s or 0) / (ranked[1].images_per_s or 1)
+        ratio = (best.samples_per_s or 0) / (ranked[1].samples_per_s or 1)
         words += f"; {ranked[1].name} comes next, " + (
             "as fast within the noise" if ratio < 1 + max(_TIE, best.spread or 0)
             else f"{ratio:.2f} times slower"
@@ -67,11 +67,11 @@ def _winner(ranked: Sequence[Row]) -> str:
 def _where_it_went(row: Row) -> str:
     """What the fastest still loses, where it is worth a word."""
     parts = {
-        name: part for name, part in lost(row).items() if part > 0.01 * (row.images_per_s or 0)
+        name: part for name, part in lost(row).items() if part > 0.01 * (row.samples_per_s or 0)
     }
-    if not parts or not row.images_per_s:
+    if not parts or not row.samples_per_s:
         return ""
-    whole = row.images_per_s + sum(lost(row).values())
+    whole = row.samples_per_s + sum(lost(row).values())
     shares = sorted(parts, key=lambda name: -parts[name])
     words = ", ".join(f"{LOST[name][0]} {parts[name] / whole:.0%}" for name in shares)
     return f"What it misses of the limit: {words}."
@@ -87,13 +87,13 @@ def _frugal(ranked: Sequence[Row]) -> list[str]:
         if row is not ranked[0] and best is not None and memory < 0.95 * best:
             said.append(
                 f"{row.name} needs the least memory: {memory:,.0f} MiB on the fullest host, where "
-                f"{ranked[0].name} needs {best:,.0f}; it makes {row.images_per_s:,.0f} images/s."
+                f"{ranked[0].name} needs {best:,.0f}; it makes {row.rate}."
             )
     with_joules = [row for row in ranked if row.joules]
     if len(with_joules) > 1:
         row = min(with_joules, key=lambda each: each.joules or 0)
         if row is not ranked[0]:
-            said.append(f"{row.name} needs the least energy: {row.joules:.3g} J an image.")
+            said.append(f"{row.name} needs the least energy: {row.joules:.3g} J a sample.")
     return said
 
 

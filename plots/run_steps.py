@@ -8,7 +8,7 @@ import style
 
 from motley.errors import MotleyError
 from motley.records.lines import JsonDict
-from motley.records.run_folder import RunFolder
+from motley.records.run_folder import EpochRecord, RunFolder
 
 UNFINISHED = ("failed", "running")
 
@@ -32,6 +32,22 @@ class Training:
     def values(self, field: str) -> style.Array:
         """A field of every step; NaN where unknown."""
         return column(self.lead, field)
+
+    @property
+    def unit(self) -> str:
+        """What a rate counts: images, tokens."""
+        return str((self.run.get("task") or {}).get("unit", "samples"))
+
+    def rates(self) -> style.Array:
+        """Of all ranks together, in :attr:`unit` a second, of every step."""
+        weights = self.values("weight") / self.values("n_global")  # older runs tell none
+        return self.values("samples_per_s") * np.where(np.isnan(weights), 1.0, weights)
+
+    @property
+    def headline(self) -> str:
+        """The metric that an evaluation is judged by; empty if there is none besides the loss."""
+        names = EpochRecord.metrics_of(self.epochs[-1]) if self.epochs else {}
+        return next((name for name in names if name != "loss"), "")
 
     def worker(self, rank: int) -> JsonDict:
         """What run.json says of a rank (host, device, precision); empty if nothing."""
@@ -69,23 +85,23 @@ def read_training(folder: RunFolder) -> Training:
 def title(training: Training) -> str:
     """Run, model, data, ranks, result; ``failed`` or ``running`` where that is so."""
     run = training.run
-    config, result, status = run.get("config") or {}, run.get("result") or {}, run.get("status")
+    result, status = run.get("result") or {}, run.get("status")
     name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")
-    what = " on ".join(str(config[key]) for key in ("model", "dataset") if config.get(key))
+    what = str((run.get("task") or {}).get("title", ""))
     ranks = len(run.get("ranks") or training.steps)
     facts = [what, f"{ranks} rank{'s' if ranks != 1 else ''}"]
-    if result.get("top1") is not None:
-        facts.append(f"final top-1 {100 * result['top1']:.1f} %")
+    if result.get(training.headline) is not None:
+        facts.append(f"final {style.metric(training.headline, result[training.headline])}")
     return f"{name}: {', '.join(filter(None, facts))}"
 
 
 def seat_label(training: Training, rank: int) -> str:
-    """``rank 0 - a``, and below it device, precision and images a step."""
-    worker, images = training.worker(rank), median(column(training.steps[rank], "n_local"))
+    """``rank 0 - a``, and below it device, precision and samples a step."""
+    worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [
         style.device_name(str(worker.get("device") or "")),
         str(worker.get("precision") or ""),
     ]
-    facts.append("" if np.isnan(images) else f"{images:.0f} images")
+    facts.append("" if np.isnan(samples) else f"{samples:.0f} samples")
     return f"{first}\n{', '.join(filter(None, facts))}"

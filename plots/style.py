@@ -120,3 +120,17 @@ def smooth(values: Array, window: int) -> Array:
     counts = np.convolve(np.pad(known * 1.0, window // 2), np.ones(window), "valid")
     sums = np.convolve(padded, np.ones(window), "valid")
     return np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
+
+
+def metric_label(name: str) -> tuple[str, float]:
+    """A metric as an axis calls it, and what its values are multiplied by for that."""
+    if name == "top1":
+        return "top-1 (%)", 100.0
+    return name.replace("_", " "), 1.0
+
+
+def metric(name: str, value: float) -> str:
+    """As in ``top-1 97.2 %``."""
+    label, factor = metric_label(name)
+    said = f"{factor * value:.1f} %" if factor == 100 else f"{value:.4g}"
+    return f"{label.removesuffix(' (%)')} {said}"

@@ -39,7 +39,7 @@ from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
 from motley.sweep.table import HEAD, shown, write_rows
 from motley.text import did_you_mean
-from motley.train.command_line import training_parser
+from motley.train.command_line import read_config, training_parser
 from motley.train.progress import clock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,7 +158,7 @@ def run_one(
     script, *words = cell.words
     command = [
         *mpirun, "-np", str(ranks), "--hostfile", str(hostfile.absolute()), "./entry_cn.sh", script,
-        "--eval-images", str(_EVAL_IMAGES), *matrix.options, *words,
+        "--eval-samples", str(_EVAL_IMAGES), *matrix.options, *words,
         "--max-steps", str(matrix.steps), "--seed", "0",
         "--logs", str(folder.cells.absolute()), "--run", attempt.path.name,
     ]  # fmt: skip
@@ -210,8 +210,8 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
     parser = training_parser(cell.script, strategies)
     parser.error = refuse  # type: ignore[method-assign]
     try:
-        options, _ = parser.parse_known_args([*cell.words[1:], *shared])  # a script may know more
-        config = parser.config_of(options)
+        # A script may know more.
+        config = read_config(parser, [*cell.words[1:], *shared], strict=False)
         traits = engines_of(config, strategies).traits
     except MotleyError as error:
         refuse(str(error))
@@ -236,8 +236,8 @@ def known_options() -> dict[str, str]:
     return {
         flag: declared.cell
         for group in (*GROUPS, StrategyOptions, *own)
-        for name, declared in options_of(group).items() if declared.cell
-        for flag in (flag_of(name, declared), declared.short) if flag
+        for declared in options_of(group).values() if declared.cell
+        for flag in (flag_of(declared), declared.short) if flag
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ order are then in OUT/predictions.csv. OUT has to be on a disk that all hosts sh
 """
 
 import argparse
+import csv
 import json
 import os
 import signal
@@ -92,7 +93,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     """See :func:`work`."""
     import torch  # slow, and of no use to who only watches
 
-    from motley.infer.predictor import COLUMNS, Predictor, open_trained, precision_of
+    from motley.infer.predictor import Predictor, open_trained, precision_of
 
     device = choose_device(leases, torch)
     if device is None:
@@ -101,18 +102,18 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     trained = open_trained(options.checkpoint, options.data_dir, options.images)
     for problem in trained.problems:
         say(f"not used: {problem}", rank)
-    source = trained.images.test if options.split == "val" else trained.images.train
-    shards = Shards(options.out, len(source), options.shard, COLUMNS)
-    manifest = json.loads((trained.folder / "manifest.json").read_text())
-    shards.open({
-        "model": manifest["model.safetensors"]["sha256"], "checkpoint": trained.folder.name,
-        "dataset": trained.config.dataset,
-        "split": str(options.images.resolve()) if options.images else options.split,
-    })  # fmt: skip
+    source = trained.task.data(held_out=options.split == "val")
     cores = len(os.sched_getaffinity(0))
     predictor = Predictor(
         trained, source, device, precision_of(options.precision, device), max(1, min(8, cores // 2))
     )
+    shards = Shards(options.out, len(source), options.shard, predictor.columns)
+    manifest = json.loads((trained.folder / "manifest.json").read_text())
+    shards.open({
+        "model": manifest["model.safetensors"]["sha256"], "checkpoint": trained.folder.name,
+        "task": trained.task.title(),
+        "split": str(options.images.resolve()) if options.images else options.split,
+    })  # fmt: skip
     done = 0
     while missing := shards.missing():
         first = rank * len(missing) // len(ranks())  # each begins elsewhere
@@ -127,20 +128,21 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
         leases.drop(shards.name(number))
     record = {
         "rank": rank, "host": os.uname().nodename, "device": str(device),
-        "precision": predictor.precision, "shards": done, "images": predictor.images,
-        "images_per_s": predictor.images / predictor.seconds if done else None,
+        "precision": predictor.precision, "shards": done, "samples": predictor.samples,
+        "samples_per_s": predictor.samples / predictor.seconds if done else None,
         "mem_peak_mib": predictor.mem_peak_mib,
     }  # fmt: skip
     (options.out / f"rank.{rank}.json").write_text(json.dumps(record) + "\n")
-    rate = f", {record['images_per_s']:,.0f} images/s" if done else ""
+    noun = trained.task.noun
+    rate = f", {record['samples_per_s']:,.0f} {noun}s/s" if done else ""
     print(
         f"rank {rank} on {record['host']}: {device}, {predictor.precision}, "
-        f"{predictor.images} images{rate}, {predictor.mem_peak_mib:,.0f} MiB", flush=True
+        f"{predictor.samples} {noun}s{rate}, {predictor.mem_peak_mib:,.0f} MiB", flush=True
     )  # fmt: skip
     if leases.take("merge") and not (options.out / MERGED).exists():
-        tell(shards.merge())
+        tell(shards.merge(), noun)
     elif not done and rank == 0:
-        tell(options.out / MERGED)  # there was nothing left to do
+        tell(options.out / MERGED, noun)  # there was nothing left to do
     return 0
 
 
@@ -157,13 +159,14 @@ def choose_device(leases: Leases, torch: Any) -> Any:
     return None
 
 
-def tell(path: Path) -> None:
-    """Where the predictions are, and how many are right."""
-    rows = [line.rsplit(",", 3) for line in path.read_text().splitlines()[1:]]
-    known = [(label, predicted) for _, label, predicted, _ in rows if label]
-    right = sum(label == predicted for label, predicted in known)
+def tell(path: Path, noun: str) -> None:
+    """Where the predictions are, and how many are right, where that is known."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    known = [row for row in rows if row.get("label")]
+    right = sum(row["label"] == row["predicted"] for row in known)
     print(
-        f"{path}: {len(rows)} images" + (f", top-1 {right / len(known):.2%}" if known else ""),
+        f"{path}: {len(rows)} {noun}s" + (f", top-1 {right / len(known):.2%}" if known else ""),
         flush=True,
     )
 

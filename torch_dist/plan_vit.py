@@ -8,22 +8,21 @@ Takes the options of train_vit.py, but for --strategy and --offload. Measures ea
 to do it.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from rich.table import Table
 
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.data.dataset import prepare
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.plan.forecast import what_if
 from motley.plan.links import Links
-from motley.planner.parts import open_parts
+from motley.planner.open_model import open_model
 from motley.planner.planner import Planned, plan_batch
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
-from motley.tasks.model import model_name
+from motley.tasks.find import task_of
+from motley.tasks.task import Task
 from motley.train.command_line import read_config, training_parser
 from motley.train.progress import console
 
@@ -32,17 +31,17 @@ def main(world: World, config: Config) -> None:
     """Plan on all ranks, print on rank 0."""
     if config.shares is not None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
-    config = dataclasses.replace(config, model=model_name(config))
-    world.once_per_node(lambda: prepare(config))
+    task = task_of(config)
+    world.once_per_node(task.prepare)
     group = join_process_group(world, config.precision, config.hosts)
-    group, planned = plan_batch(world, None, group, open_parts(group, config), config)
+    group, planned = plan_batch(world, None, group, open_model(group, config), config)
     if world.rank == 0:
-        show(group, planned, group.machines(world))
+        show(group, planned, group.machines(world), task)
     if group.rank is not None:
         leave_process_group()
 
 
-def show(group: ProcessGroup, planned: Planned, machines: Sequence[int]) -> None:
+def show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: Task) -> None:
     """One row a rank, each on one of ``machines``; then one row for each other way."""
     plan, predicted, out = planned.plan, planned.forecast, console()
     assert predicted is not None
@@ -63,7 +62,7 @@ def show(group: ProcessGroup, planned: Planned, machines: Sequence[int]) -> None
         out.print(line)
     if planned.links is not None:
         show_links(planned.links)
-    out.print(f"\n{predicted.sentence()}\n")
+    out.print(f"\n{predicted.sentence(task.unit, task.weight)}\n")
     for line in planned.advice:
         out.print(f"{line}\n")
     if min(plan.counts) < 10 and len(plan.counts) > 1:
@@ -72,17 +71,18 @@ def show(group: ProcessGroup, planned: Planned, machines: Sequence[int]) -> None
             "costs; a larger --batch-size would cost less\n"
         )
     others = Table("or", box=None, pad_edge=False)
-    for name in ("s a step", "images/s", "as planned is 1"):
+    for name in ("s a step", f"{task.unit}/s", "as planned is 1"):
         others.add_column(name, justify="right")
     names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
     rows = {f"as planned, --wire {plan.wire}": predicted, **planned.others}
     wire = planned.wires[EXACT]
     rows |= what_if(plan.global_batch, names, machines, planned.speeds, wire, planned.links)
     for label, forecast in rows.items():
-        times = forecast.images_per_s / predicted.images_per_s
+        times = forecast.samples_per_s / predicted.samples_per_s
         others.add_row(
-            label, f"{forecast.step_s:.3g}", f"{forecast.images_per_s:,.0f}", f"{times:.2f}"
-        )
+            label, f"{forecast.step_s:.3g}", f"{task.weight * forecast.samples_per_s:,.0f}",
+            f"{times:.2f}",
+        )  # fmt: skip
     out.print(others)
 
 

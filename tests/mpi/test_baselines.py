@@ -50,7 +50,7 @@ def test_no_cell_can_hurt_the_next_and_each_failure_is_explained(tmp_path: Path)
         "no-number": "not finite", "hang": "hang",
     }, done.stdout  # fmt: skip
     good = rows["good"]
-    assert good.images_per_s and good.fraction_of_limit and good.epoch_s and good.memory_mib
+    assert good.samples_per_s and good.fraction_of_limit and good.epoch_s and good.memory_mib
     assert good.loss_difference is not None and abs(good.loss_difference) < 1e-5
     assert "rank 1 is computing" in rows["hang"].error
     for name in ("memory", "killed", "no-number", "hang"):

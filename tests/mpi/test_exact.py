@@ -61,7 +61,7 @@ def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) 
     for rank in range(5):
         for step in run.steps(rank):
             parts = sum(step[f"t_{part}"] for part in ("data", "compute", "wait", "comm", "opt"))
-            assert parts == pytest.approx(step["n_global"] / step["images_per_s"], rel=1e-6)
+            assert parts == pytest.approx(step["n_global"] / step["samples_per_s"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("engine", "bound"), [("ddp", 1e-12), ("zero", 1e-6)])

@@ -27,8 +27,8 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "dataset datasets/* images transforms batch order loader",
-    "tasks": "model losses",
+    "data": "batch source images dataset datasets/* transforms order loader",
+    "tasks": "blocks task classifiers builtin/* find model scores",
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
@@ -37,7 +37,7 @@ ROOMS = {
     ),
     "checkpoint": "store transfer run",
     "measure": "device all_reduce links",
-    "planner": "process_group parts speed_cache profile measured_plan planner",
+    "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale summary recorder overflow setup agreement recovery "
         "command_line loop"

@@ -127,9 +127,9 @@ class Run:
         if kind == "finished":
             self._result = content
         if kind == "unreadable":
-            if content["image"] in self._unreadable:  # in an earlier epoch
+            if content["sample"] in self._unreadable:  # in an earlier epoch
                 return
-            self._unreadable.add(content["image"])
+            self._unreadable.add(content["sample"])
         self.folder.event(kind, **content)
 
     def fail(self, fault: Fault) -> None:
@@ -155,10 +155,10 @@ class Run:
             return
         if self._unreadable:
             print(
-                f"{len(self._unreadable)} images could not be read, and were replaced in training "
+                f"{len(self._unreadable)} samples could not be read, and were replaced in training "
                 f"and left out in evaluation; {self.folder.path / 'events.jsonl'} names them"
             )
-        result = {**self._result, "unreadable_images": len(self._unreadable)}
+        result = {**self._result, "unreadable_samples": len(self._unreadable)}
         self.folder.update_run(status="finished", result=result, ended=time.time())
 
 

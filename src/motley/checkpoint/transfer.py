@@ -16,6 +16,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
+from motley.tasks.find import identity_of
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
 
@@ -85,14 +86,20 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
 
     def differing(decides: Decides) -> list[str]:
         return [
-            f"{flag_of(name, declared)} {now[name]} (the checkpoint: {saved[name]})"
+            f"{flag_of(declared)} {now[name]} (the checkpoint: {saved[name]})"
             for name, declared, _ in config.options()
             if declared.decides & decides
             and name in saved  # an older version's may not be
             and saved[name] != now[name]
         ]
 
-    if wrong := differing(Decides.MODEL):
+    declared = {name for name, _, _ in config.options()}
+    wrong = differing(Decides.MODEL) + [
+        f"{name.replace('_', ' ')} {value} (the checkpoint: {saved[name]})"
+        for name, value in identity_of(config).items()
+        if name not in declared and name in saved and saved[name] != value
+    ]
+    if wrong:
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
     return [f"note: {text}" for text in differing(Decides.NUMBERS)]
 

@@ -1,8 +1,11 @@
 """How an option is declared: once, with all that others must know of it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Flag, auto
-from typing import Any, Protocol
+from types import NoneType, UnionType
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+
+from motley.errors import MotleyError
 
 _OPTION = "option"  # of a field's metadata
 
@@ -37,22 +40,27 @@ class Option:
 
     Attributes:
         says: what it does, for ``-h``.
+        name: as users and records call it, where its field is called otherwise.
         decides: what depends on it.
         read: its text.
         metavar: what stands for its value in ``-h``. choices: all values; empty: any.
-        flag: if not ``--`` and its name. short: another, of one letter.
+        flag: if not ``--`` and its name. short: another, of one letter. former: an older one.
         bare: its value where it is given without one; None: it needs one.
+        several: it takes one word or more; its value is a tuple of what was read of each.
         unset: how None is written. cell: how a matrix of runs says it, for whose cells it is.
     """
 
     says: str
     decides: Decides
     read: Reader = str
+    name: str = ""
     metavar: str = ""
     choices: tuple[str, ...] = ()
     flag: str = ""
     short: str = ""
+    former: str = ""
     bare: Any = None
+    several: bool = False
     unset: str | None = None
     cell: str = ""
 
@@ -61,11 +69,13 @@ class Option:
         if value is None:
             return self.unset
         if isinstance(value, tuple):
-            return ",".join(map(str, value))
+            return list(map(str, value)) if self.several else ",".join(map(str, value))
         return value if isinstance(value, bool | int | float | str) else str(value)
 
     def value_of(self, text: Any) -> Any:
         """What :meth:`text_of` wrote."""
+        if isinstance(text, list):
+            return tuple(self.read(each) for each in text)
         return self.read(text) if isinstance(text, str) else text
 
 
@@ -75,19 +85,43 @@ def option(says: str, decides: Decides, default: Any = None, **known: Any) -> An
 
 
 def options_of(group: type) -> dict[str, Option]:
-    """The options of a group by the names of their fields.
+    """The options of a group by the names of their fields; each has a name.
+
+    Of a field that is declared without :func:`option`, as in a user's own task, the type says
+    what it takes; and whoever keeps something between runs takes it to decide everything.
 
     Raises:
-        TypeError: a field is declared without what others must know of it.
+        MotleyError: of a type that no option can have, or without a default.
     """
     found: dict[str, Option] = {}
     for each in fields(group):
-        if not isinstance(declared := each.metadata.get(_OPTION), Option):
-            raise TypeError(f"{group.__name__}.{each.name} is no option; declare it by option()")
-        found[each.name] = declared
+        declared = each.metadata.get(_OPTION)
+        known = declared if isinstance(declared, Option) else _plain(group, each)
+        found[each.name] = replace(known, name=known.name or each.name)
     return found
 
 
-def flag_of(name: str, declared: Option) -> str:
+def _plain(group: type, each: "Field[Any]") -> Option:
+    """Of a field that says no more than its type and default."""
+    name, hint = f"{group.__name__}.{each.name}", get_type_hints(group)[each.name]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if len(kinds) != 1 or kinds[0] not in (int, float, str, bool):
+        raise MotleyError(
+            f"{name} is of type {hint}, which no option can have; take int, float, str or bool, or "
+            "declare it by motley.config.option.option()"
+        )
+    if each.default is MISSING or callable(each.default):
+        raise MotleyError(
+            f"{name} has no default; give it one"
+            if each.default is MISSING
+            else f"{name} is a field and a method; give the field another name"
+        )
+    says = "" if kinds[0] is bool else f"default {each.default}"
+    everything = Decides.MODEL | Decides.NUMBERS | Decides.SPEED
+    return Option(says, everything, read=kinds[0], metavar=kinds[0].__name__.upper())
+
+
+def flag_of(declared: Option) -> str:
     """As a user writes it."""
-    return declared.flag or f"--{name.replace('_', '-')}"
+    return declared.flag or f"--{declared.name.replace('_', '-')}"

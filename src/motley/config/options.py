@@ -1,8 +1,8 @@
 """The options of the training scripts, with timm's names where timm has one.
 
-A group is a frozen dataclass, whose fields are options of the same names. A strategy declares its
-own in its file (motley.engines.strategies); what ``--dataset`` and ``--wire`` take is registered in
-motley.data.datasets and motley.comm.modes.
+A group is a dataclass, whose fields are options of the same names. A strategy declares its own in
+its file (motley.engines.strategies), and so does a task, which is such a group itself
+(motley.tasks); what ``--wire`` takes is registered in motley.comm.modes.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,7 @@ Group = TypeVar("Group")
 class ModelOptions:
     """model"""
 
-    model: str | None = option(
-        "timm name; default: vit_digits for digits, else vit_base_patch16_224", MODEL | SPEED
-    )
-    img_size: int | None = option(
-        "default: the model's own", MODEL | SPEED, read=positive, metavar="PIXELS"
-    )
-    drop: float = option("drop-out, default 0", NUMBERS, 0.0, read=fraction, metavar="P")
-    drop_path: float = option(
-        "stochastic depth, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
-    )
+    task: str = option("", NOTHING, "image", metavar="NAME|FILE.py")  # its identity() decides
     compile: bool = option("torch.compile the model", SPEED, False)
     grad_checkpointing: tuple[str, ...] | None = option(
         "compute activations again in the backward pass in place of keeping them: less memory, up "
@@ -54,24 +45,21 @@ class ModelOptions:
 class DataOptions:
     """data"""
 
-    dataset: str = option("", MODEL | SPEED, "digits")  # which there are, is registered
-    data_dir: str = option("default: data", NUMBERS, "data", metavar="DIR")
     data_fraction: float = option(
         "use this part of the training set (weak scaling), default 1",
         NUMBERS, 1.0, read=fraction, metavar="F", cell="fraction",
     )  # fmt: skip
-    eval_images: int | None = option(
-        "evaluate on so many of the held-out images, default all",
-        NUMBERS, read=positive, metavar="N",
+    eval_samples: int | None = option(
+        "evaluate on so many of the held-out samples, default all",
+        NUMBERS, read=positive, metavar="N", former="--eval-images",
     )  # fmt: skip
-    augment: bool = option("no random crops and flips", NUMBERS, True, flag="--no-augment")
-    bad_images: str = option(
-        "an image that cannot be read ends the run (default), or is counted, named, and replaced "
+    bad_samples: str = option(
+        "a sample that cannot be read ends the run (default), or is counted, named, and replaced "
         "by the next one",
-        NUMBERS, "fail", choices=("fail", "skip"),
+        NUMBERS, "fail", choices=("fail", "skip"), former="--bad-images",
     )  # fmt: skip
     workers: int | None = option(
-        "loader processes a rank; default: 0 for digits and CPU ranks, else up to 8",
+        "loader processes a rank; default: 0 for CPU ranks and what is in memory, else up to 8",
         NOTHING, read=natural, metavar="N", short="-j",
     )  # fmt: skip
 
@@ -129,9 +117,6 @@ class OptimizationOptions:
     min_lr: float = option(
         "end of the cosine, default 1e-5", NUMBERS, 1e-5, read=not_negative, metavar="RATE"
     )
-    smoothing: float = option(
-        "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
-    )
     clip_grad: float | None = option(
         "clip the global gradient norm; default: no clipping",
         NUMBERS, read=above_zero, metavar="NORM",
@@ -164,7 +149,7 @@ class RecordOptions:
         NOTHING, metavar="PATH|auto", cell="nothing",
     )  # fmt: skip
     save_every: int | None = option(
-        "steps between checkpoints; default: one an epoch, not for synthetic",
+        "steps between checkpoints; default: one an epoch, not for noise",
         NOTHING, read=positive, metavar="K",
     )  # fmt: skip
     keep: int = option("checkpoints kept, default 2", NOTHING, 2, read=positive, metavar="N")
@@ -189,7 +174,7 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
     """What a run was asked to do. Where a field is None the option's help says what stands in.
 
     Attributes:
-        own: groups of options of the chosen script's strategies.
+        own: groups of options of the chosen script's strategies, and the task.
     """
 
     own: tuple[Any, ...] = ()
@@ -202,8 +187,8 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
         """Name, declaration and value of each, in the order of ``-h``."""
         for group in (*GROUPS, *map(type, self.own)):
             source = self if group in GROUPS else self.of(group)
-            for name, declared in options_of(group).items():
-                yield name, declared, getattr(source, name)
+            for field, declared in options_of(group).items():
+                yield declared.name, declared, getattr(source, field)
 
     def as_json(self, decides: Decides | None = None) -> dict[str, Any]:
         """What records and checkpoints keep.

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from motley.config.option import Option, flag_of, options_of
 from motley.config.options import GROUPS, Config
+from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean
 
@@ -47,27 +48,57 @@ class OptionParser(OneVoice):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.own = tuple(own)
+        self.own: tuple[type, ...] = ()
         for group in (*GROUPS, *own):
-            self._add_group(group, registered or {})
+            self._add_group(group, registered or {}, (group.__doc__ or group.__name__).strip())
+        self.own = tuple(own)
 
-    def _add_group(self, group: type, registered: Mapping[str, Mapping[str, Any]]) -> None:
-        section = self.add_argument_group((group.__doc__ or group.__name__).strip())
+    def add_own(self, group: type, title: str) -> None:
+        """Add a group of options besides those of all scripts.
+
+        Raises:
+            MotleyError: an option of it is one of these already.
+        """
+        taken = {action.dest for action in self._actions}
+        for name, declared in options_of(group).items():
+            if declared.name in taken or flag_of(declared) in self._option_string_actions:
+                raise MotleyError(
+                    f"{group.__name__}.{name} would be the option {flag_of(declared)}, which all "
+                    "scripts have; give it another name"
+                )
+        self._add_group(group, {}, title)
+        self.own = (*self.own, group)
+
+    def _add_group(
+        self, group: type, registered: Mapping[str, Mapping[str, Any]], title: str
+    ) -> None:
+        section = self.add_argument_group(title)
         usual = {each.name: each.default for each in dataclasses.fields(group)}
         for name, declared in options_of(group).items():
             declared = dataclasses.replace(declared, **registered.get(name, {}))
-            flags = [declared.short] if declared.short else []
+            flags = [declared.short, _flag(declared, usual[name]), declared.former]
             section.add_argument(
-                *flags, flag_of(name, declared), dest=name, default=usual[name], help=declared.says,
+                *filter(None, flags), dest=declared.name, default=usual[name], help=declared.says,
                 **_rest(declared, usual[name]),
             )  # fmt: skip
 
     def config_of(self, words: argparse.Namespace) -> Config:
         """What was parsed, by groups."""
         given = vars(words)
-        own = tuple(group(**{name: given.pop(name) for name in options_of(group)})
-                    for group in self.own)  # fmt: skip
+        own = tuple(
+            group(**{
+                field: given.pop(declared.name) for field, declared in options_of(group).items()
+            })
+            for group in self.own
+        )  # fmt: skip
         return Config(**given, own=own)
+
+
+def _flag(declared: Option, usual: Any) -> str:
+    """What turns off what is on by default begins with ``--no-``."""
+    if usual is True and not declared.flag:
+        declared = dataclasses.replace(declared, name=f"no_{declared.name}")
+    return flag_of(declared)
 
 
 def _rest(declared: Option, usual: Any) -> dict[str, Any]:
@@ -81,4 +112,6 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
         rest["metavar"] = declared.metavar
     if declared.bare is not None:
         rest |= {"nargs": "?", "const": declared.bare}
+    if declared.several:
+        rest["nargs"] = "+"
     return rest

@@ -14,18 +14,25 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        data: what the model gets of its samples, by name; of images: ``images``, uint8
-            [n, C, H, W], and ``labels``, int64 [n]. n may be 0.
-        indices: of the samples in the dataset, n of them.
+        data: what the task made of its samples, by name; of images: ``images``, uint8
+            [n, C, H, W], and ``labels``, int64 [n]. Of no samples: nothing.
+        indices: of the samples in the dataset, n of them; n may be 0.
+        weights: what each counts in the mean, [n], on the CPU; None: 1 each.
         unreadable: names of samples that could not be read.
     """
 
     data: Tensors
     indices: tuple[int, ...]
+    weights: Tensor | None = None
     unreadable: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def weight(self) -> float:
+        """Of all its samples together."""
+        return float(len(self)) if self.weights is None else float(self.weights.sum())
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on ``device``; the copy runs beside the host where the memory is pinned."""
@@ -35,6 +42,7 @@ class Batch:
         """Some of its samples; unreadable ones stay with the first of them."""
         return replace(
             self._changed(lambda tensor: tensor[part]), indices=self.indices[part],
+            weights=None if self.weights is None else self.weights[part],
             unreadable=() if part.start else self.unreadable,
         )  # fmt: skip
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.registry import entries
 from motley.text import did_you_mean
@@ -71,13 +70,3 @@ def find_dataset(name: str) -> Dataset:
             f"--dataset {name} is unknown{did_you_mean(name, known)}; choose {', '.join(known)}"
         )
     return known[name]
-
-
-def load_images(config: Config, img_size: int) -> "Images":
-    """Open ``--dataset``; see Dataset.open."""
-    return find_dataset(config.dataset).open(Path(config.data_dir), img_size)
-
-
-def prepare(config: Config) -> None:
-    """Download what is missing of ``--dataset``; see Dataset.prepare."""
-    find_dataset(config.dataset).prepare(Path(config.data_dir))

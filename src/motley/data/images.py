@@ -1,6 +1,6 @@
 """Images, wherever they come from: a source by index, and what a model must know of it.
 
-Images stay uint8 and are normalised on the device (motley.tasks.model): a quarter of the bytes
+Images stay uint8 and are normalised on the device (motley.tasks.image): a quarter of the bytes
 through worker processes and over the PCI bus.
 """
 
@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 
+from motley.data.source import Source
 from motley.errors import MotleyError
 
 NO_LABEL = -1
@@ -22,40 +23,12 @@ NO_LABEL = -1
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-class UnreadableImage(Exception):  # noqa: N818 - of the image, not of the program
-    """An image cannot be decoded; the message says why."""
-
-
-class Source(Protocol):
-    """A set of images that can be asked for by index."""
-
-    def __len__(self) -> int:
-        """Number of images."""
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Image (PIL or uint8 tensor [C, H, W]) and label; see :func:`read`."""
-
-
-def read(source: Source, index: int) -> tuple[Any, int]:
-    """``source[index]``; raises UnreadableImage, whatever the decoder raised.
-
-    Pillow has no type of error of its own: of torn or hostile files its decoders raise OSError,
-    SyntaxError, ValueError, DecompressionBombError, TypeError and, by format, what else their
-    authors did not think of. Lack of memory is none of the image's.
-    """
-    try:
-        return source[index]
-    except (MemoryError, MotleyError):
-        raise
-    except Exception as error:
-        raise UnreadableImage(str(error) or type(error).__name__) from error
-
-
 @dataclass(frozen=True)
 class Images:
     """Training and held-out images, and what a model must know of them.
 
     Attributes:
+        train, test: an item is an image, PIL or uint8 tensor [C, H, W], and its label.
         mean, std: per channel, of pixels scaled to 0..1.
         native_size: pixels a side; None where images differ.
         augment: a shifted or mirrored image is still of its class. Not so for digits: one

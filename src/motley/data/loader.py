@@ -1,19 +1,17 @@
 """Gives every rank its own micro-batches of the global order (order.py), read ahead."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.dataset import find_dataset
-from motley.data.images import Images, Source, UnreadableImage, read
 from motley.data.order import Order, seed_of, seeds_of, slices
-from motley.data.transforms import Transform, evaluation_transform, training_transform
+from motley.data.source import Samples, UnreadableSample, read
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
 from motley.plan.plan import Plan
@@ -29,22 +27,24 @@ class Key:
 
 @dataclass(frozen=True)
 class _Sample:
-    image: Tensor | None
-    label: int
+    content: Mapping[str, Any] | None
     index: int
     unreadable: tuple[str, ...]
 
 
 class _Keyed(Dataset[_Sample]):
-    """Answers keys: reads, and transforms under the key's own random numbers.
+    """Answers keys: reads, and changes under the key's own random numbers.
 
-    In training an unreadable image gives its place to the next readable one, so that the
+    In training an unreadable sample gives its place to the next readable one, so that the
     global batch keeps its size; in evaluation it is left out.
     """
 
-    def __init__(self, source: Source, transform: Transform, images: Images, train: bool) -> None:
-        self._source, self._transform = source, transform
-        self._name_of, self._train = images.name_of, train
+    def __init__(self, samples: Samples, training: bool) -> None:
+        self._samples, self._training = samples, training
+        self._source = samples.data(held_out=not training)
+
+    def __len__(self) -> int:
+        return len(self._source)
 
     def __getitems__(self, keys: list[Key]) -> list[_Sample]:
         with torch.random.fork_rng(devices=[]):  # once a batch: it costs more than a digit
@@ -54,33 +54,35 @@ class _Keyed(Dataset[_Sample]):
         index, unreadable = key.index, []
         for _ in range(len(self._source)):
             try:
-                image, label = read(self._source, index)
-            except UnreadableImage as error:
-                unreadable.append(f"{self._name_of(self._source, index)} ({error})")
-                if not self._train:
-                    return _Sample(None, 0, index, tuple(unreadable))
+                item = read(self._source, index)
+            except UnreadableSample as error:
+                unreadable.append(f"{self._samples.name_of(self._source, index)} ({error})")
+                if not self._training:
+                    return _Sample(None, index, tuple(unreadable))
                 index = (index + 1) % len(self._source)
                 continue
             torch.default_generator.manual_seed(key.seed)
-            return _Sample(self._transform(image), label, index, tuple(unreadable))
-        raise MotleyError(f"no image can be read; the first: {unreadable[0]}")
+            content = self._samples.sample(item, self._training)
+            return _Sample(content, index, tuple(unreadable))
+        raise MotleyError(f"no sample can be read; the first: {unreadable[0]}")
 
-
-def _collate(shape: tuple[int, ...]) -> Callable[[list[_Sample]], Batch]:
-    def collate(samples: list[_Sample]) -> Batch:
-        kept = [sample for sample in samples if sample.image is not None]
-        images = torch.empty((len(kept), *shape), dtype=torch.uint8)
-        for row, sample in enumerate(kept):
-            assert sample.image is not None
-            images[row] = sample.image.expand(shape)
-        labels = torch.tensor([sample.label for sample in kept], dtype=torch.int64)
+    def batch(self, samples: list[_Sample]) -> Batch:
+        """Samples put together, those that could be read."""
+        content = [each.content for each in samples if each.content is not None]
+        data = self._samples.collate(content) if content else {}
         return Batch(
-            {"images": images, "labels": labels},
-            tuple(sample.index for sample in kept),
-            tuple(name for sample in samples for name in sample.unreadable),
+            data,
+            tuple(each.index for each in samples if each.content is not None),
+            self._samples.weights(data) if content else None,
+            tuple(name for each in samples for name in each.unreadable),
         )
 
-    return collate
+
+def first_batch(samples: Samples, count: int) -> Batch:
+    """The first training samples, or as many as there are; for a pass that only is to be made."""
+    keyed = _Keyed(samples, training=True)
+    keys = [Key(index, index) for index in range(min(count, len(keyed)))]
+    return keyed.batch(keyed.__getitems__(keys))
 
 
 class Loader:
@@ -90,20 +92,12 @@ class Loader:
         rank: number in the process group.
     """
 
-    def __init__(
-        self, images: Images, config: Config, img_size: int, rank: int, device: torch.device
-    ) -> None:
-        self.order = Order(len(images.train), config.seed, config.data_fraction)
-        self._images, self._rank, self._device = images, rank, device
-        self._seed, self._eval_images = config.seed, config.eval_images
-        self._workers = _default_workers(config, device)
-        self._shape = (images.channels, img_size, img_size)
-        self._train = _Keyed(
-            images.train, training_transform(images, img_size, config.augment), images, train=True
-        )
-        self._test = _Keyed(
-            images.test, evaluation_transform(images, img_size), images, train=False
-        )
+    def __init__(self, samples: Samples, config: Config, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._seed, self._eval_samples = config.seed, config.eval_samples
+        self._workers = _workers(samples, config, device)
+        self._train, self._test = _Keyed(samples, True), _Keyed(samples, False)
+        self.order = Order(len(self._train), config.seed, config.data_fraction)
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
         """The steps of one epoch after its first ``consumed`` samples."""
@@ -121,9 +115,9 @@ class Loader:
         return Steps([plan_of for plan_of, _ in batches], self._read(self._train, keys), self._rank)
 
     def test_batches(self, plan: Plan) -> Iterator[Batch]:
-        """This rank's share of the held-out images, each of them once over all ranks."""
-        total = len(self._images.test)
-        count = min(total, self._eval_images or total)
+        """This rank's share of the held-out samples, each of them once over all ranks."""
+        total = len(self._test)
+        count = min(total, self._eval_samples or total)
         chosen = [number * total // count for number in range(count)]  # a folder's are by class
         cuts = slices(chosen, plan.of_batch(count), self._rank)
         return self._read(self._test, [[Key(index, 0) for index in cut] for cut in cuts])
@@ -133,7 +127,7 @@ class Loader:
             dataset,
             batch_sampler=keys,
             num_workers=self._workers,
-            collate_fn=_collate(self._shape),
+            collate_fn=dataset.batch,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_start_worker if self._workers else None,
             # Fork: what a worker gets need not be pickled. A generator of its own: else each
@@ -161,10 +155,10 @@ class Steps:
             yield next(self._batches), number == count
 
 
-def _default_workers(config: Config, device: torch.device) -> int:
+def _workers(samples: Samples, config: Config, device: torch.device) -> int:
     if config.workers is not None:
         return config.workers
-    if device.type == "cpu" or not find_dataset(config.dataset).needs_workers:
+    if device.type == "cpu" or not samples.needs_workers:
         return 0  # CPU ranks need their cores
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_here - 1))

@@ -1,6 +1,7 @@
 """What all engines share: memory that ends, the loss scale, evaluation, state."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -27,8 +28,11 @@ from motley.errors import NoMemoryError
 from motley.faults import Phase
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.tasks.losses import score
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
+from motley.tasks.scores import score
+from motley.tasks.task import weighs
+
+LEAST_CORRECTION = 1e-30  # of a gradient by its weight: if nothing counts it is 0, and stays so
 
 
 class EngineBase:
@@ -44,7 +48,7 @@ class EngineBase:
     replicated = True
     _sharding: Sharding | None = None
 
-    def __init__(self, model: Classifier, context: EngineContext) -> None:
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
         self._model, self._context = model, context
         self.scale, self.device = context.scale, context.device
         self.clock = Clock(context.device)
@@ -52,6 +56,11 @@ class EngineBase:
         self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
         self._short = ""  # of memory, in this step: what was found
         self._step_losses: list[Tensor] = []  # of this step's micro-batches
+        # Where samples count differently, losses are divided by what the batch usually weighs, and
+        # the gradient is corrected once all ranks know of its true weight.
+        self._weighs = weighs(model.task)
+        self._weight = 0.0  # of this rank's samples, in this step
+        self._usual_weight = 1.0  # of the global batch, in this step
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer_traits = try_optimizer(context.config, context.device, self._sharding)
         self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
@@ -59,7 +68,8 @@ class EngineBase:
         if context.config.compile:
             model.net.compile()
 
-    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
+        """Each sample's loss, detached; what is backpropagated is their sum / _usual_weight."""
         raise NotImplementedError
 
     def _abandon(self, last: bool) -> None:
@@ -75,9 +85,11 @@ class EngineBase:
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """See :class:`Engine`. Another user may have taken the memory that was free before."""
         losses = None
+        self._usual_weight = n_global * self._model.task.weight
+        self._weight += batch.weight
         if not self._short:
             try:
-                losses = self._accumulate(batch, n_global, last)
+                losses = self._accumulate(batch, last)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
@@ -94,6 +106,7 @@ class EngineBase:
         """See :class:`Engine`."""
         losses, self._step_losses = torch.cat(self._step_losses), []
         result = self._step(losses.sum(), self.clock.ready_s)
+        self._weight = 0.0
         return replace(result, losses=losses, laps=self.clock.cut())
 
     def sync_parameters(self) -> None:
@@ -103,6 +116,8 @@ class EngineBase:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
         if not self.replicated:
             return self._evaluate_together(batch)
+        if not len(batch):
+            return self._no_scores()
         whole = slice(0, len(batch))
         found = in_halves(lambda part: score(self._model, batch[part]), whole)
         return torch.stack(found).sum(dim=0)
@@ -111,7 +126,11 @@ class EngineBase:
         if len(batch):
             return score(self._model, batch)
         score(self._model, Batch(self._model.blank(), (0,)))
-        return torch.zeros(3, dtype=torch.float64, device=self._context.device)
+        return self._no_scores()
+
+    def _no_scores(self) -> Tensor:
+        count = len(self._model.score_names) + 2
+        return torch.zeros(count, dtype=torch.float64, device=self._context.device)
 
     def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """Each sample's loss, fp32 [n], and their sum; where every pass communicates.
@@ -136,6 +155,10 @@ class EngineBase:
             f"{found}; in a pass in which {self.traits.words}, so the step cannot be done again; "
             f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
         ) from error
+
+    def _told_weight(self, weights: Iterable[float]) -> float | None:
+        """:attr:`StepResult.weight`, of what each rank told."""
+        return math.fsum(weights) if self._weighs else None
 
     def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
         """:attr:`StepResult.oom_ranks`, if any of ``ranks`` (one flag a rank) is; all call it."""

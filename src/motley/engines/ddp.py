@@ -17,7 +17,7 @@ from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 
 class DdpEngine(SynchronousEngine):
@@ -32,7 +32,7 @@ class DdpEngine(SynchronousEngine):
     loss_weight = 1
     equal_micro_steps = False
 
-    def __init__(self, model: Classifier, context: EngineContext) -> None:
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
         self._overlap = context.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
@@ -71,7 +71,7 @@ class DdpEngine(SynchronousEngine):
 
     def _fix_buckets(self) -> None:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
-        # gradients came, and that changes the order of sums. A blank image makes it do so
+        # gradients came, and that changes the order of sums. One sample makes it do so
         # before step 1; else a resumed run would differ from an unbroken one by rounding.
         with warnings.catch_warnings():
             # The first gradients are not views of the buckets yet, and DDP says so.
@@ -87,13 +87,13 @@ class DdpEngine(SynchronousEngine):
         # In place: gradients stay views of DDP's buckets, so nothing is copied into them.
         self.optimizer.zero_grad(set_to_none=False)
 
-    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         # Communication overlaps the last backward pass, or follows.
         overlap = last and self._overlap
         with contextlib.nullcontext() if overlap else self._ddp.no_sync():
             losses: Tensor = self._ddp(batch.data)
             self._broken_off = overlap
-            self._backward(losses.sum() * (self.scale.value / n_global))
+            self._backward(losses.sum() * (self.scale.value / self._usual_weight))
             self._broken_off = False
         if not overlap:
             self.clock.lap("compute", ready=last)

@@ -21,7 +21,7 @@ from motley.engines.protocol import EngineContext
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
-from motley.tasks.model import AUTOCAST, Classifier, blocks_of
+from motley.tasks.model import AUTOCAST, TaskModel
 
 
 class FsdpEngine(SynchronousEngine):
@@ -36,7 +36,7 @@ class FsdpEngine(SynchronousEngine):
     equal_micro_steps = True
     replicated = False
 
-    def __init__(self, model: Classifier, context: EngineContext) -> None:
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
         offload = context.config.of(FsdpOptions).offload
         check_offload(offload, context)
         self.loss_weight = context.size
@@ -54,15 +54,15 @@ class FsdpEngine(SynchronousEngine):
         self._sharding = Sharding(
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
-        for block in blocks_of(model.net).values():
+        for block in model.task.blocks(model.net).values():
             fully_shard(block, **options)
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
 
-    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         try:
             losses, total = self._losses(self._model, batch)
-            self._backward(total * (self.scale.value * self.loss_weight / n_global))
+            self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
                 self._no_second_try(error, "--strategy ddp")

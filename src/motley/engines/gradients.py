@@ -22,7 +22,11 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def unscale_and_clip(
-    parameters: Sequence[Tensor], norm: Tensor, scale: float, most: float | None
+    parameters: Sequence[Tensor],
+    norm: Tensor,
+    scale: float,
+    most: float | None,
+    correction: Tensor | None = None,
 ) -> None:
     """Multiply all gradients in place, in one pass; waits for nothing.
 
@@ -31,10 +35,14 @@ def unscale_and_clip(
     Args:
         norm: of the gradients as they are, scaled; a scalar, the same on all ranks.
         scale: the loss scale in them. most: the norm to clip to, if any.
+        correction: what else is in them, a scalar; None: nothing.
     """
-    if scale == 1.0 and most is None:
+    if scale == 1.0 and most is None and correction is None:
         return
     factor = torch.full_like(norm, 1 / scale)
+    if correction is not None:
+        factor /= correction.to(norm)
+        norm = norm / correction.to(norm)
     if most is not None:
         factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
     grads = _gradients(parameters)

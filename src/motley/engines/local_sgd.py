@@ -29,7 +29,7 @@ from motley.errors import MotleyError, NotFiniteError
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.plan.wire import Addition
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 _TOLD = 4  # numbers that each rank tells at an averaging round
 
@@ -41,7 +41,7 @@ class LocalEngine(EngineBase):
     loss_weight = 1
     equal_micro_steps = False
 
-    def __init__(self, model: Classifier, context: EngineContext) -> None:
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
         if self.optimizer_traits.nests:
             raise MotleyError(
@@ -49,8 +49,6 @@ class LocalEngine(EngineBase):
                 f"{context.plan.wire} does; choose another --wire, or an optimizer such as adamw"
             )
         self._plan, self._sync_every = context.plan, context.plan.wire.sync_every
-        self._samples = 0  # of this rank, in this step
-        self._n_global = 1
         self._heard: Tensor | None = None  # what was told, and the loop has not heard
         self._agreed = self._vector()
         dist.broadcast(self._agreed, src=0)
@@ -71,33 +69,31 @@ class LocalEngine(EngineBase):
         self._start = self._agreed.clone()  # this rank's, at the last averaging round
         self._sum: Tensor | None = None  # of all progress until then, on its way
         self._steps = 0  # since
-        self._used = 0  # samples, since
+        self._used = 0.0  # what was trained on since, by weight
         self._loss_sum = torch.zeros((), device=self._context.device)  # of these
 
     # -- a step of this rank
 
-    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
-        self._n_global = n_global
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         losses = torch.zeros(0, device=self._context.device)
         if len(batch):
             losses = self._model(batch.data)
             # As in other engines, whose loss scale is searched for; step() makes it a mean.
-            self._backward(losses.sum() * (self.scale.value / n_global))
-            self._samples += len(batch)
+            self._backward(losses.sum() * (self.scale.value / self._usual_weight))
         self.clock.lap("compute")
         return losses.detach()
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        scale, samples, self._samples = self.scale.value, self._samples, 0
+        scale, weight = self.scale.value, self._weight
         norm, overflow = None, False
-        if samples and not self._short:
-            factor = scale * samples / self._n_global
+        if weight and not self._short:
+            factor = scale * weight / self._usual_weight
             found = gradient_norm(self._parameters)
             norm = float(found) / factor
             if math.isfinite(norm):
                 unscale_and_clip(self._parameters, found, factor, self._context.config.clip_grad)
                 self.optimizer.step()
-                self._used += samples
+                self._used += weight
                 self._loss_sum += loss_sum
             else:
                 norm, overflow = None, True
@@ -107,7 +103,7 @@ class LocalEngine(EngineBase):
             if overflow and not self.scale.may_clear:
                 raise NotFiniteError(
                     f"the gradient is not finite at the loss scale {scale:g}, though the loss "
-                    f"is {loss / samples:.3g}; lower --lr, set --clip-grad 1.0, or choose another "
+                    f"is {loss / weight:.3g}; lower --lr, set --clip-grad 1.0, or choose another "
                     "--precision"
                 )
         self.optimizer.zero_grad(set_to_none=True)
@@ -120,8 +116,9 @@ class LocalEngine(EngineBase):
         (losses, used, ready, short), self._heard = self._heard.unbind(dim=1), None
         mean = float(losses.sum() / used.sum()) if used.any() else None
         return StepResult(
-            None if mean is None else mean * self._n_global, norm, overflow, scale,
-            ready_s=tuple(ready.tolist()), oom_ranks=self._tell_short(short.tolist()), retry=False,
+            None if mean is None else mean * self._usual_weight, norm, overflow, scale,
+            ready_s=tuple(ready.tolist()), weight=self._usual_weight,
+            oom_ranks=self._tell_short(short.tolist()), retry=False,
         )  # fmt: skip
 
     # -- averaging rounds
@@ -139,7 +136,7 @@ class LocalEngine(EngineBase):
         self._work = dist.all_reduce(self._sum, async_op=True)
         self._start = self._agreed + progress
         self._take(self._start)
-        self._steps = self._used = 0
+        self._steps, self._used = 0, 0.0
         self._loss_sum.zero_()
         self.clock.lap("opt")
 

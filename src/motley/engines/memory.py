@@ -3,14 +3,16 @@
 import gc
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from motley.cluster.gpus import MIB, read_gpu_processes
 from motley.faults import says_no_memory
+
+Found = TypeVar("Found")
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -35,7 +37,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def in_halves(compute: Callable[[slice], Tensor], part: slice) -> list[Tensor]:
+def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
     """What is computed of a part of a batch, in as many pieces as memory makes necessary."""
     try:
         return [compute(part)]

@@ -19,7 +19,7 @@ from motley.engines.step_timer import Clock, Laps
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class StepResult:
         ready_s: of each rank, seconds of data and compute in the step *before* this one, until its
             own gradient was ready: they travel along, and cost no exchange of their own. 0.0 after
             a pause; empty if nobody told.
+        weight: of all samples that ``loss_sum`` is of, as their tokens; None: one each.
         oom_ranks: ranks that ran out of memory, and what was found there. If there is one,
             nobody stepped, and the parameters and the loss scale are as before.
         retry: the loop must repeat this batch, if there are ``oom_ranks``; False for Local SGD,
@@ -49,6 +50,7 @@ class StepResult:
     overflow: bool
     loss_scale: float
     ready_s: tuple[float, ...]
+    weight: float | None = None
     oom_ranks: Mapping[int, str] = field(default_factory=dict)
     retry: bool = True
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -91,7 +93,7 @@ class Engine(Protocol):
         ranks call it, before an evaluation and before :meth:`state`."""
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Loss sum, correct answers and number of samples of held-out images, float64 [3]."""
+        """Sums of held-out samples; see motley.tasks.scores."""
 
     def state(self) -> State:
         """Everything that does not depend on the number of ranks; all ranks must call it.
@@ -153,5 +155,5 @@ class EngineFactory(Protocol):
 
     traits: EngineTraits
 
-    def __call__(self, model: Classifier, context: EngineContext) -> Engine:
+    def __call__(self, model: TaskModel, context: EngineContext) -> Engine:
         """Set an engine on a model."""

@@ -15,7 +15,7 @@ from motley.registry import entries
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
-    from motley.tasks.model import Classifier
+    from motley.tasks.model import TaskModel
 
 TORCH, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
 
@@ -45,7 +45,7 @@ class Strategy:
     name: str
     says: str
     traits: Callable[[Config], EngineTraits]
-    engine: Callable[["Classifier", "EngineContext"], "Engine"]
+    engine: Callable[["TaskModel", "EngineContext"], "Engine"]
     options: tuple[type, ...] = ()
     script: str = TORCH
     packages: tuple[str, ...] = ()
@@ -61,9 +61,9 @@ class Engines:
     """Implements EngineFactory: the engines of a strategy, as the options say."""
 
     traits: EngineTraits
-    build: Callable[["Classifier", "EngineContext"], "Engine"]
+    build: Callable[["TaskModel", "EngineContext"], "Engine"]
 
-    def __call__(self, model: "Classifier", context: "EngineContext") -> "Engine":
+    def __call__(self, model: "TaskModel", context: "EngineContext") -> "Engine":
         """Set an engine on a model."""
         return self.build(model, context)
 
@@ -91,7 +91,7 @@ def engines_of(config: Config, strategies: Mapping[str, Strategy]) -> Engines:
         for group in set(other.options) - set(chosen.options):
             for each in fields(group):
                 if getattr(config.of(group), each.name) != each.default:
-                    flag = flag_of(each.name, options_of(group)[each.name])
+                    flag = flag_of(options_of(group)[each.name])
                     raise MotleyError(
                         f"{flag} is for --strategy {other.name}, and this is {chosen.name}; add "
                         f"--strategy {other.name}, or leave {flag} out"

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from motley.comm.collectives import all_gather, begin_copy
-from motley.engines.base import EngineBase
+from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.protocol import EngineContext, StepResult
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 
 class SynchronousEngine(EngineBase):
     """What remains of Engine is how gradients are made and added up."""
 
-    def __init__(self, model: Classifier, context: EngineContext) -> None:
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
         # torch's fused optimizers skip a step themselves, as torch.amp.GradScaler has them do.
         # SGD's momentum would begin as whatever is in memory if the first step is skipped.
@@ -49,9 +49,16 @@ class SynchronousEngine(EngineBase):
         norm = gradient_norm(self._parameters)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
-        table = all_gather([loss_sum, norm, ready_s, bool(self._short), self._broken_off])
+        table = all_gather(
+            [loss_sum, norm, ready_s, bool(self._short), self._broken_off, self._weight]
+        )
         norms = table[:, 1]
-        unscale_and_clip(self._parameters, self._norm(norms), scale, self._context.config.clip_grad)
+        correction = None
+        if self._weighs:
+            correction = (table[:, 5].sum() / self._usual_weight).clamp(min=LEAST_CORRECTION)
+        unscale_and_clip(
+            self._parameters, self._norm(norms), scale, self._context.config.clip_grad, correction
+        )
         copy, copied = begin_copy(table)
         if self._skips_by_itself:
             # Queued before the host knows: it waits for the table only, which is on its way
@@ -76,11 +83,14 @@ class SynchronousEngine(EngineBase):
             bool(short) and any(row[4] for row in rows), self.scale.value / scale,
         )  # fmt: skip
         self.clock.lap("opt")
+        weight = self._told_weight(row[5] for row in rows)
+        factor = scale if weight is None else scale * (weight or math.inf) / self._usual_weight
         return StepResult(
             loss_sum=math.fsum(row[0] for row in rows),
-            grad_norm=None if overflow else float(self._norm(copy[:, 1])) / scale,
+            grad_norm=None if overflow else float(self._norm(copy[:, 1])) / factor,
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[2] for row in rows),
+            weight=weight,
             oom_ranks=short,
         )

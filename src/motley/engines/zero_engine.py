@@ -7,6 +7,7 @@ the model, and the loss scale is Motley's, the same number on every rank.
 import importlib.metadata
 import math
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
-from motley.engines.base import EngineBase
+from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import out_of_memory
@@ -28,7 +29,7 @@ from motley.engines.zero_config import ZeroOptions, config_path, read_zero_confi
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 _COUNTS_ALL = Version("0.18.4")
 
@@ -44,7 +45,7 @@ class ZeroEngine(EngineBase):
     scale before each backward pass.
     """
 
-    def __init__(self, model: Classifier, context: EngineContext) -> None:
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         config = read_zero_config(config_path(context.config.of(ZeroOptions)), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
@@ -107,7 +108,7 @@ class ZeroEngine(EngineBase):
             f"--opt {self._context.config.opt} {why}; take {', '.join(others[:-1])} or {others[-1]}"
         )
 
-    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> Tensor:
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         def forward(data: Tensors) -> Tensor:
             return self._forward(data, last)
 
@@ -116,7 +117,7 @@ class ZeroEngine(EngineBase):
         else:
             losses = forward(batch.data)
             total = losses.sum()
-        self._backward(total * (self.loss_weight / n_global))
+        self._backward(total * (self.loss_weight / self._usual_weight))
         self.clock.lap("compute", ready=last)
         return losses.detach()
 
@@ -156,17 +157,21 @@ class ZeroEngine(EngineBase):
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale = self.scale.value
-        told: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short))]
+        told: list[Tensor | float] = [loss_sum, ready_s, float(bool(self._short)), self._weight]
         if self._stage == 0:
-            rows, overflow = self._step_whole(told)
-            norm = rows[0][3] / scale
+            rows, overflow, correction = self._step_whole(told)
+            norm = rows[0][4] / scale / correction
         else:
+            if self._weighs:  # DeepSpeed divides by the scale when it steps
+                rows = all_gather_floats(told)
+                self._engine.optimizer.override_loss_scale(scale * self._correction(rows))
             # Over all ranks. Of fp32 parameters DeepSpeed before 0.19.8 does not look by itself.
             self._engine.optimizer.check_overflow()
             self._engine.step()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
-            rows = all_gather_floats(told)
+            if not self._weighs:
+                rows = all_gather_floats(told)
         short = self._tell_short([row[2] for row in rows])
         if not short:
             self.scale.update(overflow)
@@ -177,24 +182,35 @@ class ZeroEngine(EngineBase):
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[1] for row in rows),
+            weight=self._told_weight(row[3] for row in rows),
             oom_ranks=short,
         )
 
-    def _step_whole(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool]:
+    def _correction(self, rows: Sequence[Sequence[float]]) -> float:
+        """What the gradient is to be divided by besides the scale, of what each rank told."""
+        if not self._weighs:
+            return 1.0
+        return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._usual_weight)
+
+    def _step_whole(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
         """Stage 0: overflow, unscale, clip and step, alike on all ranks.
 
         Returns:
-            What each rank told, and the norm that it found; and whether any is not finite.
+            What each rank told, and the norm that it found; whether any is not finite; and what
+            the gradient was divided by besides the scale.
         """
         heard = all_gather([*told, gradient_norm(self._parameters)]).cpu()
-        overflow = not bool(heard[:, 3].isfinite().all())
+        overflow = not bool(heard[:, 4].isfinite().all())
+        correction = self._correction(heard.tolist())
         if overflow:  # not even with no gradients: some optimizers count their steps
             self._engine.zero_grad()
         else:
-            clip = self._context.config.clip_grad
-            unscale_and_clip(self._parameters, heard[0, 3], self.scale.value, clip)
+            unscale_and_clip(
+                self._parameters, heard[0, 4], self.scale.value, self._context.config.clip_grad,
+                torch.tensor(correction) if self._weighs else None,
+            )  # fmt: skip
             self._engine.step()
-        return heard.tolist(), overflow
+        return heard.tolist(), overflow, correction
 
     def state(self) -> State:
         """See Engine. Stages 1 to 3 put their partitions together."""

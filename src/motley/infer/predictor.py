@@ -1,33 +1,32 @@
-"""One rank's part of an inference: a trained model, and what it says of images."""
+"""One rank's part of an inference: a trained model, and what it says of samples."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
 from motley.checkpoint.store import checkpoints_at, newest_whole
-from motley.config.options import Config
-from motley.data.dataset import load_images
-from motley.data.images import NO_LABEL, Images, Source, UnreadableImage, of_files, read
-from motley.data.transforms import evaluation_transform
+from motley.data.batch import Batch
+from motley.data.source import Source, UnreadableSample, read
 from motley.engines.memory import in_halves
 from motley.errors import MotleyError
 from motley.plan.precision import best_precision
 from motley.planner.process_group import confirmed
-from motley.tasks.model import Classifier, build_model, set_matmul_precision
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, set_matmul_precision
+from motley.tasks.task import Task
 from motley.train.command_line import config_from
-
-COLUMNS = ("index", "image", "label", "predicted", "confidence")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, and the data that it was trained on.
+    """A checkpoint, and the task that it was trained on.
 
     Attributes:
         folder: of the checkpoint. weights: ``<name>``, on the CPU.
@@ -36,9 +35,7 @@ class Trained:
 
     folder: Path
     weights: dict[str, Tensor]
-    config: Config
-    images: Images
-    img_size: int
+    task: Task
     problems: tuple[str, ...] = ()
 
 
@@ -47,25 +44,22 @@ def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> T
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
-        data_dir: where the images are now; None: where they were.
-        own: a folder of other images, which take the place of the held-out ones.
+        data_dir: where the data are now; None: where they were.
+        own: a folder of other samples, which take the place of the held-out ones.
     """
     found = checkpoints_at(path)
     if not found:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
     folder, tensors, progress, problems = newest_whole(found, ("config",))
-    config = config_from(progress["config"])
+    saved = progress["config"]
     if data_dir is not None:
-        config = replace(config, data_dir=data_dir)
-    img_size = int(progress["config"]["img_size"])
+        saved = {**saved, "data_dir": data_dir}
+    task = task_of(config_from(saved))
     weights = {
         name.removeprefix("model."): value
         for name, value in tensors.items() if name.startswith("model.")
     }  # fmt: skip
-    images = load_images(config, img_size)
-    if own is not None:
-        images = of_files(images, own)
-    return Trained(folder, weights, config, images, img_size, tuple(problems))
+    return Trained(folder, weights, task.with_files(own) if own else task, tuple(problems))
 
 
 def precision_of(asked: str, device: torch.device) -> str:
@@ -81,7 +75,8 @@ class Predictor:
     """The model on one device.
 
     Attributes:
-        images: so many were computed; seconds: it took so long.
+        columns: of a row.
+        samples: so many were computed; seconds: it took so long.
     """
 
     trained: Trained
@@ -89,32 +84,32 @@ class Predictor:
     device: torch.device
     precision: str
     threads: int
-    images: int = 0
+    columns: tuple[str, ...] = ()
+    samples: int = 0
     seconds: float = 0.0
-    _model: Classifier = field(init=False)
+    _model: TaskModel = field(init=False)
 
     def __post_init__(self) -> None:
         set_matmul_precision(self.precision)
-        t = self.trained
-        net = build_model(t.config, t.images)
-        net.load_state_dict(t.weights)
-        self._model = Classifier(net, t.images, t.img_size, self.precision, self.device).eval()
-        self._look = evaluation_transform(t.images, t.img_size)
+        task = self.trained.task
+        net = task.model()
+        net.load_state_dict(self.trained.weights)
+        self._model = TaskModel(task, net, self.precision, self.device).eval()
+        said = self._predict(Batch(self._model.blank(), (0,)))
+        self.columns = ("index", task.noun, *said)
         self._pool = ThreadPoolExecutor(self.threads, "read")
 
     def rows(self, items: Sequence[int]) -> Iterator[tuple[object, ...]]:
-        """One row of COLUMNS an image, in the order of ``items``."""
-        start = time.perf_counter()
-        found = list(self._pool.map(self._read, items))
-        logits = self._logits(torch.stack([pixels for pixels, _ in found]))
-        best = logits.softmax(dim=1).max(dim=1)
-        answers = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self.images += len(items)
+        """One row of :attr:`columns` a sample, in the order of ``items``."""
+        start, task = time.perf_counter(), self.trained.task
+        data = task.collate(list(self._pool.map(self._read, items)))
+        batch = Batch(data, tuple(items)).to(self.device)
+        parts = in_halves(lambda part: self._predict(batch[part]), slice(0, len(items)))
+        said = [row for part in parts for row in zip(*part.values(), strict=True)]
+        self.samples += len(items)
         self.seconds += time.perf_counter() - start
-        name = self.trained.images.name_of
-        for index, (_, label), (predicted, confidence) in zip(items, found, answers, strict=True):
-            known = "" if label == NO_LABEL else label
-            yield index, name(self.source, index), known, predicted, f"{confidence:.4f}"
+        for index, row in zip(items, said, strict=True):
+            yield index, task.name_of(self.source, index), *row
 
     @property
     def mem_peak_mib(self) -> float:
@@ -123,20 +118,15 @@ class Predictor:
             return torch.cuda.max_memory_allocated(self.device) / 2**20
         return float(psutil.Process().memory_info().rss) / 2**20
 
-    def _read(self, index: int) -> tuple[Tensor, int]:
+    def _read(self, index: int) -> Mapping[str, Any]:
+        task = self.trained.task
         try:
-            image, label = read(self.source, index)
-        except UnreadableImage as error:
-            name = self.trained.images.name_of(self.source, index)
+            item = read(self.source, index)
+        except UnreadableSample as error:
+            name = task.name_of(self.source, index)
             raise MotleyError(f"cannot read {name} ({error}); repair it, or remove it") from None
-        return torch.as_tensor(self._look(image), dtype=torch.uint8), label
+        return task.sample(item, training=False)
 
     @torch.inference_mode()
-    def _logits(self, pixels: Tensor) -> Tensor:
-        """fp32 [n, classes], on the CPU."""
-
-        def compute(part: slice) -> Tensor:
-            logits: Tensor = self._model.logits(pixels[part].to(self.device))
-            return logits.cpu()
-
-        return torch.cat(in_halves(compute, slice(0, len(pixels))))
+    def _predict(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        return self.trained.task.predict(self._model.compute, batch.data)

@@ -13,7 +13,7 @@ from motley.engines.named_state import load_random_state, random_state
 from motley.engines.step_timer import Clock
 from motley.errors import NoMemoryError
 from motley.plan.split import SpeedTable
-from motley.tasks.model import AUTOCAST, Classifier, set_matmul_precision
+from motley.tasks.model import AUTOCAST, TaskModel, set_matmul_precision
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups an
 
 
 def measure_speed(
-    model: Classifier,
+    model: TaskModel,
     make: Callable[[], torch.optim.Optimizer],
     most: int,
 ) -> SpeedTable:
@@ -98,7 +98,7 @@ def measure_speed(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Classifier) -> Iterator[None]:
+def _as_it_was(model: TaskModel) -> Iterator[None]:
     """Leaves parameters, gradients and random numbers as they were, and no memory held."""
     device = next(model.parameters()).device
     random = random_state(device)
@@ -119,7 +119,7 @@ def _as_it_was(model: Classifier) -> Iterator[None]:
 
 
 def _measure_speed(
-    model: Classifier, make: Callable[[], torch.optim.Optimizer], most: int, budget_s: float
+    model: TaskModel, make: Callable[[], torch.optim.Optimizer], most: int, budget_s: float
 ) -> SpeedTable:
     """See :func:`measure_speed`; its optimizer's memory goes with it."""
     device = next(model.parameters()).device
@@ -163,7 +163,7 @@ def _doubling(most: int) -> Iterator[int]:
     yield most
 
 
-def time_micro_batch(model: Classifier, size: int) -> tuple[float, float | None]:
+def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
     """Seconds of a micro-batch, and the peak of memory, MiB. Leaves gradients behind."""
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -173,7 +173,7 @@ def time_micro_batch(model: Classifier, size: int) -> tuple[float, float | None]
     return seconds, peak
 
 
-def _micro_batch(model: Classifier, size: int) -> Callable[[], None]:
+def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
     """Forward and backward pass of so many images, ready to run."""
     data = model.noise(size)
 
@@ -183,7 +183,7 @@ def _micro_batch(model: Classifier, size: int) -> Callable[[], None]:
     return run
 
 
-def _time_step(optimizer: torch.optim.Optimizer, model: Classifier, size: int) -> float:
+def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) -> float:
     """Seconds of an optimizer step behind a micro-batch: while a GPU computes that, it is told
     what to do next, as in training."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -238,7 +238,7 @@ def _fits(
     return peak + (size - last) * (peak - less) / (last - before) < _MEMORY_MARGIN * room
 
 
-def has_room(model: Classifier, speed: SpeedTable, size: int) -> bool:
+def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
     """Whether a micro-batch of ``size`` should fit into memory, and is worth timing.
 
     Nobody says what a CPU's takes; there, not beyond twice what was tried.

@@ -47,7 +47,7 @@ class Forecast:
         return max(self.compute_s) + self.exposed_s
 
     @property
-    def images_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Predicted."""
         return self.global_batch / self.step_s
 
@@ -56,12 +56,17 @@ class Forecast:
         """Of the smaller of two bounds: the limit, and the wire busy without a break."""
         return max(self.limit_s, self.wire_s) / self.step_s
 
-    def sentence(self) -> str:
-        """What to expect, for the log."""
+    def sentence(self, unit: str, weight: float) -> str:
+        """What to expect, for the log.
+
+        Args:
+            unit: that a rate counts. weight: of a sample, in these.
+        """
+        rate, most = weight * self.samples_per_s, weight * self.global_batch / self.limit_s
         return (
-            f"predicted: {self.step_s:.3g} s a step, {self.images_per_s:,.0f} images/s, which is "
+            f"predicted: {self.step_s:.3g} s a step, {rate:,.0f} {unit}/s, which is "
             f"{self.fraction:.2f} of what these machines can do together "
-            f"({self.global_batch / self.limit_s:,.0f} images/s; the wire alone takes "
+            f"({most:,.0f} {unit}/s; the wire alone takes "
             f"{self.wire_s:.3g} s a step)"
         )
 

@@ -17,7 +17,7 @@ from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
 from motley.planner.speed_cache import remember
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def measure_and_plan(
     world: World,
     run: Run | None,
     group: ProcessGroup,
-    model: Classifier | None,
+    model: TaskModel | None,
     config: Config,
     traits: EngineTraits,
     asked: WireMode | None,

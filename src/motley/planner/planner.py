@@ -16,15 +16,16 @@ from motley.plan.plan import make_plan, whole_shares
 from motley.plan.split import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import Planned, measure_and_plan
-from motley.planner.parts import Parts
 from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel
 
 
 def plan_batch(
     world: World,
     run: Run | None,
     group: ProcessGroup,
-    parts: Parts | None,
+    model: TaskModel | None,
     config: Config,
     traits: EngineTraits | None = None,
 ) -> tuple[ProcessGroup, Planned]:
@@ -32,7 +33,7 @@ def plan_batch(
 
     Args:
         run: may be a continued one; None if nothing is to be trained.
-        parts: None on a rank that is left out.
+        model: None on a rank that is left out.
         traits: what the engine can; None: all.
 
     Returns:
@@ -56,7 +57,6 @@ def plan_batch(
     else:
         equal = (1.0,) * group.size
         make_plan(config.batch_size, equal, (1,) * group.size, EXACT)  # refuses a small batch
-        model = parts.model if parts else None
         group, planned = measure_and_plan(world, run, group, model, config, traits, asked)
     if (taken := planned.plan.wire).is_inexact:
         planned = planned.with_note(taken)
@@ -103,8 +103,7 @@ def _plan_before(
     started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
     if not ranks or not started or ranks != [asdict(worker) for worker in workers]:
         return None
-    same = config.as_json(Decides.SPEED | Decides.PLAN)
-    del same["img_size"]  # recorded as it is, not as it was asked for
+    same = config.as_json(Decides.SPEED | Decides.PLAN) | task_of(config).identity()
     if any(old.get(key) != value for key, value in same.items()):
         return None
     plan = content["plan"]

@@ -22,7 +22,7 @@ from motley.plan.split import SpeedTable
 from motley.plan.wire import Addition, AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import speed_of, with_sizes
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 _ROUNDS = 4  # of timing and splitting, at most
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
@@ -49,7 +49,7 @@ class Measured:
 def measure_team(
     world: World,
     group: ProcessGroup,
-    model: Classifier | None,
+    model: TaskModel | None,
     config: Config,
     traits: EngineTraits,
     asked: WireMode | None,
@@ -114,7 +114,7 @@ def _other_modes(
 def wires_of(
     world: World,
     group: ProcessGroup,
-    model: Classifier | None,
+    model: TaskModel | None,
     wanted: Sequence[WireMode],
     traits: EngineTraits,
     known: Mapping[WireMode, AllReduceCost] | None = None,
@@ -163,7 +163,7 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
 def refine(
     world: World,
     group: ProcessGroup,
-    model: Classifier | None,
+    model: TaskModel | None,
     global_batch: int,
     measured: Measured,
     mode: WireMode = EXACT,

@@ -1,6 +1,7 @@
 """A rank's speed: measured, or remembered from an earlier run on the same device."""
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,14 @@ from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.split import SpeedTable
 from motley.planner.process_group import ProcessGroup
-from motley.tasks.model import Classifier, image_size
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
-def speed_of(group: ProcessGroup, model: Classifier, config: Config, shards: int) -> SpeedTable:
+def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int) -> SpeedTable:
     """This rank's speed, remembered if the device still is as fast.
 
     Args:
@@ -50,13 +52,13 @@ def speed_of(group: ProcessGroup, model: Classifier, config: Config, shards: int
     return measure_speed(model, make, config.batch_size)
 
 
-def _slowdown(model: Classifier, speed: SpeedTable, size: int) -> float:
+def _slowdown(model: TaskModel, speed: SpeedTable, size: int) -> float:
     """How much longer a micro-batch takes than is remembered, as a ratio."""
     seconds, _ = time_micro_batch(model, size)
     return seconds / speed.micro_s(size)
 
 
-def with_sizes(model: Classifier, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
+def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
     """The speed with these sizes in its table."""
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
@@ -77,13 +79,14 @@ def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: S
 def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
     """Where a rank's speed is remembered, and all that it depends on."""
     assert group.rank is not None
-    own = group.workers[group.rank]
+    own, task = group.workers[group.rank], task_of(config)
     here = sum(worker.host == own.host for worker in group.workers)
     key = {
         "device": own.device, "uuid": own.uuid, "precision": own.precision,
         "ranks": 1 if own.uuid else here, "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)), "versions": versions(), "shards": shards,
-        "options": {**config.as_json(Decides.SPEED), "img_size": image_size(config)},
+        "options": {**config.as_json(Decides.SPEED), **task.identity()},
+        "task": hashlib.sha256(Path(inspect.getfile(type(task))).read_bytes()).hexdigest(),
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"speed-{digest[:20]}.json", key

@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,22 +32,24 @@ class StepRecord:
     ``{"step": 12, "epoch": 0, "loss": 2.2841, "lr": 0.00052, "loss_scale": 1.0,
     "overflow": false, "grad_norm": 1.93, "n_local": 60, "n_global": 180,
     "t_data": 0.0011, "t_compute": 0.1432, "t_wait": 0.0213, "t_comm": 0.0052,
-    "t_opt": 0.0031, "mem_peak_mib": 412.0, "images_per_s": 1036.2, "time": 1763693554.1}``
+    "t_opt": 0.0031, "mem_peak_mib": 412.0, "samples_per_s": 1036.2, "weight": 180.0,
+    "time": 1763693554.1}``
 
     Attributes:
         step: optimizer steps since the start of training, 0-based.
-        loss: mean over the samples of the *global* batch. Of Local SGD, which knows it in an
+        loss: mean over the *global* batch, by weight. Of Local SGD, which knows it in an
             averaging round only: of all samples between the two rounds before; else null.
         loss_scale: the factor that this step's loss was multiplied by.
         overflow: the gradient was not finite and all ranks skipped the step; of local steps,
             this rank.
         grad_norm: of the unscaled gradient, before clipping; null after an overflow.
-        t_data: seconds waiting for images; ``t_compute``: forward and backward until this
+        t_data: seconds waiting for samples; ``t_compute``: forward and backward until this
             rank's own gradient is ready; ``t_wait``: for the slowest rank; ``t_comm``:
             communication still exposed after the last rank is ready; ``t_opt``: norm, clip
             and optimizer. They sum to the step. Null where an engine cannot tell them apart.
         mem_peak_mib: most memory this rank held (GPU where it has one, else its own RAM).
-        images_per_s: of all ranks together.
+        samples_per_s: of all ranks together; older records: ``images_per_s``.
+        weight: of the global batch, in the unit that run.json's ``task`` tells: images, tokens.
         time: end of the step, seconds since the epoch.
     """
 
@@ -66,7 +68,8 @@ class StepRecord:
     t_comm: float | None
     t_opt: float
     mem_peak_mib: float | None
-    images_per_s: float
+    samples_per_s: float
+    weight: float
     time: float
 
 
@@ -74,17 +77,36 @@ class StepRecord:
 class EpochRecord:
     """One evaluation; one line of ``epochs.jsonl``:
 
-    ``{"step": 120, "epoch": 9, "top1": 0.9722, "loss": 0.1021, "samples": 360,
-    "seconds": 1.4, "time": 1763693554.1}``
+    ``{"step": 120, "epoch": 9, "samples": 360, "seconds": 1.4, "time": 1763693554.1,
+    "top1": 0.9722, "loss": 0.1021}``
+
+    Attributes:
+        metrics: what the task says of the model, by name; ``loss`` is among them.
     """
 
     step: int
     epoch: int
-    top1: float
-    loss: float
     samples: int
     seconds: float
     time: float
+    metrics: Mapping[str, float]
+
+    def as_json(self) -> JsonDict:
+        """The line."""
+        line = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**line, **line.pop("metrics")}
+
+    @classmethod
+    def from_json(cls, line: JsonDict) -> "EpochRecord":
+        """What :meth:`as_json` gave."""
+        metrics = cls.metrics_of(line)
+        return cls(**{k: v for k, v in line.items() if k not in metrics}, metrics=metrics)
+
+    @classmethod
+    def metrics_of(cls, line: JsonDict) -> JsonDict:
+        """The metrics in a line, in their order."""
+        known = {each.name for each in fields(cls)}
+        return {name: value for name, value in line.items() if name not in known}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -143,8 +165,8 @@ class RunFolder:
     def write_run(self, content: Mapping[str, Any]) -> None:
         """Replace run.json in one piece.
 
-        At least ``status`` (running, finished or failed), ``result``, ``config``, ``facts``,
-        ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
+        At least ``status`` (running, finished or failed), ``result``, ``config``, ``task``,
+        ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
         "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
         """
         write_json(self.path / "run.json", content)
@@ -152,9 +174,15 @@ class RunFolder:
     def read_run(self) -> JsonDict:
         """Read run.json; an empty dict if there is none."""
         try:
-            return read_json(self.path / "run.json")
+            content = read_json(self.path / "run.json")
         except FileNotFoundError:
             return {}
+        model = (content.get("config") or {}).get("model")
+        if model and "task" not in content:  # of an older version, which knew images alone
+            title = f"{model} on {content['config'].get('dataset', 'images')}"
+            content["task"] = {"name": "image", "unit": "images", "weight": 1.0, "title": title}
+            _of_older_version(content.get("result") or {})
+        return content
 
     def update_run(self, **changes: Any) -> None:
         """Change some fields of run.json."""
@@ -194,7 +222,10 @@ class RunFolder:
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""
         return {
-            rank: list(read_json_lines(self.path / f"steps.rank{rank}.jsonl"))
+            rank: [
+                _of_older_version(line)
+                for line in read_json_lines(self.path / f"steps.rank{rank}.jsonl")
+            ]
             for rank in self._ranks()
         }
 
@@ -262,6 +293,13 @@ def find_gpu_logs(paths: list[Path]) -> list[Path]:
 
 def _is_gpu_log(path: Path) -> bool:
     return path.name == "metrics.csv" or path.name.startswith("gpu.")
+
+
+def _of_older_version(line: JsonDict) -> JsonDict:
+    """The same, with the rate by the name that it has now."""
+    if "images_per_s" in line:
+        line["samples_per_s"] = line.pop("images_per_s")
+    return line
 
 
 def _keep_lines(path: Path, steps: int) -> None:

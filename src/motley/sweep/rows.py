@@ -26,16 +26,17 @@ class Row:
     """What was measured of a cell; a line of results.csv. None: unknown.
 
     Attributes:
-        model: and its pixels. hosts: names of those that trained. machines: launched.
+        model: what is trained, in a few words. unit: that a rate counts; weight: of a sample, in
+            these. hosts: names of those that trained. machines: launched.
         batch: global; micro_batch: of each rank.
-        images_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
+        samples_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
             a part of it; of two repeats or more.
         fraction_of_limit: of the sum of what its machines do alone, each in its best precision, as
             the best cell of the same machines and batch measured it, of a model that is not
             compiled. efficiency: of that sum in this cell's own precision.
         epoch_s: an epoch's training at this rate.
         memory_mib: most that a rank held, by host. leak_mib: what it grew by in a step, if it did.
-        joules: of the GPUs, for an image.
+        joules: of the GPUs, for a sample.
         loss: of the last step. loss_difference: from the fp32 reference's, as a part of that.
         data_s, compute_s, wait_s, comm_s, opt_s: of a step, mean over ranks.
         outcome: ``done``, or how it failed. error, when: then.
@@ -47,15 +48,17 @@ class Row:
     checkpointing: str
     options: str
     model: str
+    unit: str
+    weight: float
     machines: int
     hosts: str
     batch: int
     micro_batch: str
     repeats: int
     outcome: str
-    images_per_s: float | None = None
+    samples_per_s: float | None = None
     spread: float | None = None
-    limit_images_per_s: float | None = None
+    limit_samples_per_s: float | None = None
     fraction_of_limit: float | None = None
     efficiency: float | None = None
     epoch_s: float | None = None
@@ -74,10 +77,17 @@ class Row:
 
     @property
     def limit(self) -> float | None:
-        """Images/s of the limit that ``fraction_of_limit`` is of; None: unknown."""
-        if not self.images_per_s or not self.fraction_of_limit:
+        """Samples/s of the limit that ``fraction_of_limit`` is of; None: unknown."""
+        if not self.samples_per_s or not self.fraction_of_limit:
             return None
-        return self.images_per_s / self.fraction_of_limit
+        return self.samples_per_s / self.fraction_of_limit
+
+    @property
+    def rate(self) -> str:
+        """In the task's unit, as in ``1,204 images/s``; empty where unknown."""
+        if not self.samples_per_s:
+            return ""
+        return f"{self.weight * self.samples_per_s:,.0f} {self.unit}/s"
 
     @property
     def is_compiled(self) -> bool:
@@ -99,16 +109,16 @@ def read_rows(folder: BaselineFolder) -> list[Row]:
     ]  # fmt: skip
     limits: dict[tuple[int, int, str], float] = {}
     for row in rows:
-        if row.limit_images_per_s:
+        if row.limit_samples_per_s:
             key = (row.machines, row.batch, row.model)
-            limits[key] = max(limits.get(key, 0.0), row.limit_images_per_s)
+            limits[key] = max(limits.get(key, 0.0), row.limit_samples_per_s)
     return [_with_limit(row, limits.get((row.machines, row.batch, row.model))) for row in rows]
 
 
 def _with_limit(row: Row, limit: float | None) -> Row:
-    if limit is None or row.images_per_s is None:
+    if limit is None or row.samples_per_s is None:
         return row
-    return replace(row, fraction_of_limit=row.images_per_s / limit)
+    return replace(row, fraction_of_limit=row.samples_per_s / limit)
 
 
 def _row(
@@ -118,11 +128,12 @@ def _row(
     failed = [outcome for _, outcome in runs if outcome.kind != DONE]
     about = (done or [folder for folder, _ in runs])[0].read_run()
     plan: Mapping[str, Any] = about.get("plan") or {}
-    config: Mapping[str, Any] = about.get("config") or {}
+    task: Mapping[str, Any] = about.get("task") or {}
     facts: dict[str, Any] = {
         "name": cell.name, "strategy": cell.strategy, "precision": cell.precision,
         "checkpointing": cell.checkpointing, "options": " ".join(cell.options),
-        "model": f"{config.get('model', '')} {config.get('img_size', '')}".strip(),
+        "model": str(task.get("title", "")), "unit": str(task.get("unit", "samples")),
+        "weight": float(task.get("weight", 1.0)),
         "machines": cell.hosts, "batch": cell.batch, "repeats": len(runs),
         "hosts": " ".join(dict.fromkeys(worker["host"] for worker in about.get("ranks") or ())),
         "micro_batch": " ".join(str(max(sizes)) for sizes in plan.get("micro_batches") or ()),
@@ -144,9 +155,9 @@ def _row(
     whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that nobody shares
     facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in _PARTS}
     return Row(
-        **facts, images_per_s=middle,
+        **facts, samples_per_s=middle,
         spread=(max(rates) - min(rates)) / middle if len(rates) > 1 else None,
-        limit_images_per_s=limit, efficiency=middle / limit if limit else None,
+        limit_samples_per_s=limit, efficiency=middle / limit if limit else None,
         epoch_s=samples / middle if samples else None,
         memory_mib=_memory(about, every[0]), leak_mib=leak(taken[0]),
         joules=joules(done[0], every[0]), loss=loss,
@@ -154,7 +165,7 @@ def _row(
     )  # fmt: skip
 
 
-# What a run must share with the fp32 one for its losses to be the same.
+# What a run must share with the fp32 one for its losses to be the same, besides the same task.
 _SAME = (
     "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
     "weight_decay", "warmup_epochs", "min_lr", "smoothing", "clip_grad", "drop", "drop_path",
@@ -171,9 +182,15 @@ def _difference(about: JsonDict, loss: float | None, reference: _Reference | Non
     if reference is None or loss is None:
         return None
     own, (other, expected) = about["config"], reference
+    titles = {(each.get("task") or {}).get("title") for each in (about, other)}
     other = other.get("config", {})
     local = str((about.get("plan") or {}).get("wire")).startswith("local")
-    if local or not expected or any(own.get(key) != other.get(key) for key in _SAME):
+    if (
+        local
+        or not expected
+        or len(titles) > 1
+        or any(own.get(key) != other.get(key) for key in _SAME)
+    ):
         return None
     return loss / expected - 1
 
@@ -196,11 +213,11 @@ def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
 
 
 def _rate(steps: Steps) -> float | None:
-    """Images a second of all ranks; of local steps, few of which wait, by the mean."""
+    """Samples a second of all ranks; of local steps, few of which wait, by the mean."""
     lines = max(steps.values(), key=len, default=[])
     if not lines:
         return None
-    seconds = [line["n_global"] / line["images_per_s"] for line in lines]
+    seconds = [line["n_global"] / line["samples_per_s"] for line in lines]
     told = all(line["loss"] is not None for line in lines)
     middle = statistics.median(seconds) if told else statistics.fmean(seconds)
     return float(lines[0]["n_global"] / middle)
@@ -251,13 +268,13 @@ def leak(steps: Steps) -> float | None:
 
 
 def joules(folder: RunFolder, steps: Steps) -> float | None:
-    """Of the GPUs that trained, for an image, while the steps that count ran; None where one of
+    """Of the GPUs that trained, for a sample, while the steps that count ran; None where one of
     them did not say."""
     lines = max(steps.values(), key=len, default=[])
     workers = folder.read_run().get("ranks") or ()
     if not lines or not workers or any(not worker.get("uuid") for worker in workers):
         return None
-    first_s = lines[0]["n_global"] / lines[0]["images_per_s"]
+    first_s = lines[0]["n_global"] / lines[0]["samples_per_s"]
     start, end = lines[0]["time"] - first_s, lines[-1]["time"]
     watts: dict[tuple[str, str], list[float]] = {
         (worker["host"], worker["uuid"]): [] for worker in workers
@@ -269,6 +286,6 @@ def joules(folder: RunFolder, steps: Steps) -> float | None:
                 own.append(sample.power_w)
     if not all(watts.values()):
         return None
-    seconds = sum(line["n_global"] / line["images_per_s"] for line in lines)
-    images = sum(line["n_global"] for line in lines)
-    return float(sum(map(statistics.fmean, watts.values())) * seconds / images)
+    seconds = sum(line["n_global"] / line["samples_per_s"] for line in lines)
+    samples = sum(line["n_global"] for line in lines)
+    return float(sum(map(statistics.fmean, watts.values())) * seconds / samples)

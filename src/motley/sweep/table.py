@@ -12,12 +12,12 @@ from motley.sweep.rows import Row
 _SHOWN = (
     ("cell", "name"), ("hosts", "machines"), ("precision", "precision"), ("batch", "batch"),
     ("micro-batch", "micro_batch"),
-    ("images/s", "images_per_s"), ("spread", "spread"), ("of limit", "fraction_of_limit"),
+    ("rate", "rate"), ("spread", "spread"), ("of limit", "fraction_of_limit"),
     ("efficiency", "efficiency"), ("epoch s", "epoch_s"), ("memory MiB", "memory_mib"),
-    ("J/image", "joules"), ("loss vs fp32", "loss_difference"), ("outcome", "outcome"),
+    ("J/sample", "joules"), ("loss vs fp32", "loss_difference"), ("outcome", "outcome"),
 )  # fmt: skip
 _FORMS = {
-    "images_per_s": "{:,.0f}", "spread": "{:.1%}", "fraction_of_limit": "{:.3f}",
+    "spread": "{:.1%}", "fraction_of_limit": "{:.3f}",
     "efficiency": "{:.3f}", "epoch_s": "{:,.1f}", "joules": "{:.3g}", "loss_difference": "{:+.1e}",
 }  # fmt: skip
 

@@ -7,10 +7,10 @@ from typing import Any
 from motley.comm.modes import modes, parse_wire
 from motley.config.option import options_of
 from motley.config.options import GROUPS, Config
-from motley.config.parser import OptionParser
-from motley.data.dataset import known_datasets
+from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions
 from motley.errors import MotleyError
+from motley.tasks.find import USUAL, known_tasks, task_class
 
 
 def training_parser(
@@ -29,24 +29,34 @@ def training_parser(
 
 
 def config_from(saved: Mapping[str, Any]) -> Config:
-    """The options of a run, of those that all scripts have, as its checkpoint keeps them."""
-    registered = _registered({})
-    found: dict[str, Any] = {}
+    """The options of a run, of those that all scripts have and of its task, as its checkpoint keeps
+    them."""
+    general: dict[str, Any] = {}
     for group in GROUPS:
-        for name, declared in options_of(group).items():
-            if name in saved:
-                declared = replace(declared, **registered.get(name, {}))
-                found[name] = declared.value_of(saved[name])
-    return Config(**found)
+        general |= _values(group, saved)
+    task = task_class(general.get("task", USUAL))
+    return Config(**general, own=(task(**_values(task, saved)),))
+
+
+def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the fields of a group, as far as they are saved."""
+    registered, found = _registered({}), dict[str, Any]()
+    for field, declared in options_of(group).items():
+        if declared.name in saved:
+            declared = replace(declared, **registered.get(declared.name, {}))
+            found[field] = declared.value_of(saved[declared.name])
+    return found
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
     """What is known of options by what can be added."""
-    datasets, kinds = known_datasets().values(), modes().values()
+    kinds = modes().values()
     return {
-        "dataset": {
-            "choices": tuple(each.name for each in datasets),
-            "says": "; ".join(f"{each.name} {each.says}" for each in datasets),
+        "task": {
+            "says": (
+                f"what is learnt: {', '.join(known_tasks())} (default: {USUAL}), or a file with a "
+                "task of your own; its options are the last ones here"
+            ),
         },
         "wire": {
             "read": parse_wire,
@@ -64,9 +74,28 @@ def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]
     }  # fmt: skip
 
 
-def read_config(parser: OptionParser, arguments: Sequence[str] | None = None) -> Config:
-    """Parse the command line of a training script, the process's own by default."""
+def read_config(
+    parser: OptionParser, arguments: Sequence[str] | None = None, strict: bool = True
+) -> Config:
+    """Parse the command line of a training script, the process's own by default.
+
+    Args:
+        strict: what no option takes is an error; else it is passed over.
+    """
     try:
-        return parser.config_of(parser.parse_args(arguments))
+        add_task(parser, arguments)
+        known, unknown = parser.parse_known_args(arguments)
+        if unknown and strict:
+            parser.parse_args(arguments)  # says what is wrong
+        return parser.config_of(known)
     except MotleyError as error:
         parser.error(str(error))
+
+
+def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> None:
+    """Have a parser know the options of the task that the command line names."""
+    first = OneVoice(add_help=False, allow_abbrev=False)
+    first.error = parser.error  # type: ignore[method-assign]
+    first.add_argument("--task", default=USUAL)
+    name = first.parse_known_args(arguments)[0].task
+    parser.add_own(task_class(name), f"--task {name}")

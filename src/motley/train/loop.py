@@ -5,7 +5,6 @@ each computed in micro-batches by every rank and finished by one step; a record 
 every step, an evaluation and a checkpoint after every epoch.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from motley.checkpoint.transfer import save
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.dataset import prepare
 from motley.engines.memory import release
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
@@ -26,7 +24,7 @@ from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import ReplanMonitor
-from motley.planner.parts import ModelFactory, open_parts
+from motley.planner.open_model import ModelFactory, open_model
 from motley.planner.planner import plan_batch
 from motley.planner.process_group import (
     ProcessGroup,
@@ -35,7 +33,8 @@ from motley.planner.process_group import (
     leave_process_group,
 )
 from motley.records.run_folder import EpochRecord
-from motley.tasks.model import Classifier, model_name
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import check_numbers, readable, rebalance, shrink_micro_batches
@@ -47,35 +46,34 @@ def train(
     world: World,
     config: Config,
     engine_factory: EngineFactory,
-    model: ModelFactory = Classifier,
+    make_model: ModelFactory = TaskModel,
     monitor: MonitorFactory = ReplanMonitor,
 ) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config.
 
     Args:
         engine_factory: what the user has chosen, or an engine of one's own.
-        model: a class of one's own, which wraps the network.
+        make_model: a class of one's own, which wraps the network.
         monitor: decides when another split is proposed.
     """
-    config = dataclasses.replace(config, model=model_name(config))
     run = Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
-    world.once_per_node(lambda: prepare(config))
+    world.once_per_node(task_of(config).prepare)
     world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
     group = join_process_group(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
-    parts = open_parts(group, config, model)
-    group, planned = plan_batch(world, run, group, parts, config, engine_factory.traits)
+    model = open_model(group, config, make_model)
+    group, planned = plan_batch(world, run, group, model, config, engine_factory.traits)
     run.check_leader(group.workers[0].rank)
-    begun = begin(run, group, planned, config, engine_factory, parts, monitor)
+    begun = begin(run, group, planned, config, engine_factory, model, monitor)
     plan = begun.job.plan if begun else planned.plan
     run.start(records_of(config, group, plan, planned, engine_factory.traits))
     print_summary(world, run, group, planned, plan, config)
     if begun is not None:
         train_begun(world, run, group, begun)
     else:  # this rank is left out, and waits for the others
-        parts = None  # its memory is of use to others
+        model = None  # its memory is of use to others
         release()
         with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
             run.finish()
@@ -100,8 +98,8 @@ def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
     """Records of what follows, with the notes of what was before."""
     job, state = begun.job, begun.state
     recorder = Recorder(
-        run, group, job.config, tells_sync=not job.engine.equal_micro_steps, done=state.step,
-        total=job.length.last_step(state),
+        run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,
+        done=state.step, total=job.length.last_step(state),
     )  # fmt: skip
     for kind, text, content in begun.notes:
         recorder.note(kind, text, **content)
@@ -234,8 +232,8 @@ class Loop:
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """Accuracy on the held-out images, shared as ``plan`` shares a batch: sums and counts over all
-    ranks, never a mean of means."""
+    """The task's scores of the held-out samples, shared as ``plan`` shares a batch: sums and
+    weights over all ranks, never a mean of means."""
     start = time.monotonic()
     parts = []
     say = world.supervisor.set_status
@@ -247,9 +245,11 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
         say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
     table = all_gather_floats(list(torch.stack(parts).sum(dim=0)))
-    loss, correct, samples = (math.fsum(column) for column in zip(*table, strict=True))
+    *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
+    names = job.model.score_names
+    means = {name: total / weight for name, total in zip(names, sums, strict=True)}
     return EpochRecord(
         step=position.step, epoch=position.epoch - (position.consumed == 0),
-        top1=correct / samples, loss=loss / samples, samples=int(samples),
+        metrics=dict(job.model.task.summary(means)), samples=int(samples),
         seconds=time.monotonic() - start, time=time.time(),
     )  # fmt: skip

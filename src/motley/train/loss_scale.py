@@ -16,14 +16,14 @@ from motley.engines.gradients import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
 from motley.plan.plan import Plan
 from motley.planner.process_group import ProcessGroup
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow
 MARGIN = 2  # powers of two: gradients of later batches may be larger
 _BATCHES = 2  # global batches that are tried
 
 
-def search_scale(group: ProcessGroup, loader: Loader, model: Classifier, plan: Plan) -> float:
+def search_scale(group: ProcessGroup, loader: Loader, model: TaskModel, plan: Plan) -> float:
     """Find the loss scale on the first global batches of the first epoch."""
     assert group.rank is not None
     wire = plan.wire.dtype == "fp16"
@@ -33,12 +33,12 @@ def search_scale(group: ProcessGroup, loader: Loader, model: Classifier, plan: P
             batches += [batch for batch, _ in micro_batches]
     # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and a sum
     # on the wire may be so many times a rank's part.
-    weight = group.size / plan.global_batch
+    weight = group.size / (plan.global_batch * model.task.weight)
     return find_scale(model, batches, weight, fp16, wire)
 
 
 def find_scale(
-    model: Classifier,
+    model: TaskModel,
     batches: Sequence[Batch],
     weight: float,
     fp16: bool,
@@ -70,7 +70,7 @@ def find_scale(
     return float(2.0 ** max(0.0, lowest - MARGIN))
 
 
-def _overflows(model: Classifier, batches: Sequence[Batch], weight: float, wire: bool) -> bool:
+def _overflows(model: TaskModel, batches: Sequence[Batch], weight: float, wire: bool) -> bool:
     """Whether the gradient of any batch, or of all together, is not finite, as it is or sent."""
     model.zero_grad(set_to_none=True)
     for batch in batches:

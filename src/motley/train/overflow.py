@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Batch
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 
 _SHOWN = 8  # samples, at most
 
@@ -36,7 +36,7 @@ class Overflow:
         return f"the {self.what} of {self.layer} (sample indices {shown}{more})"
 
 
-def find_overflow(model: Classifier, batches: Sequence[Batch], factor: float) -> Overflow | None:
+def find_overflow(model: TaskModel, batches: Sequence[Batch], factor: float) -> Overflow | None:
     """Compute micro-batches again, and see which layer is the first that is not finite.
 
     Args:
@@ -59,7 +59,7 @@ def find_overflow(model: Classifier, batches: Sequence[Batch], factor: float) ->
 
 
 def _first(
-    model: Classifier, weights: dict[str, Tensor], batch: Batch, factor: float
+    model: TaskModel, weights: dict[str, Tensor], batch: Batch, factor: float
 ) -> Overflow | None:
     """The first layer in one micro-batch, in the order of computation."""
     found: list[Overflow] = []

@@ -9,18 +9,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from motley.records.run_folder import EpochRecord, StepRecord
+from motley.tasks.task import Task
 
 
 class Reporter:
     """Prints the state of one run.
 
     Args:
+        task: whose unit and metrics are told.
         total_steps: of the whole run.
         interval: seconds between plain lines.
         silent: print nothing (every rank but 0).
     """
 
-    def __init__(self, total_steps: int, done_steps: int, interval: float, silent: bool) -> None:
+    def __init__(
+        self, task: Task, total_steps: int, done_steps: int, interval: float, silent: bool
+    ) -> None:
+        self._about = task
         self._total, self._interval, self._silent = total_steps, interval, silent
         self._next_line = 0.0
         self.begin(done_steps)
@@ -43,7 +48,8 @@ class Reporter:
         done = record.step + 1
         if record.loss is not None:
             self._loss = f"loss {record.loss:.4f}  "
-        text = f"epoch {record.epoch}  {self._loss}{record.images_per_s:,.0f} images/s"
+        rate = record.samples_per_s * record.weight / record.n_global
+        text = f"epoch {record.epoch}  {self._loss}{rate:,.0f} {self._about.unit}/s"
         if self._on_terminal:
             self._bar.update(self._task, completed=done, description=text)
             return
@@ -57,8 +63,8 @@ class Reporter:
     def epoch(self, record: EpochRecord) -> None:
         """Report an evaluation."""
         self.say(
-            f"epoch {record.epoch}: top-1 {record.top1:.2%} of {record.samples} held-out images, "
-            f"loss {record.loss:.4f}"
+            f"epoch {record.epoch}: {self._about.words(record.metrics)}, of {record.samples} "
+            f"held-out {self._about.noun}s"
         )
 
     def say(self, text: str) -> None:

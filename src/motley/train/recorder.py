@@ -22,6 +22,7 @@ from motley.plan.plan import Plan
 from motley.planner.process_group import ProcessGroup
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
+from motley.tasks.task import Task
 from motley.train.progress import Reporter
 
 
@@ -46,7 +47,14 @@ class Recorder:
     """
 
     def __init__(
-        self, run: Run, group: ProcessGroup, config: Config, tells_sync: bool, done: int, total: int
+        self,
+        run: Run,
+        task: Task,
+        group: ProcessGroup,
+        config: Config,
+        tells_sync: bool,
+        done: int,
+        total: int,
     ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
@@ -58,7 +66,8 @@ class Recorder:
         self._run, self._rank, self._device = run, rank, group.device
         self._launched, self._ranks = launched, [worker.rank for worker in group.workers]
         self._open(done)
-        self._reporter = Reporter(total, done, config.log_interval, silent=rank != 0)
+        self._task = task
+        self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
         if group.device.type == "cuda":  # what was measured for the plan does not count
             torch.cuda.reset_peak_memory_stats(group.device)
@@ -98,13 +107,15 @@ class Recorder:
         """
         timed = self._write(result.ready_s)
         self._local |= result.loss_sum is None
+        weight = result.weight or plan.global_batch * self._task.weight
         record = StepRecord(
             step=state.step, epoch=state.epoch, lr=lr,
-            loss=None if result.loss_sum is None else result.loss_sum / plan.global_batch,
+            loss=None if result.loss_sum is None else result.loss_sum / weight,
             loss_scale=result.loss_scale, overflow=result.overflow, grad_norm=result.grad_norm,
             n_local=plan.counts[self._rank], n_global=plan.global_batch,
             t_data=0.0, t_compute=0.0, t_wait=None, t_comm=None, t_opt=0.0,
-            mem_peak_mib=_memory_peak(self._device), images_per_s=0.0, time=time.time(),
+            mem_peak_mib=_memory_peak(self._device), samples_per_s=0.0, weight=weight,
+            time=time.time(),
         )  # fmt: skip
         self._pending = (record, result.laps, plan)
         return timed
@@ -130,7 +141,7 @@ class Recorder:
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
             t_comm=comm, t_opt=laps.seconds("opt"),
-            images_per_s=record.n_global / seconds,
+            samples_per_s=record.n_global / seconds,
         )  # fmt: skip
         self._steps.write(record)
         self._samples += record.n_global
@@ -143,7 +154,7 @@ class Recorder:
                 self._run.event("loss_scale", step=record.step, value=record.loss_scale)
         self._scale = record.loss_scale
         if self._board is not None:
-            for name in ("loss", "lr", "images_per_s", "loss_scale"):
+            for name in ("loss", "lr", "samples_per_s", "loss_scale"):
                 if (value := getattr(record, name)) is not None:
                     self._board.add_scalar(name, value, record.step)
         return Timed(plan, ready_s) if ready_s and all(ready_s) else None
@@ -151,10 +162,11 @@ class Recorder:
     def epoch(self, record: EpochRecord) -> None:
         """Record an evaluation."""
         if self._epochs is not None:
-            self._epochs.write(record)
+            self._epochs.write(record.as_json())
         self._reporter.epoch(record)
         if self._board is not None:
-            self._board.add_scalar("top1", record.top1, record.step)
+            for name, value in record.metrics.items():
+                self._board.add_scalar(f"held out/{name}", value, record.step)
 
     def evaluation_at(self, step: int) -> EpochRecord | None:
         """What is recorded of the model after so many steps, by this run or by the one that it
@@ -162,8 +174,7 @@ class Recorder:
         here = self._run.read_evaluations() if self._rank == 0 else []
         found = next((record for record in reversed(here) if record["step"] == step), None)
         known = all_gather_object(found)[0]
-        names = [field.name for field in dataclasses.fields(EpochRecord)]
-        return known and EpochRecord(**{name: known[name] for name in names})
+        return known and EpochRecord.from_json(known)
 
     def _open(self, done: int) -> None:
         """Without what is recorded of later steps, which will be taken again."""
@@ -197,8 +208,8 @@ class Recorder:
         """
         seconds = time.monotonic() - self._started
         return {
-            "top1": evaluated.top1, "loss": evaluated.loss, "steps": evaluated.step,
-            "seconds": seconds, "images_per_s": self._samples / seconds,
+            **evaluated.metrics, "steps": evaluated.step,
+            "seconds": seconds, "samples_per_s": self._samples / seconds,
             "epoch_samples": epoch_samples,
         }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Handles unreadable images, losses that are no numbers, memory that ends, and new splits."""
+"""Handles unreadable samples, losses that are no numbers, memory that ends, and new splits."""
 
 import dataclasses
 import math
@@ -20,14 +20,14 @@ from motley.train.setup import Job
 
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
-    """The batch's sample indices, once its unreadable images are dealt with."""
+    """The batch's sample indices, once what cannot be read is dealt with."""
     for name in batch.unreadable:
-        if config.bad_images == "fail":
+        if config.bad_samples == "fail":
             raise MotleyError(
-                f"cannot read {name}; repair or remove it, or go on without such images by "
-                "--bad-images skip"
+                f"cannot read {name}; repair or remove it, or go on without such samples by "
+                "--bad-samples skip"
             )
-        run.event("unreadable", image=name)
+        run.event("unreadable", sample=name)
     return batch.indices
 
 
@@ -69,7 +69,8 @@ def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepRe
     if not job.engine.replicated:
         return f"{found} are; {advice}"
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
-    factor = result.loss_scale * job.engine.loss_weight / part.global_batch
+    usual_weight = part.global_batch * job.model.task.weight
+    factor = result.loss_scale * job.engine.loss_weight / usual_weight
     try:
         batches = [batch for batch, _ in micro_batches]
         own = find_overflow(job.model, batches, factor)

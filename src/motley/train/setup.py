@@ -13,7 +13,6 @@ from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.checkpoint.transfer import resume
 from motley.config.options import Config
-from motley.data.dataset import find_dataset
 from motley.data.loader import Loader
 from motley.data.order import seed_of
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
@@ -23,9 +22,9 @@ from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
 from motley.plan.split import SpeedTable
 from motley.planner.measured_plan import Planned
-from motley.planner.parts import Parts
 from motley.planner.process_group import ProcessGroup, Worker
-from motley.tasks.model import Classifier, image_size
+from motley.tasks.find import identity_of
+from motley.tasks.model import TaskModel
 from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.loss_scale import search_scale
 
@@ -50,7 +49,7 @@ class Job:
     run: Run
     plan: Plan
     loader: Loader
-    model: Classifier
+    model: TaskModel
     engine: Engine
     schedule: CosineLRScheduler
     checkpoints: Checkpoints
@@ -99,13 +98,13 @@ def begin(
     planned: Planned,
     config: Config,
     engine_factory: EngineFactory,
-    parts: Parts | None,
+    model: TaskModel | None,
     monitor: MonitorFactory,
 ) -> Begun | None:
     """Put a job together and load what it continues; None on a rank that is left out."""
-    if group.rank is None or parts is None:
+    if group.rank is None or model is None:
         return None
-    job = assemble(run, group, planned, config, engine_factory, parts, monitor)
+    job = assemble(run, group, planned, config, engine_factory, model, monitor)
     state, notes = job.resume(run.resume_from)
     budget = budget_of(job, state, planned) if group.rank == 0 else None
     if budget is not None:
@@ -119,13 +118,13 @@ def assemble(
     planned: Planned,
     config: Config,
     engine_factory: EngineFactory,
-    parts: Parts,
+    model: TaskModel,
     monitor: MonitorFactory,
 ) -> Job:
     """Set an engine on the model, and make what else training needs."""
     assert group.rank is not None
-    img_size, model, plan = image_size(config), parts.model, planned.plan
-    loader = Loader(parts.images, config, img_size, group.rank, group.device)
+    plan = planned.plan
+    loader = Loader(model.task, config, group.rank, group.device)
     torch.manual_seed(seed_of(config.seed, group.rank))  # drop-out differs between ranks
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes: list[Note] = []
@@ -143,14 +142,14 @@ def assemble(
 
     length = Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
-        save_every=config.save_every or (None if find_dataset(config.dataset).keeps else 0),
+        save_every=config.save_every or (None if model.task.keeps else 0),
     )  # fmt: skip
     return Job(
         config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
         length=length,
-        saved_config={**config.as_json(), "img_size": img_size}, notes=notes,
+        saved_config={**config.as_json(), **identity_of(config)}, notes=notes,
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
 

@@ -11,15 +11,22 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
-from motley.tasks.model import image_size
+from motley.tasks.find import identity_of, task_of
 
 
 def records_of(
     config: Config, group: ProcessGroup, plan: Plan, planned: Planned, traits: EngineTraits
 ) -> dict[str, Any]:
     """What run.json says of who trains what and how."""
+    task = task_of(config)
     return {
-        "config": {**config.as_json(), "img_size": image_size(config)},
+        "config": {**config.as_json(), **identity_of(config)},
+        "task": {
+            "name": config.task,
+            "unit": task.unit,
+            "weight": task.weight,
+            "title": task.title(),
+        },
         "ranks": [dataclasses.asdict(worker) for worker in group.workers],
         "left_out": [dataclasses.asdict(entry) for entry in group.left_out],
         "plan": {
@@ -46,7 +53,8 @@ def print_summary(
     predicted = planned.forecast
     for entry in group.left_out:
         run.event("left_out", **dataclasses.asdict(entry))
-    print(f"{config.model} at {image_size(config)} pixels on {config.dataset}")
+    task = task_of(config)
+    print(task.title())
     name = run.folder.path.name
     print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
     for worker in group.workers:
@@ -62,7 +70,7 @@ def print_summary(
     counts = " + ".join(map(str, plan.counts))
     print(f"  a step is {plan.global_batch} samples = {counts}, over {group.backend}, {plan.wire}")
     if predicted:
-        print(f"  {predicted.sentence()}")
+        print(f"  {predicted.sentence(task.unit, task.weight)}")
     for line in planned.advice:
         print(f"  {line}")
     sys.stdout.flush()

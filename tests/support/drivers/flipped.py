@@ -18,7 +18,7 @@ from motley.engines.protocol import Engine, EngineContext, StepResult
 from motley.launch.world import run
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
@@ -64,7 +64,7 @@ class Engines:
 
     traits = EngineTraits()
 
-    def __call__(self, model: Classifier, context: EngineContext) -> Engine:
+    def __call__(self, model: TaskModel, context: EngineContext) -> Engine:
         """As motley's own do."""
         kind = FlippedLocal if context.plan.wire.addition is Addition.LOCAL_STEPS else FlippedDdp
         return kind(model, context)

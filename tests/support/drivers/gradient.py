@@ -14,7 +14,6 @@ import sys
 import torch
 
 from motley.comm.modes.numbers import EXACT
-from motley.data.dataset import load_images
 from motley.data.loader import Loader
 from motley.engines.ddp import DdpEngine
 from motley.engines.protocol import EngineContext
@@ -22,7 +21,8 @@ from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
-from motley.tasks.model import Classifier, build_model
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, build_net
 from motley.train.command_line import read_config, training_parser
 
 ENGINE = sys.argv[1]
@@ -44,10 +44,10 @@ def main(world: World) -> None:
     config = read_config(training_parser(""), ["--model", "vit_digits"])
     group = join_process_group(world, read_precisions("fp32"))
     device = torch.device("cpu")
-    images = load_images(config, 8)
-    net = build_model(config, images)
+    task = task_of(config)
+    net = build_net(task, config)
     net = net.double() if ENGINE == "ddp" else net
-    model = Classifier(net, images, 8, "fp32", device, config.smoothing)
+    model = TaskModel(task, net, "fp32", device)
     parameters = list(model.parameters())
     choose = random.Random(0)  # the same on all ranks
     worst, engine = 0.0, None
@@ -73,14 +73,14 @@ def main(world: World) -> None:
         engine.scale.value = 2.0 ** choose.randint(0, 20)
 
         engine.optimizer.zero_grad(set_to_none=False)
-        loader = Loader(images, config, 8, group.rank, device)
+        loader = Loader(task, config, group.rank, device)
         _, micro_batches = next(iter(loader.steps(trial, 0, plan)))
         for batch, last in micro_batches:
             engine.accumulate(batch, n, last)
         ours = gradient(parameters) / engine.scale.value
 
         engine.optimizer.zero_grad(set_to_none=False)
-        alone = Loader(images, config, 8, 0, device)
+        alone = Loader(task, config, 0, device)
         _, micro_batches = next(iter(alone.steps(trial, 0, make_plan(n, [1.0], [n], EXACT))))
         for batch, _ in micro_batches:
             model(batch.data).mean().backward()

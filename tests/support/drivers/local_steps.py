@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from motley.comm.modes.local_sgd import LocalSgd
 from motley.data.batch import Batch
-from motley.data.dataset import load_images
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
@@ -22,7 +21,8 @@ from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
-from motley.tasks.model import Classifier, build_model
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, build_net
 from motley.train.agreement import digests
 from motley.train.command_line import read_config, training_parser
 
@@ -58,9 +58,9 @@ def main(world: World) -> None:
     config = read_config(training_parser(""), options)
     group = join_process_group(world, read_precisions("fp32"))
     assert group.rank is not None
-    images = load_images(config, 8)
+    task = task_of(config)
     models = [
-        Classifier(build_model(config, images), images, 8, "fp32", group.device, config.smoothing)
+        TaskModel(task, build_net(task, config), "fp32", group.device)
         for _ in range(group.size + 1)
     ]
     plan = make_plan(N, SHARES[: group.size], (N,) * group.size, LocalSgd(EVERY))
@@ -105,13 +105,7 @@ def main(world: World) -> None:
                 assign(model.net, start)
     found, expected = vector(engine._model.net), agreed + sums
     worst = float(
-        (found - expected).abs().max()
-        / (
-            expected
-            - vector(Classifier(build_model(config, images), images, 8, "fp32", group.device).net)
-        )
-        .abs()
-        .max()
+        (found - expected).abs().max() / (expected - vector(build_net(task, config))).abs().max()
     )
     print(f"rank {group.rank}: worst {worst:.3e}", flush=True)
     moments = [

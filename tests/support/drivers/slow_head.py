@@ -14,20 +14,20 @@ from motley.data.batch import Tensors
 from motley.engines.ddp import DdpEngine
 from motley.launch.process import launched_rank
 from motley.launch.world import run
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
 
 
-class Slow(Classifier):
+class Slow(TaskModel):
     """Takes its time for each sample, also while it is measured."""
 
     def forward(self, data: Tensors, scored: bool = False) -> Any:
-        """See Classifier."""
+        """See TaskModel."""
         if torch.is_grad_enabled():
-            time.sleep(SAMPLE_S * len(data["images"]))
+            time.sleep(SAMPLE_S * len(data.get("images", ())))
         return super().forward(data, scored)
 
 

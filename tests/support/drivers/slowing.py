@@ -17,22 +17,22 @@ from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor
 from motley.plan.split import SpeedTable
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 
 
-class Slow(Classifier):
+class Slow(TaskModel):
     """Takes its time for each sample, also while it is measured."""
 
     factor = 1
 
     def forward(self, data: Tensors, scored: bool = False) -> Any:
-        """See Classifier."""
+        """See TaskModel."""
         if torch.is_grad_enabled():
-            time.sleep(SAMPLE_S * Slow.factor * len(data["images"]))
+            time.sleep(SAMPLE_S * Slow.factor * len(data.get("images", ())))
         return super().forward(data, scored)
 
 

@@ -20,7 +20,7 @@ from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
 from motley.engines.strategies.zero import TRAITS
 from motley.launch.world import run
-from motley.tasks.model import Classifier
+from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
@@ -48,7 +48,7 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
 
     step_number = 0
 
-    def __init__(self, model: Classifier, context: object) -> None:
+    def __init__(self, model: TaskModel, context: object) -> None:
         super().__init__(model, context)
         model.net.blocks[0].register_forward_hook(self._watch)
         self._ballast: Tensor | None = None

@@ -15,12 +15,13 @@ from torch.nn import functional
 
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.data.dataset import load_images
+from motley.data.batch import Batch
 from motley.data.loader import Loader
 from motley.data.order import Order
 from motley.engines.optimizer import make_optimizer
 from motley.plan.plan import make_plan
-from motley.tasks.model import Classifier, build_model, image_size
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, build_net
 
 
 @dataclass
@@ -69,20 +70,21 @@ class Reference:
 
     def configure(self, config: Config) -> None:
         """Begin with these options, or go on with them."""
-        self._config, size = config, image_size(config)
-        images = load_images(config, size)
+        self._config, self._task = config, task_of(config)
         old = getattr(self, "_model", None)
-        net = build_model(config, images).to(self._dtype)
+        net = build_net(self._task, config).to(self._dtype)
         if old is not None:
             net.load_state_dict(old.net.state_dict())
-        self._model = Classifier(net, images, size, "fp32", self._device)
+        self._model = TaskModel(self._task, net, "fp32", self._device)
         optimizer = make_optimizer(net, config)
         as_made = copy.deepcopy(optimizer.state_dict()["param_groups"])
         if old is not None:
             _hand_over(old.net, self._optimizer, self._as_made, net, optimizer)
         self._optimizer, self._as_made = optimizer, as_made
-        self._loader = Loader(images, config, size, 0, self._device)
-        self.samples = Order(len(images.train), config.seed, config.data_fraction).epoch_samples
+        self._loader = Loader(self._task, config, 0, self._device)
+        self.samples = Order(
+            len(self._task.data(held_out=False)), config.seed, config.data_fraction
+        ).epoch_samples
 
     # -- history
 
@@ -127,9 +129,9 @@ class Reference:
         ((batch, _),) = micro
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        logits = self._model.logits(batch.data["images"])
+        logits = self._logits(batch)
         loss = functional.cross_entropy(
-            logits, batch.data["labels"], label_smoothing=config.smoothing
+            logits, batch.data["labels"], label_smoothing=self._task.smoothing
         )
         self._optimizer.zero_grad()
         loss.backward()
@@ -148,6 +150,9 @@ class Reference:
         )
         if end:
             self._epoch, self._consumed = self._epoch + 1, 0
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        return self._task.logits(self._model.compute, batch.data["images"])
 
     def _learning_rate(self) -> float:
         """Linear warm-up, then a cosine to ``--min-lr``, over the batches of all epochs."""
@@ -168,7 +173,7 @@ class Reference:
         self._model.eval()
         loss = right = count = 0.0
         for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,), EXACT)):
-            logits = self._model.logits(batch.data["images"])
+            logits = self._logits(batch)
             loss += float(functional.cross_entropy(logits, batch.data["labels"], reduction="sum"))
             right += float((logits.argmax(dim=1) == batch.data["labels"]).sum())
             count += len(batch.data["labels"])

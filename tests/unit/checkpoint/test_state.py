@@ -1,7 +1,7 @@
 """What a run that goes on is told of its checkpoint, and what a checkpoint holds."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -10,12 +10,12 @@ from motley.config.option import Decides, Option, flag_of, option, options_of
 from motley.config.options import GROUPS, Config
 from motley.engines.strategy import TORCH, ZERO, known_strategies
 from motley.errors import MotleyError
+from motley.tasks.builtin.image import ImageTask
 from motley.train.command_line import config_from, read_config, training_parser
 
 
 def config_of(script: str) -> Config:
-    config = read_config(training_parser("", known_strategies(script)), [])
-    return replace(config, model="vit_digits", img_size=8)
+    return read_config(training_parser("", known_strategies(script)), ["--img-size", "8"])
 
 
 CONFIG = config_of(TORCH)
@@ -26,19 +26,19 @@ def differences(**changed: object) -> list[str]:
     return _differences(SAVED, {**SAVED, **changed}, CONFIG)
 
 
-def test_an_option_says_what_it_decides_or_is_none() -> None:
+def test_an_option_says_what_it_decides_or_decides_everything() -> None:
     @dataclass(frozen=True)
-    class Forgotten:
+    class Plain:
         x: int = 0
 
-    with pytest.raises(TypeError, match=r"Forgotten.x is no option; declare it by option\(\)"):
-        options_of(Forgotten)
+    assert options_of(Plain)["x"].decides == Decides.MODEL | Decides.NUMBERS | Decides.SPEED
     with pytest.raises(TypeError, match="decides"):
         option("does something")
     for script in (TORCH, ZERO):
         strategies = known_strategies(script)
         own = [group for each in strategies.values() for group in each.options]
-        declared = {name for group in (*GROUPS, *own) for name in options_of(group)}
+        groups = (*GROUPS, *own, ImageTask)
+        declared = {known.name for group in groups for known in options_of(group).values()}
         several = {"strategy"} if len(strategies) > 1 else set()
         assert declared | several == config_of(script).as_json().keys()
 
@@ -46,7 +46,7 @@ def test_an_option_says_what_it_decides_or_is_none() -> None:
 @pytest.mark.parametrize("name", SAVED)
 def test_what_changes_at_a_resume_is_said(name: str) -> None:
     declared: Option = {each: known for each, known, _ in CONFIG.options()}[name]
-    said = f"{flag_of(name, declared)} another"
+    said = f"{flag_of(declared)} another"
     if declared.decides & Decides.MODEL:
         with pytest.raises(MotleyError, match=said):
             differences(**{name: "another"})
@@ -71,7 +71,7 @@ def test_a_checkpoints_options_are_read_as_they_were_written(words: list[str]) -
 
 
 def test_the_numbers_depend_on_what_is_said() -> None:
-    for name in ("warmup_epochs", "min_lr", "drop", "drop_path", "wire", "bad_images", "lr"):
+    for name in ("warmup_epochs", "min_lr", "drop", "drop_path", "wire", "bad_samples", "lr"):
         (note,) = differences(**{name: "another"})
         assert name.replace("_", "-") in note
     for name in ("run", "keep", "shares", "hosts"):
@@ -80,5 +80,5 @@ def test_the_numbers_depend_on_what_is_said() -> None:
 
 def test_an_older_checkpoint_need_not_say_all() -> None:
     saved = {**SAVED}
-    del saved["eval_images"]
-    assert _differences(saved, {**SAVED, "eval_images": 9}, CONFIG) == []
+    del saved["eval_samples"]
+    assert _differences(saved, {**SAVED, "eval_samples": 9}, CONFIG) == []

@@ -26,12 +26,13 @@ from project import ROOT
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.data.dataset import load_images, prepare
 from motley.data.images import Images
 from motley.data.loader import Loader
 from motley.data.order import Order, seeds_of, slices
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
+from motley.tasks.builtin.image import ImageTask
+from motley.tasks.find import task_of
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")
@@ -39,6 +40,16 @@ CPU = torch.device("cpu")
 
 def config(*words: str) -> Config:
     return read_config(training_parser("test"), [*words, "--workers", "0"])
+
+
+def image_task(options: Config) -> ImageTask:
+    task = task_of(options)
+    assert isinstance(task, ImageTask)
+    return task
+
+
+def images_of(options: Config) -> Images:
+    return image_task(options).images
 
 
 def batches(loader: Loader, plan: Plan, epoch: int = 0, consumed: int = 0) -> list[list[Batch]]:
@@ -90,16 +101,16 @@ def test_augmented_pixels_do_not_depend_on_the_split(
 ) -> None:
     if not sum(shares):
         shares[0] = 1
-    options = config("--dataset", "synthetic", "--data-fraction", "0.002")
-    images = load_images(options, 16)
+    options = config("--dataset", "synthetic", "--data-fraction", "0.002", "--img-size", "16")
+    images = task_of(options)
 
     def pixels(plan: Plan, start: int) -> list[torch.Tensor]:
         ranks = [
-            batches(Loader(images, options, 16, rank, CPU), plan, consumed=start)
+            batches(Loader(images, options, rank, CPU), plan, consumed=start)
             for rank in range(len(plan.shares))
         ]
         return [
-            torch.cat([batch.data["images"] for rank in ranks for batch in rank[step]])
+            torch.cat([b.data["images"] for rank in ranks for b in rank[step] if len(b)])
             for step in range(len(ranks[0]))
         ]
 
@@ -112,11 +123,11 @@ def test_augmented_pixels_do_not_depend_on_the_split(
 
 
 def test_worker_processes_change_nothing() -> None:
-    options = config("--dataset", "synthetic", "--data-fraction", "0.002")
-    images = load_images(options, 16)
+    options = config("--dataset", "synthetic", "--data-fraction", "0.002", "--img-size", "16")
+    images = task_of(options)
     plan = Plan(40, (1.0,), (16,), EXACT)
     with_workers = dataclasses.replace(options, workers=2)
-    loaders = (Loader(images, each, 16, 0, CPU) for each in (options, with_workers))
+    loaders = (Loader(images, each, 0, CPU) for each in (options, with_workers))
     ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
     assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [14, 13, 13] * 2 + [10, 10]
     for one, other in zip(ours, theirs, strict=True):
@@ -130,34 +141,37 @@ def test_every_held_out_image_is_taken_once_or_some_evenly(
     words: tuple[str, ...], step: int
 ) -> None:
     options = config(*words)
-    images = load_images(options, 8)
+    images = task_of(options)
     plan = Plan(128, (3.0, 0.0, 2.0), (50, 50, 50), EXACT, equal_micro_steps=True)
     taken = [
         index
         for rank in range(3)
-        for batch in Loader(images, options, 8, rank, CPU).test_batches(plan)
+        for batch in Loader(images, options, rank, CPU).test_batches(plan)
         for index in batch.indices
     ]
     assert taken == list(range(0, 360, step))
 
 
 def test_the_digits_are_real_images() -> None:
-    images = load_images(config(), 8)
+    images = images_of(config())
     assert (len(images.train), len(images.test), images.classes) == (1437, 360, 10)
     pixels = torch.stack([images.train[index][0] for index in range(len(images.train))]) / 255
     assert pixels.mean().item() == pytest.approx(images.mean[0], abs=0.002)
     assert pixels.std().item() == pytest.approx(images.std[0], abs=0.002)
 
 
-def folder_images(root: Path, *words: str) -> tuple[Images, Config]:
-    options = config("--dataset", "folder", "--data-dir", str(root), *words)
-    return load_images(options, 16), options
+def folder_images(root: Path, *words: str) -> tuple[ImageTask, Config]:
+    where = ("--dataset", "folder", "--data-dir", str(root), "--img-size", "16")
+    options = config(*where, *words)
+    images = image_task(options)
+    assert images.images  # is read here
+    return images, options
 
 
 def test_a_truncated_image_is_named_and_gives_its_place_to_the_next(tmp_path: Path) -> None:
     bad = ("train/cat/3.png", "val/dog/0.png")
     images, options = folder_images(picture_folder(tmp_path, bad))
-    loader = Loader(images, options, 16, 0, CPU)
+    loader = Loader(images, options, 0, CPU)
     plan = Plan(8, (1.0,), (8,), EXACT)
     steps = [*chain(*batches(loader, plan))]
     assert sum(len(batch.indices) for batch in steps) == 20, "the batch keeps its size"
@@ -198,7 +212,7 @@ def test_whatever_a_decoder_raises_the_image_is_skipped_and_named(
             return read(file, *words)
 
         monkeypatch.setattr(Image, "open", raising)
-    loader = Loader(images, options, 16, 0, CPU)
+    loader = Loader(images, options, 0, CPU)
     plan = Plan(8, (1.0,), (8,), EXACT)
     steps = [*chain(*batches(loader, plan))]
     assert sum(len(batch.indices) for batch in steps) == 20
@@ -214,11 +228,11 @@ def test_large_photos_are_no_reason_to_warn(tmp_path: Path) -> None:
     code = """
 import sys
 from PIL import Image
-from motley.data.dataset import load_images, prepare
+from motley.tasks.find import task_of
 from motley.train.command_line import read_config, training_parser
 Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
-load_images(read_config(training_parser(""), ["--dataset", "folder", "--data-dir", sys.argv[1]]),
-            16).train[0]
+words = ["--dataset", "folder", "--data-dir", sys.argv[1]]
+task_of(read_config(training_parser(""), words)).data(held_out=False)[0]
 """
     done = subprocess.run(
         [sys.executable, "-c", code, picture_folder(tmp_path)], capture_output=True, text=True,
@@ -252,11 +266,12 @@ def test_cifar_is_read_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     monkeypatch.setattr("torchvision.datasets.CIFAR10._check_integrity", lambda _: True)
-    options = config("--dataset", "cifar10", "--data-dir", str(tmp_path))
-    prepare(options)
-    images = load_images(options, 24)
+    options = config("--dataset", "cifar10", "--data-dir", str(tmp_path), "--img-size", "24")
+    task = image_task(options)
+    task.prepare()
+    images = task.images
     assert (len(images.train), len(images.test), images.classes) == (20, 4, 10)
-    step = next(iter(batches(Loader(images, options, 24, 0, CPU), Plan(8, (1.0,), (8,), EXACT))))
+    step = next(iter(batches(Loader(task, options, 0, CPU), Plan(8, (1.0,), (8,), EXACT))))
     assert step[0].data["images"].shape == (8, 3, 24, 24)
 
 
@@ -266,7 +281,7 @@ def test_a_download_that_fails_says_what_to_do(tmp_path: Path) -> None:
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
             patch.setenv(name, "http://127.0.0.1:9")
         with pytest.raises(MotleyError, match=r"cifar10 is not under .* put its \.tar\.gz there"):
-            prepare(config("--dataset", "cifar10", "--data-dir", str(tmp_path)))
+            image_task(config("--dataset", "cifar10", "--data-dir", str(tmp_path))).prepare()
 
 
 def test_wrong_options_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,9 +176,9 @@ def test_what_if_shows_that_equal_shares_wait_for_the_slowest() -> None:
     group = [linear(700), linear(100)]
     rows = what_if(80, ["fast", "slow"], [0, 1], group, AllReduceCost(0.0, 0.0))
     planned = forecast(split(80, group), group, AllReduceCost(0.0, 0.0))
-    assert rows["fast alone"].images_per_s == pytest.approx(700)
-    assert rows["equal shares"].images_per_s == pytest.approx(200)
-    assert planned.images_per_s == pytest.approx(800)
+    assert rows["fast alone"].samples_per_s == pytest.approx(700)
+    assert rows["equal shares"].samples_per_s == pytest.approx(200)
+    assert planned.samples_per_s == pytest.approx(800)
 
 
 def test_buckets_are_as_few_as_hide_the_wire() -> None:

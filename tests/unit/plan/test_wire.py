@@ -27,7 +27,7 @@ from motley.plan.forecast import arrange, choose_machines, forecast
 from motley.plan.split import SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.planner.measured_plan import _best_mode
-from motley.tasks.model import vit_digits
+from motley.tasks.classifiers import vit_digits
 
 OFFERED = PowerSgd()
 

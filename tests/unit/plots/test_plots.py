@@ -50,12 +50,14 @@ def write_run(folder: Path, *, status: str = "finished", known: bool = True) -> 
                         grad_norm=None if overflow else 1.0, n_local=20, n_global=40,
                         t_data=0.001, t_compute=0.1, t_wait=0.02 if known else None,
                         t_comm=0.03 if known else None, t_opt=0.004, mem_peak_mib=400.0,
-                        images_per_s=250.0 + step % 7, time=START + 0.16 * step,
+                        samples_per_s=250.0 + step % 7, weight=128.0, time=START + 0.16 * step,
                     )
                 )  # fmt: skip
     with run.epochs() as lines:
         for epoch in range(3):
-            lines.write(EpochRecord(20 * epoch + 20, epoch, 0.5 + epoch / 10, 1.0, 360, 1.0, START))
+            metrics = {"top1": 0.5 + epoch / 10, "loss": 1.0}
+            record = EpochRecord(20 * epoch + 20, epoch, 360, 1.0, START, metrics)
+            lines.write(record.as_json())
     run.write_run(
         {
             "status": status,
@@ -221,7 +223,7 @@ def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
     folder.end(matrix.cells[0], 1, 1, 5.0)
     rows = read_rows(folder)
     assert [row.outcome for row in rows] == ["done", "out of memory", "done"]
-    assert rows[2].limit_images_per_s == pytest.approx(128 / 0.2)
+    assert rows[2].limit_samples_per_s == pytest.approx(128 / 0.2)
     assert rows[2].comm_s == pytest.approx(0.03) and rows[2].spread is None
     (folder.attempt(matrix.cells[1], 0).path / "steps.rank0.jsonl").open("a").write('{"step": 6')
     done = python("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")

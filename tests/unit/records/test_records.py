@@ -21,7 +21,7 @@ def step(number: int, **changes: object) -> StepRecord:
     record = StepRecord(
         step=number, epoch=0, loss=2.0, lr=1e-3, loss_scale=1.0, overflow=False, grad_norm=1.0,
         n_local=5, n_global=10, t_data=0.1, t_compute=0.2, t_wait=None, t_comm=None, t_opt=0.1,
-        mem_peak_mib=None, images_per_s=3.0, time=1.0,
+        mem_peak_mib=None, samples_per_s=3.0, weight=1.0, time=1.0,
     )  # fmt: skip
     return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
 

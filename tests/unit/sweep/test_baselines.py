@@ -195,7 +195,9 @@ def test_energy_is_that_of_the_gpus_that_trained(tmp_path: Path) -> None:
         {"rank": 1, "host": "b", "uuid": "GPU-2"},
     ]
     run.write_run({"ranks": workers})
-    steps = {0: [{"n_global": 100, "images_per_s": 50.0, "time": 1000.0 + 2 * n} for n in range(5)]}
+    steps = {
+        0: [{"n_global": 100, "samples_per_s": 50.0, "time": 1000.0 + 2 * n} for n in range(5)]
+    }
     for host, uuid, watt in (("a", "GPU-1", 300.0), ("a", "GPU-9", 999.0), ("b", "GPU-2", 100.0)):
         if host == "b":
             assert joules(run, steps) is None  # one of them has said nothing

@@ -5,19 +5,21 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from motley.data.dataset import load_images
 from motley.errors import MotleyError
-from motley.tasks.model import Classifier, blocks_of, build_model, recompute, set_attention
+from motley.tasks.builtin.image import ImageTask
+from motley.tasks.classifiers import blocks_of
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, build_net, recompute, set_attention
 from motley.train.command_line import read_config, training_parser
 
 
-def classifier(*words: str) -> Classifier:
+def classifier(*words: str) -> TaskModel:
     config = read_config(training_parser(""), words)
-    images = load_images(config, 8)
-    return Classifier(build_model(config, images), images, 8, "fp32", torch.device("cpu"))
+    task = task_of(config)
+    return TaskModel(task, build_net(task, config), "fp32", torch.device("cpu"))
 
 
-def gradient_and_kept(model: Classifier) -> tuple[torch.Tensor, int]:
+def gradient_and_kept(model: TaskModel) -> tuple[torch.Tensor, int]:
     """The gradient of the sum of all losses; and numbers kept for the backward pass."""
     kept = 0
 
@@ -49,9 +51,9 @@ def test_what_is_recomputed_is_not_kept_and_changes_nothing(
 
 def test_what_is_named_twice_is_wrapped_once() -> None:
     net = classifier().net
-    recompute(net, ["blocks", "blocks.1"])
+    recompute(net, ["blocks", "blocks.1"], blocks_of(net))
     inner = blocks_of(net)["blocks.1"].forward
-    recompute(net, ["blocks.1"])
+    recompute(net, ["blocks.1"], {})
     assert blocks_of(net)["blocks.1"].forward is inner
 
 
@@ -62,12 +64,12 @@ def test_an_unknown_module_is_answered_with_the_nearest() -> None:
 
 def test_attention_kernels_compute_the_same_and_are_refused_where_they_cannot() -> None:
     model = classifier()
-    images, usual = model.noise(9)["images"], {}
+    task, data, usual = ImageTask(), model.noise(9), {}
     try:
         for kind in ("auto", "fused", "plain"):
             set_attention(model.net, kind)
             model.try_attention(kind)
-            usual[kind] = model.logits(images)
+            usual[kind] = task.logits(model.compute, data["images"])
         assert torch.allclose(usual["fused"], usual["auto"], atol=1e-5)
         assert torch.allclose(usual["plain"], usual["auto"], atol=1e-5)
         model = classifier()

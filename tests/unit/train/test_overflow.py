@@ -4,33 +4,33 @@ import pytest
 import torch
 
 from motley.data.batch import Batch
-from motley.data.dataset import load_images
-from motley.tasks.model import Classifier, build_model
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, build_net
 from motley.train.command_line import read_config, training_parser
 from motley.train.overflow import find_overflow
 
 
 @pytest.fixture
-def model() -> Classifier:
+def model() -> TaskModel:
     """The digits ViT in fp16."""
     config = read_config(training_parser(""), [])
-    images = load_images(config, 8)
-    return Classifier(build_model(config, images), images, 8, "fp16", torch.device("cpu"))
+    task = task_of(config)
+    return TaskModel(task, build_net(task, config), "fp16", torch.device("cpu"))
 
 
-def batches(model: Classifier, *starts: int) -> list[Batch]:
+def batches(model: TaskModel, *starts: int) -> list[Batch]:
     return [
         Batch(model.noise(4) | {"labels": torch.arange(4)}, tuple(range(start, start + 4)))
         for start in starts
     ]
 
 
-def test_what_is_finite_is_nobodys_fault(model: Classifier) -> None:
+def test_what_is_finite_is_nobodys_fault(model: TaskModel) -> None:
     assert find_overflow(model, batches(model, 0, 10), 2.0**8 / 8) is None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_layer_and_the_samples_are_named(model: Classifier) -> None:
+def test_the_layer_and_the_samples_are_named(model: TaskModel) -> None:
     def burst(_module: object, _given: object, made: torch.Tensor) -> None:
         if made.requires_grad:
             made.register_hook(
@@ -44,7 +44,7 @@ def test_the_layer_and_the_samples_are_named(model: Classifier) -> None:
     assert str(found) == "the gradient of blocks.1.mlp.fc2 (sample indices 12)"
 
 
-def test_too_high_a_scale_overflows_in_fp16(model: Classifier) -> None:
+def test_too_high_a_scale_overflows_in_fp16(model: TaskModel) -> None:
     found = find_overflow(model, batches(model, 100, 200), 2.0**30)
     assert found is not None and found.what == "gradient"
     assert set(found.samples) <= set(range(100, 104))

@@ -8,10 +8,10 @@ from motley.plan.wire import Addition
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
-    from motley.tasks.model import Classifier
+    from motley.tasks.model import TaskModel
 
 
-def _engine(model: "Classifier", context: "EngineContext") -> "Engine":
+def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
     if context.plan.wire.addition is Addition.LOCAL_STEPS:
         from motley.engines.local_sgd import LocalEngine
 

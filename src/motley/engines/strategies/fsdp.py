@@ -10,7 +10,7 @@ from motley.plan.wire import Addition
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
-    from motley.tasks.model import Classifier
+    from motley.tasks.model import TaskModel
 
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
@@ -32,7 +32,7 @@ class FsdpOptions:
     )  # fmt: skip
 
 
-def _engine(model: "Classifier", context: "EngineContext") -> "Engine":
+def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
     from motley.engines.fsdp import FsdpEngine
 
     return FsdpEngine(model, context)

@@ -15,7 +15,7 @@ from motley.plan.wire import Addition
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
-    from motley.tasks.model import Classifier
+    from motley.tasks.model import TaskModel
 
 _AFTER = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False,
@@ -53,7 +53,7 @@ def _traits(config: Config) -> EngineTraits:
     return replace(TRAITS[stage], others=others)
 
 
-def _engine(model: "Classifier", context: "EngineContext") -> "Engine":
+def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
     from motley.engines.zero_engine import ZeroEngine
 
     return ZeroEngine(model, context)

@@ -1,0 +1,30 @@
+"""Opens the data and builds the model, before there is a plan."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from motley.config.options import Config
+from motley.planner.process_group import ProcessGroup
+from motley.tasks.find import task_of
+from motley.tasks.model import TaskModel, build_net, set_attention, set_matmul_precision
+from motley.tasks.task import Task
+
+# Wraps a task's network, in a precision, on a device.
+ModelFactory = Callable[[Task, nn.Module, str, torch.device], TaskModel]
+
+
+def open_model(
+    group: ProcessGroup, config: Config, make: ModelFactory = TaskModel
+) -> TaskModel | None:
+    """Open the data and build the model; None on a rank that is left out."""
+    if group.rank is None:
+        return None
+    task, precision = task_of(config), group.precisions[group.rank]
+    set_matmul_precision(precision)
+    net = build_net(task, config)
+    set_attention(net, config.attention)
+    model = make(task, net, precision, group.device)
+    model.try_attention(config.attention)
+    return model

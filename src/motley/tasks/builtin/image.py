@@ -1,0 +1,211 @@
+"""Images and their classes: timm's models, on digits, CIFAR, a folder of classes, or noise."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from motley.config.numbers import fraction, positive
+from motley.config.option import Decides, option
+from motley.data.batch import Tensors
+from motley.data.dataset import find_dataset, known_datasets
+from motley.data.images import NO_LABEL, Images, of_files
+from motley.data.source import Source
+from motley.data.transforms import Transform, evaluation_transform, training_transform
+from motley.tasks.classifiers import blocks_of, build_classifier, native_size
+from motley.tasks.task import Net, Task
+
+MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+
+
+@dataclass(frozen=True)
+class ImageTask(Task):
+    """Images and their classes.
+
+    A batch is ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n].
+    """
+
+    noun = "image"
+    unit = "images"
+
+    name: str | None = option(
+        "timm name; default: vit_digits for digits, else vit_base_patch16_224",
+        MODEL | SPEED, name="model",
+    )  # fmt: skip
+    img_size: int | None = option(
+        "default: the model's own", MODEL | SPEED, read=positive, metavar="PIXELS"
+    )
+    drop: float = option("drop-out, default 0", NUMBERS, 0.0, read=fraction, metavar="P")
+    drop_path: float = option(
+        "stochastic depth, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
+    )
+    dataset: str = option(
+        "; ".join(f"{each.name} {each.says}" for each in known_datasets().values()),
+        MODEL | SPEED, "digits", choices=tuple(known_datasets()),
+    )  # fmt: skip
+    data_dir: str = option("default: data", NUMBERS, "data", metavar="DIR")
+    augment: bool = option("no random crops and flips", NUMBERS, True)
+    smoothing: float = option(
+        "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
+    )
+
+    def __post_init__(self) -> None:
+        if self.name is None:  # records tell the model that was trained
+            object.__setattr__(self, "name", find_dataset(self.dataset).model)
+
+    @cached_property
+    def size(self) -> int:
+        """Pixels a side."""
+        own = native_size(str(self.name))
+        return self.img_size or own
+
+    @cached_property
+    def images(self) -> Images:
+        """``--dataset``, opened."""
+        return find_dataset(self.dataset).open(Path(self.data_dir), self.size)
+
+    @cached_property
+    def _training(self) -> Transform:
+        return training_transform(self.images, self.size, self.augment)
+
+    @cached_property
+    def _evaluation(self) -> Transform:
+        return evaluation_transform(self.images, self.size)
+
+    @property
+    def keeps(self) -> bool:  # type: ignore[override]
+        """See Task."""
+        return find_dataset(self.dataset).keeps
+
+    @property
+    def needs_workers(self) -> bool:  # type: ignore[override]
+        """See Task."""
+        return find_dataset(self.dataset).needs_workers
+
+    def prepare(self) -> None:
+        """See Task."""
+        find_dataset(self.dataset).prepare(Path(self.data_dir))
+
+    def model(self) -> nn.Module:
+        """See Task."""
+        options: dict[str, Any] = {
+            "num_classes": self.images.classes, "in_chans": self.images.channels,
+        }  # fmt: skip
+        optional = {
+            "drop_rate": self.drop,
+            "drop_path_rate": self.drop_path,
+            "img_size": self.img_size,
+        }
+        options |= {key: value for key, value in optional.items() if value}
+        return build_classifier(str(self.name), **options)
+
+    def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
+        """See Task."""
+        return blocks_of(net)
+
+    def data(self, held_out: bool) -> Source:
+        """See Task."""
+        return self.images.test if held_out else self.images.train
+
+    def name_of(self, source: Source, index: int) -> str:
+        """See Task."""
+        return self.images.name_of(source, index)
+
+    def with_files(self, folder: Path) -> "ImageTask":
+        """See Task; these have no label."""
+        changed = replace(self)
+        changed.__dict__["images"] = of_files(self.images, folder)
+        return changed
+
+    def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
+        """See Task."""
+        image, label = item
+        pixels = self._training(image) if training else self._evaluation(image)
+        return {"images": pixels, "labels": label}
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
+        """See Task."""
+        shape = (self.images.channels, self.size, self.size)
+        images = torch.empty((len(samples), *shape), dtype=torch.uint8)
+        for row, sample in enumerate(samples):
+            images[row] = sample["images"].expand(shape)
+        labels = torch.tensor([sample["labels"] for sample in samples], dtype=torch.int64)
+        return {"images": images, "labels": labels}
+
+    def logits(self, net: Net, images: Tensor) -> Tensor:
+        """fp32 [n, classes], of uint8 [n, C, H, W].
+
+        They are normalised here, on the device: as uint8 they are a quarter of the bytes through
+        worker processes and over the PCI bus.
+        """
+        mean, std = self._mean_and_std(images.device)
+        logits: Tensor = net((images.to(mean.dtype) - mean) / std)
+        return logits
+
+    def _mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of a pixel, fp32 [1, C, 1, 1]; no buffers, which DDP would send around."""
+        kept: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
+        if device not in kept:
+            shape = (1, self.images.channels, 1, 1)
+            mean, std = (
+                255 * torch.tensor(each, device=device).view(shape)
+                for each in (self.images.mean, self.images.std)
+            )
+            kept[device] = mean, std
+        return kept[device]
+
+    def losses(self, net: Net, batch: Tensors) -> Tensor:
+        """See Task."""
+        return functional.cross_entropy(
+            self.logits(net, batch["images"]), batch["labels"],
+            label_smoothing=self.smoothing, reduction="none",
+        )  # fmt: skip
+
+    def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
+        """See Task; the loss is without smoothing."""
+        logits, labels = self.logits(net, batch["images"]), batch["labels"]
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        return {"loss": losses, "top1": logits.argmax(dim=1) == labels}
+
+    def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """See Task."""
+        return {"top1": means["top1"], "loss": means["loss"]}
+
+    def words(self, metrics: Mapping[str, float]) -> str:
+        """See Task."""
+        return f"top-1 {metrics['top1']:.2%}, loss {metrics['loss']:.4f}"
+
+    def predict(self, net: Net, batch: Tensors) -> Mapping[str, Sequence[Any]]:
+        """See Task; ``label`` is empty where an image has none."""
+        best = self.logits(net, batch["images"]).softmax(dim=1).max(dim=1)
+        labels = ["" if label == NO_LABEL else label for label in batch["labels"].tolist()]
+        confidence = [f"{value:.4f}" for value in best.values.tolist()]
+        return {"label": labels, "predicted": best.indices.tolist(), "confidence": confidence}
+
+    def noise(self, example: Tensors, count: int) -> Tensors:
+        """Random pixels: a GPU draws less power on images that are all alike, and computes faster
+        than it would in training."""
+        like = example["images"]
+        dice = torch.Generator(like.device).manual_seed(0)
+        return {
+            "images": torch.randint(
+                256, (count, *like.shape[1:]), dtype=torch.uint8, device=like.device, generator=dice
+            ),
+            "labels": example["labels"].new_zeros(count),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """See Task."""
+        return {"img_size": self.size}
+
+    def title(self) -> str:
+        """See Task."""
+        return f"{self.name} at {self.size} pixels on {self.dataset}"
+
+
+TASKS = (("image", ImageTask),)

@@ -1,0 +1,64 @@
+"""timm's image classifiers: which there are, how large their images are, how they are made."""
+
+from typing import Any
+
+import timm
+from timm.models import register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from motley.errors import MotleyError
+from motley.text import did_you_mean
+
+
+@register_model
+def vit_digits(pretrained: bool = False, **options: Any) -> VisionTransformer:
+    """A ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters."""
+    size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
+    shape = {"embed_dim": 96, "depth": 4, "num_heads": 3, "global_pool": "avg"}
+    options.pop("pretrained_cfg", None)
+    options.pop("pretrained_cfg_overlay", None)
+    options.pop("cache_dir", None)
+    return VisionTransformer(**{**size, **shape, **options})
+
+
+def native_size(name: str) -> int:
+    """Pixels a side that a model is made for.
+
+    Raises:
+        MotleyError: timm has no such model.
+    """
+    if not timm.is_model(name):
+        raise MotleyError(
+            f"--model {name} is unknown to timm {timm.__version__}"
+            f"{did_you_mean(name, timm.list_models())}"
+        )
+    if name == "vit_digits":
+        return 8
+    pretrained = timm.get_pretrained_cfg(name)
+    return int(pretrained.input_size[-1]) if pretrained else 224
+
+
+def build_classifier(name: str, **options: Any) -> nn.Module:
+    """timm's model of this name; MotleyError if it cannot be built so."""
+    try:
+        net: nn.Module = timm.create_model(name, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        given = ", ".join(f"{key}={value}" for key, value in options.items())
+        raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None
+    for part_name, part in net.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise MotleyError(
+                f"--model {name} has batch statistics ({part_name}), which unequal shares would "
+                "make differ between ranks; choose a model with layer norm, such as a ViT"
+            )
+    return net
+
+
+def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a timm model by name, in order: a rule of their classes would take the stages
+    of Swin and ConvNeXt."""
+    return {
+        name: part for name, part in net.named_modules()
+        if name.split(".")[-2:-1] == ["blocks"]
+    }  # fmt: skip

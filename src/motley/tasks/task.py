@@ -1,0 +1,142 @@
+"""What is learnt: a model, its samples, and what each of them costs. Motley does the rest.
+
+    @dataclass
+    class Lines(Task):
+        width: int = 64                        # an option, --width
+
+        def model(self): ...                   # nn.Module
+        def data(self, held_out): ...          # len(), [index]
+        def losses(self, net, batch): ...      # [n], of each sample, summed over what is averaged
+
+``--task FILE.py`` takes the one such class in a file; see examples/my_task.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from motley.data.batch import Tensors
+from motley.data.source import Source
+from motley.errors import MotleyError
+from motley.tasks.blocks import find_blocks
+
+Net = Callable[..., Any]  # the model; it computes in the rank's precision, and gives fp32
+
+
+class Task:
+    """What is learnt. A subclass is a dataclass, whose fields are options of the same names; each
+    rank makes one of its own from the same options.
+
+    Attributes:
+        noun: what a sample is called. unit: what a rate counts.
+        weight: of a usual sample, in these: what the mean over a batch is divided by, before the
+            true weights are known.
+        grain: consecutive samples of the global order that depend on each other (batch norm), and
+            therefore stay together.
+        block_classes: names of classes of modules that are sharded and recomputed as one; empty:
+            those of the longest lists of equal modules.
+        fp32: modules, by path or by its last word, that never compute in 16 bits.
+        keeps: a run is worth checkpoints; not where there is nothing to learn.
+        needs_workers: reading a sample takes longer than asking another process to.
+    """
+
+    noun: ClassVar[str] = "sample"
+    unit: ClassVar[str] = "samples"
+    weight: float = 1.0
+    grain: int = 1
+    block_classes: ClassVar[tuple[str, ...]] = ()
+    fp32: ClassVar[tuple[str, ...]] = ()
+    keeps: bool = True
+    needs_workers: bool = True
+
+    # -- to be written
+
+    def model(self) -> nn.Module:
+        """The model, on the CPU; torch's random numbers are seeded by ``--seed``."""
+        raise NotImplementedError
+
+    def data(self, held_out: bool) -> Source:
+        """Training samples, or held-out ones."""
+        raise NotImplementedError
+
+    def losses(self, net: Net, batch: Tensors) -> Tensor:
+        """What is minimised, [n]: of each sample, *summed* over all that counts in it.
+
+        Args:
+            net: the model; it computes in the rank's precision, and gives fp32.
+            batch: of :meth:`collate`, on the rank's device; n is 1 or more.
+        """
+        raise NotImplementedError
+
+    # -- may be written
+
+    def prepare(self) -> None:
+        """Fetch and unpack what is missing; called on one rank a machine."""
+
+    def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
+        """What the model gets of an item of :meth:`data`: tensors by name. In training torch's
+        random numbers are seeded for this sample and epoch, whoever computes it."""
+        found: Mapping[str, Any] = item
+        return found
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
+        """One batch of samples, each tensor with a row a sample: stacked, or padded."""
+        return dict(default_collate(list(samples)))
+
+    def weights(self, batch: Tensors) -> Tensor | None:
+        """What each sample counts in the mean, [n], as its tokens; on the CPU. None: 1 each."""
+        return None
+
+    def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
+        """Of held-out samples: sums over each, [n] by name; ``loss`` is among them."""
+        return {"loss": self.losses(net, batch)}
+
+    def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """What is recorded of an evaluation.
+
+        Args:
+            means: of :meth:`scores`, each divided by the weight of all samples.
+        """
+        return means
+
+    def words(self, metrics: Mapping[str, float]) -> str:
+        """What is said of an evaluation, of :meth:`summary`."""
+        return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+    def predict(self, net: Net, batch: Tensors) -> Mapping[str, Sequence[Any]]:
+        """What the model says of samples, for a table: columns by name, with a row a sample."""
+        return {name: values.tolist() for name, values in self.scores(net, batch).items()}
+
+    def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
+        """Modules that are sharded and recomputed as one, by name, in order."""
+        return find_blocks(net, self.block_classes)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and a run that goes on from it must agree on besides options; JSON."""
+        return {}
+
+    def name_of(self, source: Source, index: int) -> str:
+        """How to call a sample in an error."""
+        return f"{self.noun} {index}"
+
+    def with_files(self, folder: Path) -> "Task":
+        """The same, but its held-out samples are all those under a folder, to be predicted."""
+        raise MotleyError(f"{type(self).__name__} takes no files of your own; leave out --images")
+
+    def noise(self, example: Tensors, count: int) -> Tensors:
+        """A batch to time a device with, on its device: samples again and again."""
+        rows = torch.arange(count) % len(next(iter(example.values())))
+        return {name: tensor[rows.to(tensor.device)] for name, tensor in example.items()}
+
+    def title(self) -> str:
+        """One line of what is trained."""
+        return f"task {type(self).__name__}"
+
+
+def weighs(task: Task) -> bool:
+    """Whether samples may count differently; else the weight of a batch is known before it."""
+    return type(task).weights is not Task.weights
