@@ -8,15 +8,8 @@ The options are those of torch_dist/train_vit.py, but for --strategy. Every numb
 configuration that is "auto" comes from the plan.
 """
 
-from motley.engines.strategy import ZERO, chosen_strategy, engines_of, known_strategies
-from motley.launch.world import run
-from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.engines.strategy import ZERO
+from motley.train.script import train_script
 
 if __name__ == "__main__":
-    strategies = known_strategies(ZERO)
-    config = read_config(training_parser(str(__doc__), strategies))
-    run(
-        lambda world: train(world, config, engines_of(config, strategies)),
-        packages=chosen_strategy(config, strategies).packages,
-    )
+    train_script(ZERO, str(__doc__))

@@ -62,11 +62,11 @@ def test_a_truncated_image_is_fatal_or_skipped_as_asked(jobs: Jobs, tmp_path: Pa
     options = (DDP, "--dataset", "folder", "--data-dir", root, *model)
     done = jobs.fork(2, *options, "--logs", jobs.logs, "--run", "fatal")
     assert done.code != 0
-    assert "train/cat/3.png" in done.output and "--bad-images skip" in done.output
+    assert "train/cat/3.png" in done.output and "--bad-samples skip" in done.output
     run = jobs.train(2, *options[:1], "skips", *options[1:], "--bad-images", "skip")
-    named = {event["image"] for event in run.events if event["event"] == "unreadable"}
+    named = {event["sample"] for event in run.events if event["event"] == "unreadable"}
     assert len(named) == 2 and any("val/dog/1.png" in name for name in named)
-    assert "2 images could not be read" in run.done.output
+    assert "2 samples could not be read" in run.done.output
     epochs = [json.loads(line) for line in (run.folder / "epochs.jsonl").open()]
     assert [epoch["samples"] for epoch in epochs] == [7, 7]
 

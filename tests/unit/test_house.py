@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "config": "option numbers options parser",
     "data": "batch source images dataset datasets/* transforms order loader",
-    "tasks": "blocks task classifiers builtin/* find model scores",
+    "tasks": "blocks task classifiers corpus gpt builtin/* find model check scores",
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
@@ -40,7 +40,7 @@ ROOMS = {
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale summary recorder overflow setup agreement recovery "
-        "command_line loop"
+        "command_line loop script"
     ),
     "infer": "leases shards predictor",
 }

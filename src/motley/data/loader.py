@@ -1,15 +1,16 @@
 """Gives every rank its own micro-batches of the global order (order.py), read ahead."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from motley.config.options import Config
-from motley.data.batch import Batch
+from motley.data.batch import Batch, Tensors
 from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.source import Samples, UnreadableSample, read
 from motley.errors import MotleyError
@@ -63,6 +64,11 @@ class _Keyed(Dataset[_Sample]):
                 continue
             torch.default_generator.manual_seed(key.seed)
             content = self._samples.sample(item, self._training)
+            if not isinstance(content, Mapping):
+                raise MotleyError(
+                    f"sample() of {type(self._samples).__name__} gives a {type(content).__name__}; "
+                    'a sample is what the model gets by name, as in {"x": ..., "y": ...}'
+                )
             return _Sample(content, index, tuple(unreadable))
         raise MotleyError(f"no sample can be read; the first: {unreadable[0]}")
 
@@ -70,12 +76,26 @@ class _Keyed(Dataset[_Sample]):
         """Samples put together, those that could be read."""
         content = [each.content for each in samples if each.content is not None]
         data = self._samples.collate(content) if content else {}
+        self._check_rows(data, len(content))
+        weights = self._samples.weights(data) if content else None
+        if weights is None and self._samples.weight != 1:
+            weights = torch.full((len(content),), self._samples.weight)
         return Batch(
             data,
             tuple(each.index for each in samples if each.content is not None),
-            self._samples.weights(data) if content else None,
+            weights,
             tuple(name for each in samples for name in each.unreadable),
         )
+
+    def _check_rows(self, data: Tensors, n: int) -> None:
+        for name, value in data.items():
+            rows = len(value) if isinstance(value, Tensor) and value.dim() else None
+            if rows != n:
+                kind = f"shape {tuple(value.shape)}" if rows is not None else "no rows"
+                raise MotleyError(
+                    f"collate() of {type(self._samples).__name__} gives {name!r} with {kind} for "
+                    f"{n} samples; a batch is tensors by name, whose first dimension is the sample"
+                )
 
 
 def first_batch(samples: Samples, count: int) -> Batch:
@@ -83,6 +103,13 @@ def first_batch(samples: Samples, count: int) -> Batch:
     keyed = _Keyed(samples, training=True)
     keys = [Key(index, index) for index in range(min(count, len(keyed)))]
     return keyed.batch(keyed.__getitems__(keys))
+
+
+def first_sample(samples: Samples) -> Mapping[str, Any]:
+    """The first training sample, before it is in a batch."""
+    (found,) = _Keyed(samples, training=True).__getitems__([Key(0, 0)])
+    assert found.content is not None  # in training another one takes its place
+    return found.content
 
 
 class Loader:
@@ -93,7 +120,7 @@ class Loader:
     """
 
     def __init__(self, samples: Samples, config: Config, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+        self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
         self._workers = _workers(samples, config, device)
         self._train, self._test = _Keyed(samples, True), _Keyed(samples, False)
@@ -105,7 +132,7 @@ class Loader:
         batches = []
         for start in range(consumed, len(order), plan.global_batch):
             part = order[start : start + plan.global_batch]
-            batches.append((plan.of_batch(len(part)), part))
+            batches.append((self._cut(plan.of_batch(len(part)), part), part))
         first = seed_of(self._seed, epoch)
         keys = (
             list(map(Key, cut, seeds_of(first, cut)))
@@ -113,6 +140,10 @@ class Loader:
             for cut in slices(part, plan_of, self._rank)
         )
         return Steps([plan_of for plan_of, _ in batches], self._read(self._train, keys), self._rank)
+
+    def _cut(self, plan: Plan, part: Sequence[int]) -> Plan:
+        costs = self._samples.costs(part)
+        return plan if costs is None else plan.by_cost(costs)
 
     def test_batches(self, plan: Plan) -> Iterator[Batch]:
         """This rank's share of the held-out samples, each of them once over all ranks."""

@@ -27,6 +27,7 @@ class Samples(Protocol):
     """What is asked for by the loader: a part of motley.tasks.task.Task, which says more."""
 
     needs_workers: bool
+    weight: float
 
     def data(self, held_out: bool) -> Source:
         """Training samples, or held-out ones."""
@@ -38,7 +39,10 @@ class Samples(Protocol):
         """One batch of samples; there is one at least."""
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """What each sample counts in the mean, [n]; None: 1 each."""
+        """What each sample counts in the mean, [n]; None: ``weight`` each."""
+
+    def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
+        """Time that training samples take, in proportion; None: all the same."""
 
     def name_of(self, source: Source, index: int) -> str:
         """How to call a sample in an error."""

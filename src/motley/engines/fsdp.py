@@ -61,8 +61,9 @@ class FsdpEngine(SynchronousEngine):
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         try:
-            losses, total = self._losses(self._model, batch)
-            self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
+            with self._pass(batch):
+                losses, total = self._losses(self._model, batch)
+                self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
                 self._no_second_try(error, "--strategy ddp")

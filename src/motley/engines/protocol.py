@@ -153,7 +153,9 @@ class EngineContext:
 class EngineFactory(Protocol):
     """An engine's class: it makes one, and says beforehand what it can."""
 
-    traits: EngineTraits
+    @property
+    def traits(self) -> EngineTraits:
+        """Of its engines."""
 
     def __call__(self, model: TaskModel, context: EngineContext) -> Engine:
         """Set an engine on a model."""

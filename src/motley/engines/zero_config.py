@@ -103,7 +103,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
     _check_stage(path, zero, context.config.of(ZeroOptions).stage)
     for key in _BUCKETS:
         if zero.get(key) == "auto":
-            zero[key] = min(_BUCKET, parameters)
+            zero[key] = min(_BUCKET, parameters + parameters % 2)  # it takes no odd one
     _fill_sizes(path, content, context)
     _fill_wire(path, content, context)
     content.setdefault("steps_per_print", 10**9)

@@ -112,12 +112,14 @@ class ZeroEngine(EngineBase):
         def forward(data: Tensors) -> Tensor:
             return self._forward(data, last)
 
+        weight = self.loss_weight / self._usual_weight
         if self.equal_micro_steps:
-            losses, total = self._losses(forward, batch)
+            with self._pass(batch):
+                losses, total = self._losses(forward, batch)
+                self._backward(total * weight)
         else:
             losses = forward(batch.data)
-            total = losses.sum()
-        self._backward(total * (self.loss_weight / self._usual_weight))
+            self._backward(losses.sum() * weight)
         self.clock.lap("compute", ready=last)
         return losses.detach()
 
@@ -242,7 +244,8 @@ class ZeroEngine(EngineBase):
             # A step with a gradient of zeros: partitions get their slots only by stepping. It
             # decays the weights, so they are loaded after it. Not where no step was taken yet:
             # the slots would count this one.
-            self._backward(self._forward(self._model.blank(), last=True).sum() * 0.0)
+            with self._pass(Batch({}, ())):
+                self._backward(self._forward(self._model.blank(), last=True).sum())
             self._send()
             self._engine.step()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)

@@ -6,10 +6,11 @@ derives the same plan from the same facts, so nothing here may read a clock, the
 environment or hardware.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from motley.errors import MotleyError
 from motley.plan.wire import WireMode
@@ -156,6 +157,22 @@ class Plan:
     def of_batch(self, n: int) -> "Plan":
         """The same plan for a global batch of ``n`` samples: the ragged last of an epoch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
+
+    def by_cost(self, costs: Sequence[float]) -> "Plan":
+        """The same plan, with the global batch cut so that each rank's part of the cost is its part
+        of the shares, as nearly as whole samples can.
+
+        Args:
+            costs: of each sample of the global batch, in order.
+        """
+        reached = (0.0, *accumulate(costs))
+        ends = [0]
+        for share in accumulate(self.shares):
+            due = reached[-1] * share / sum(self.shares)
+            after = bisect_left(reached, due, hi=len(costs))
+            late = reached[after] - due < due - reached[max(0, after - 1)]
+            ends.append(max(ends[-1], after if late else after - 1))
+        return replace(self, shares=tuple(float(end - start) for start, end in pairwise(ends)))
 
     def halved(self, ranks: Sequence[int]) -> "Plan":
         """The same shares, in micro-batches of half the size on some ranks, which had no memory

@@ -7,6 +7,7 @@ from torch import nn
 
 from motley.config.options import Config
 from motley.planner.process_group import ProcessGroup
+from motley.tasks.check import check_task
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, build_net, set_attention, set_matmul_precision
 from motley.tasks.task import Task
@@ -24,6 +25,7 @@ def open_model(
     task, precision = task_of(config), group.precisions[group.rank]
     set_matmul_precision(precision)
     net = build_net(task, config)
+    check_task(TaskModel(task, net, "fp32", group.device))
     set_attention(net, config.attention)
     model = make(task, net, precision, group.device)
     model.try_attention(config.attention)

@@ -94,7 +94,8 @@ class EpochRecord:
     def as_json(self) -> JsonDict:
         """The line."""
         line = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**line, **line.pop("metrics")}
+        del line["metrics"]
+        return {**line, **self.metrics}
 
     @classmethod
     def from_json(cls, line: JsonDict) -> "EpochRecord":

@@ -124,6 +124,7 @@ class TaskModel(nn.Module):
         precision: this rank's; see motley.plan.precision.
 
     Attributes:
+        example: some samples.
         score_names: of what :meth:`forward` gives of held-out samples, in order.
     """
 
@@ -136,7 +137,7 @@ class TaskModel(nn.Module):
         if self._autocast is not None:
             keep_fp32(net, task.fp32)
         self._dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
-        self._example = first_batch(task, _EXAMPLES).to(device)
+        self.example = first_batch(task, _EXAMPLES).to(device)
         self.score_names = self._score_names()
 
     def _score_names(self) -> tuple[str, ...]:
@@ -172,11 +173,11 @@ class TaskModel(nn.Module):
 
     def blank(self) -> Tensors:
         """A sample to compute where only a pass counts, on the model's device."""
-        return self._example[:1].data
+        return self.example[:1].data
 
     def noise(self, count: int) -> Tensors:
         """``count`` samples to time, always the same, on the model's device."""
-        return self.task.noise(self._example.data, count)
+        return self.task.noise(self.example.data, count)
 
     def try_attention(self, kind: str) -> None:
         """MotleyError if a kernel that the user has chosen cannot compute this model here."""

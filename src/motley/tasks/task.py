@@ -85,10 +85,21 @@ class Task:
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
         """One batch of samples, each tensor with a row a sample: stacked, or padded."""
-        return dict(default_collate(list(samples)))
+        try:
+            return dict(default_collate(list(samples)))
+        except (RuntimeError, TypeError) as error:
+            raise MotleyError(
+                f"samples of {type(self).__name__} cannot be stacked: "
+                f"{str(error).splitlines()[0]}; write collate(), which fills them up"
+            ) from None
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """What each sample counts in the mean, [n], as its tokens; on the CPU. None: 1 each."""
+        """What each sample counts in the mean, [n], as its tokens; on the CPU. None: ``weight``."""
+        return None
+
+    def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
+        """Time that training samples take, in proportion: a global batch is cut so that nobody
+        waits for who has the long ones. None: all the same."""
         return None
 
     def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:

@@ -8,6 +8,7 @@ every step, an evaluation and a checkpoint after every epoch.
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -180,7 +181,7 @@ class Loop:
         # Of Local SGD the news is old: by now the batch may be another.
         tried = batch if result.retry else self._plan
         less = shrink_micro_batches(tried, self._job, result, self._recorder, self._state.step)
-        self._plan = less.of_batch(self._plan.global_batch)
+        self._plan = replace(self._plan, max_micro_batch=less.max_micro_batch)
         self._job.engine.reconfigure(self._plan)
         self._job.watch.limit(self._plan.max_micro_batch)
 

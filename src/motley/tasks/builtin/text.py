@@ -1,0 +1,183 @@
+"""Text: a GPT from scratch, on bytes or characters. Any file, any language, no tokenizer."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from motley.config.numbers import fraction, positive
+from motley.config.option import Decides, option
+from motley.data.batch import Tensors
+from motley.data.source import Source
+from motley.errors import MotleyError
+from motley.tasks.corpus import KINDS, MANUAL, Corpus, Paragraphs, Windows, read_text
+from motley.tasks.gpt import Gpt, Shape
+from motley.tasks.task import Net, Task
+
+MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+_IGNORED = -100  # a place that is only there to fill the row
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Text, each token told from those before it.
+
+    A batch is ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n]: of the
+    targets in UTF-8.
+    """
+
+    unit = "tokens"
+    needs_workers = False  # it is in memory
+
+    text: tuple[str, ...] = option(
+        f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; a tenth is held out",
+        NUMBERS, (MANUAL,), metavar="FILE", several=True,
+    )  # fmt: skip
+    tokens: str = option("bytes (default) or characters", MODEL | SPEED, "bytes", choices=KINDS)
+    length: int = option(
+        "tokens that the model sees, default 128", MODEL | SPEED, 128, read=positive, metavar="T"
+    )
+    paragraphs: bool = option(
+        "a sample is a paragraph of its own length, in place of a piece of the length above; the "
+        "batch is cut so that no rank waits for who has the long ones",
+        MODEL | SPEED, False,
+    )  # fmt: skip
+    depth: int = option("blocks, default 4", MODEL | SPEED, 4, read=positive, metavar="N")
+    width: int = option("of a token, default 128", MODEL | SPEED, 128, read=positive, metavar="N")
+    heads: int = option("of attention, default 4", MODEL | SPEED, 4, read=positive, metavar="N")
+    dropout: float = option("default 0", NUMBERS, 0.0, read=fraction, metavar="P")
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise MotleyError(
+                f"--width {self.width} is no multiple of --heads {self.heads}; change one of them"
+            )
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """``--text``."""
+        return Corpus(read_text(self.text), self.tokens)
+
+    @cached_property
+    def _pieces(self) -> dict[bool, Windows | Paragraphs]:
+        """Of what is held out, and of the rest."""
+        found: dict[bool, Windows | Paragraphs] = {}
+        for held_out in (False, True):
+            text = self.corpus.split(held_out)
+            if self.paragraphs:
+                found[held_out] = Paragraphs(self.corpus, text, self.length)
+            else:
+                found[held_out] = Windows(self.corpus.encode(text), self.length)
+            if not len(found[held_out]):
+                raise MotleyError(
+                    f"--text {' '.join(self.text)} is too short: the "
+                    f"{'tenth that is held out' if held_out else 'rest'} has {len(text)} "
+                    f"characters, and --length {self.length} needs more; lower --length, or give "
+                    "more text"
+                )
+        return found
+
+    @property
+    def weight(self) -> float:  # type: ignore[override]
+        """See Task."""
+        pieces = self._pieces[False]
+        return float(pieces.sizes.mean()) if isinstance(pieces, Paragraphs) else float(self.length)
+
+    def model(self) -> nn.Module:
+        """See Task."""
+        return Gpt(
+            Shape(self.corpus.vocabulary, self.length, self.depth, self.width, self.heads,
+                  self.dropout)
+        )  # fmt: skip
+
+    def data(self, held_out: bool) -> Source:
+        """See Task."""
+        return self._pieces[held_out]
+
+    def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
+        """See Task."""
+        start = 0
+        if training and not self.paragraphs:
+            start = int(torch.randint(max(1, len(item) - self.length), ()))
+        piece = item[start : start + self.length + 1]
+        return {
+            "tokens": torch.from_numpy(piece[:-1]), "targets": torch.from_numpy(piece[1:]),
+            "bytes": self.corpus.bytes_of(piece[1:]),
+        }  # fmt: skip
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
+        """See Task: filled up to the longest."""
+        pad = nn.utils.rnn.pad_sequence
+        return {
+            "tokens": pad([each["tokens"] for each in samples], batch_first=True),
+            "targets": pad(
+                [each["targets"] for each in samples], batch_first=True, padding_value=_IGNORED
+            ),
+            "bytes": torch.tensor([each["bytes"] for each in samples]),
+        }
+
+    def weights(self, batch: Tensors) -> Tensor | None:
+        """See Task: tokens."""
+        return (batch["targets"] != _IGNORED).sum(dim=1) if self.paragraphs else None
+
+    def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
+        """See Task: tokens; attention is little beside the rest at these lengths."""
+        pieces = self._pieces[False]
+        if not isinstance(pieces, Paragraphs):
+            return None
+        found: list[float] = pieces.sizes[list(indices)].astype(float).tolist()
+        return found
+
+    def losses(self, net: Net, batch: Tensors) -> Tensor:
+        """See Task: nats."""
+        logits, targets = net(batch["tokens"]), batch["targets"]
+        each = functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED
+        )
+        return each.view(targets.shape).sum(dim=1)
+
+    def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
+        """See Task."""
+        return {"loss": self.losses(net, batch), "bytes": batch["bytes"]}
+
+    def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """See Task; ``bits_per_byte`` can be compared between kinds of tokens."""
+        loss = means["loss"]
+        return {
+            "bits_per_byte": loss / math.log(2) / means["bytes"],
+            "perplexity": math.exp(min(loss, 700.0)), "loss": loss,
+        }  # fmt: skip
+
+    def words(self, metrics: Mapping[str, float]) -> str:
+        """See Task."""
+        return (
+            f"{metrics['bits_per_byte']:.4f} bits a byte, perplexity {metrics['perplexity']:.4g}, "
+            f"loss {metrics['loss']:.4f}"
+        )
+
+    def noise(self, example: Tensors, count: int) -> Tensors:
+        """See Task: of the usual length."""
+        device, length = example["tokens"].device, round(self.weight)
+        dice = torch.Generator(device).manual_seed(0)
+        most = self.corpus.vocabulary
+        tokens = torch.randint(most, (count, length), device=device, generator=dice)
+        return {"tokens": tokens, "targets": tokens, "bytes": tokens.new_full((count,), length)}
+
+    def identity(self) -> dict[str, Any]:
+        """See Task."""
+        return {"text_sha256": self.corpus.digest}
+
+    def title(self) -> str:
+        """See Task."""
+        return (
+            f"GPT of {self.depth} blocks of {self.width} on {self.length} {self.tokens} of "
+            f"{', '.join(self.text)}"
+        )
+
+
+TASKS = (("text", TextTask),)

@@ -1,0 +1,153 @@
+"""Finds the usual mistakes of a task before it is trained: by a few passes over two samples.
+
+What is exact only if it holds: each sample has a loss of its own, which depends on nothing else;
+what is drawn at random comes from torch, seeded for the sample; every parameter is known to torch,
+and has a gradient.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motley.data.batch import Tensors
+from motley.data.loader import first_sample
+from motley.errors import MotleyError
+from motley.tasks.model import TaskModel
+from motley.tasks.task import Task
+
+_TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
+_SHOWN = 4  # names in a message
+
+
+def check_task(model: TaskModel) -> None:
+    """Raise MotleyError, which says what is wrong and what to do, if the task cannot be trained
+    exactly; leaves no gradients behind.
+
+    Args:
+        model: in fp32, not wrapped.
+    """
+    task = type(model.task).__name__
+    _check_samples(task, model.task)
+    _check_hidden(task, model.net)
+    model.eval()  # drop-out draws anew in each pass
+    try:
+        _check_losses(task, model)
+        _check_gradients(task, model)
+    finally:
+        model.train()
+        model.zero_grad(set_to_none=True)
+
+
+def _check_samples(name: str, task: Task) -> None:
+    """The same sample, seeded alike, is the same."""
+    once, again = first_sample(task), first_sample(task)
+    for key, value in once.items():
+        other = again[key]
+        alike = torch.equal(value, other) if isinstance(value, Tensor) else bool(value == other)
+        if not alike and not _is_nan(value):
+            raise MotleyError(
+                f"{name} makes another {key!r} of the same sample the second time; draw random "
+                "numbers in sample() alone and from torch, which is seeded for each sample and "
+                "epoch: from random or numpy they would differ between ranks"
+            )
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any())
+
+
+def _check_hidden(name: str, net: nn.Module) -> None:
+    """No modules or parameters where torch does not look for them."""
+    known = {*map(id, net.modules()), *map(id, net.parameters())}
+    for path, part in net.named_modules():
+        for field, value in vars(part).items():
+            if field.startswith("_"):
+                continue
+            if any(id(each) not in known for each in _learnable(value)):
+                where = ".".join(filter(None, (path, field)))
+                raise MotleyError(
+                    f"the model of {name} keeps modules or parameters in {where}, a "
+                    f"{type(value).__name__}, where torch does not see them: they would not be "
+                    "trained, moved to a GPU or saved; use nn.ModuleList, nn.ModuleDict or "
+                    "nn.ParameterList"
+                )
+
+
+def _learnable(value: Any) -> Iterator[Any]:
+    """Modules and parameters in a plain list, tuple or dict."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    return (each for each in parts if isinstance(each, nn.Module | nn.Parameter))
+
+
+@torch.no_grad()
+def _check_losses(name: str, model: TaskModel) -> None:
+    """A loss a sample, which is of that sample alone."""
+    batch = model.example
+    n = len(batch)
+    losses = _losses(name, model, batch.data, n)
+    if not torch.equal(losses, again := _losses(name, model, batch.data, n)):
+        worst = float((losses - again).abs().max())
+        if worst > _TOLERANCE * float(losses.abs().max()):
+            raise MotleyError(
+                f"{name} gives other losses for the same batch the second time, though it is not "
+                "in training: the model draws random numbers, or keeps something from one pass to "
+                "the next outside of its buffers"
+            )
+    if n < 2:
+        return
+    alone = torch.cat([_losses(name, model, batch[row : row + 1].data, 1) for row in range(n)])
+    if not torch.allclose(losses, alone, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
+        whole, parts = _numbers(losses), _numbers(alone)
+        raise MotleyError(
+            f"the loss of a sample of {name} depends on the others in its batch: {whole} together, "
+            f"{parts} one by one. Is it a mean over the batch? losses() gives one number a sample, "
+            'as with reduction="none". Or does the model take the batch as another dimension than '
+            "the first, as nn.LSTM does without batch_first=True?"
+        )
+
+
+def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
+    found: Any = model.task.losses(model.compute, data)
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        raise MotleyError(f"losses() of {name} gives {_kind(found)}; it should give floats, [n]")
+    if found.shape != (n,):
+        mean = found.dim() == 0
+        raise MotleyError(
+            f"losses() of {name} gives a tensor of shape {tuple(found.shape)} for {n} samples; it "
+            f"should give one number a sample, ({n},)"
+            + (': a sum or mean over the batch? Take reduction="none"' if mean else "")
+            + (", then .sum() over what is left of each sample" if not mean else "")
+        )
+    return found
+
+
+def _check_gradients(name: str, model: TaskModel) -> None:
+    """Every parameter that is to be trained has a gradient."""
+    model.task.losses(model.compute, model.example.data).sum().backward()  # type: ignore[no-untyped-call]
+    learning = {key: p for key, p in model.net.named_parameters() if p.requires_grad}
+    if not learning:
+        raise MotleyError(f"the model of {name} has no parameter that can be trained")
+    without = [key for key, parameter in learning.items() if parameter.grad is None]
+    if without:
+        more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
+        raise MotleyError(
+            f"{len(without)} of the {len(learning)} parameters of {name} get no gradient: "
+            f"{', '.join(without[:_SHOWN])}{more}. Use them in losses(), take them out of the "
+            "model, or freeze them with requires_grad_(False)"
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def _numbers(values: Tensor) -> str:
+    return ", ".join(f"{value:.4g}" for value in values.tolist())

@@ -1,0 +1,145 @@
+"""Text as numbers: files, tokens, and the pieces that a model learns from."""
+
+import hashlib
+import pydoc_data.topics
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motley.errors import MotleyError
+
+MANUAL = "manual"  # Python's own, which every Python has: 0.4 MB of English
+KINDS = ("bytes", "characters")
+_HELD_OUT = 10  # one part of so many, at the end
+
+Tokens = NDArray[np.int64]
+
+
+def read_text(files: Sequence[str]) -> str:
+    """The files one after another; :data:`MANUAL` stands for Python's manual.
+
+    Raises:
+        MotleyError: a file is missing, or is no text in UTF-8.
+    """
+    parts = []
+    for name in files:
+        if name == MANUAL:
+            topics = pydoc_data.topics.topics
+            parts += [topics[topic] for topic in sorted(topics)]
+            continue
+        try:
+            parts.append(Path(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise MotleyError(f"--text {name}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise MotleyError(
+                f"--text {name} is no text in UTF-8 (byte {error.start}); convert it, as in: "
+                f"iconv -t UTF-8 {name}"
+            ) from None
+    return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, as tokens.
+
+    Attributes:
+        kind: of a token; see :data:`KINDS`.
+    """
+
+    text: str
+    kind: str
+
+    @cached_property
+    def alphabet(self) -> str:
+        """All characters, in order of their code; of bytes none is needed."""
+        return "".join(sorted(set(self.text))) if self.kind == "characters" else ""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+        return len(self.alphabet) or 256
+
+    @property
+    def digest(self) -> str:
+        """Of the text: a corpus may differ between hosts and versions of Python."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def encode(self, text: str) -> Tokens:
+        """int64 [tokens]."""
+        if self.kind == "bytes":
+            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+        known = np.array([ord(character) for character in self.alphabet])
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        return np.searchsorted(known, codes).astype(np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """What :meth:`encode` was given; bytes that are no text are marked."""
+        if self.kind == "bytes":
+            return bytes(tokens).decode(errors="replace")
+        return "".join(self.alphabet[token] for token in tokens)
+
+    def bytes_of(self, tokens: Tokens) -> int:
+        """In UTF-8."""
+        return len(tokens) if self.kind == "bytes" else len(self.decode(tokens.tolist()).encode())
+
+    def split(self, held_out: bool) -> str:
+        """The last tenth is held out."""
+        at = len(self.text) - len(self.text) // _HELD_OUT
+        return self.text[at:] if held_out else self.text[:at]
+
+
+class Windows:
+    """Pieces of equal length, one after another.
+
+    An item has up to ``length`` tokens more than a model sees, and one: whoever trains moves the
+    beginning at random.
+    """
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def __getitem__(self, index: int) -> Tokens:
+        start = min(index * self._length, len(self._tokens) - self._length - 1)
+        return self._tokens[start : start + 2 * self._length]
+
+
+class Paragraphs:
+    """What stands between blank lines, each of its own length; what is longer is cut."""
+
+    def __init__(self, corpus: Corpus, text: str, length: int) -> None:
+        self._tokens = corpus.encode(text)
+        ends = [match.end() for match in re.finditer(r"\n\s*\n", text)]
+        if corpus.kind == "bytes":
+            sizes = [len(part.encode()) for part in _parts(text, ends)]
+            ends = np.cumsum(sizes).tolist()
+        starts = [0]
+        for end in (*ends, len(self._tokens)):
+            while end - starts[-1] > length + 1:
+                starts.append(starts[-1] + length)
+            if end - starts[-1] > 1:  # a token, and the one that it is told from
+                starts.append(end)
+        self._starts = np.array(starts)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> Tokens:
+        return self._tokens[self._starts[index] : self._starts[index + 1]]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Tokens that are told in each, [pieces]."""
+        return np.diff(self._starts) - 1
+
+
+def _parts(text: str, ends: Sequence[int]) -> list[str]:
+    return [text[start:end] for start, end in zip((0, *ends), ends, strict=False)]
