@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,8 @@ class Windows:
 
 
 class Paragraphs:
-    """What stands between blank lines, each of its own length; what is longer is cut."""
+    """What stands between blank lines, each of its own length; what is longer is cut. The first
+    token of a paragraph is told from nothing, and therefore not at all."""
 
     def __init__(self, corpus: Corpus, text: str, length: int) -> None:
         self._tokens = corpus.encode(text)
@@ -121,24 +123,25 @@ class Paragraphs:
         if corpus.kind == "bytes":
             sizes = [len(part.encode()) for part in _parts(text, ends)]
             ends = np.cumsum(sizes).tolist()
-        starts = [0]
-        for end in (*ends, len(self._tokens)):
-            while end - starts[-1] > length + 1:
-                starts.append(starts[-1] + length)
-            if end - starts[-1] > 1:  # a token, and the one that it is told from
-                starts.append(end)
-        self._starts = np.array(starts)
+        pieces: list[tuple[int, int]] = []
+        for begin, end in pairwise((0, *ends, len(self._tokens))):
+            # The last token of a piece is told there, and the first of the next.
+            starts = range(begin, end - 1, length)
+            pieces += [(start, min(start + length + 1, end)) for start in starts]
+        self._pieces = np.array(pieces).reshape(-1, 2)
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._pieces)
 
     def __getitem__(self, index: int) -> Tokens:
-        return self._tokens[self._starts[index] : self._starts[index + 1]]
+        start, end = self._pieces[index]
+        return self._tokens[start:end]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
         """Tokens that are told in each, [pieces]."""
-        return np.diff(self._starts) - 1
+        told: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
+        return told
 
 
 def _parts(text: str, ends: Sequence[int]) -> list[str]:

@@ -126,3 +126,19 @@ def test_a_batch_smaller_than_the_working_ranks_is_refused() -> None:
 def test_wrong_micro_batches_are_refused(text: str) -> None:
     with pytest.raises(MotleyError, match="--micro-batch"):
         read_micro_batches(text).of(3)
+
+
+@given(
+    st.lists(st.floats(0.1, 100), min_size=1, max_size=60),
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
+)
+def test_samples_of_unequal_cost_are_cut_by_it(costs: list[float], shares: list[int]) -> None:
+    n = len(costs)
+    plan = Plan(n, tuple(map(float, shares)), (7,) * len(shares), EXACT).by_cost(costs)
+    assert sum(plan.counts) == n
+    start = 0
+    for share, count in zip(shares, plan.counts, strict=True):
+        own = sum(costs[start : start + count])
+        assert count == 0 or share, "who is to do nothing does nothing"
+        assert abs(own - sum(costs) * share / sum(shares)) <= max(costs) * (1 + 1e-9)
+        start += count

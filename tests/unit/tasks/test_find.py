@@ -1,0 +1,140 @@
+"""A task of the user's own: found in a file, its fields are options, its mistakes are explained."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from motley.errors import MotleyError
+from motley.tasks.check import check_task
+from motley.tasks.find import task_class, task_of
+from motley.tasks.model import TaskModel, build_net
+from motley.train.command_line import config_from, read_config, training_parser
+
+TASK = """
+from dataclasses import dataclass
+import random
+import torch
+from torch import nn
+from motley.tasks.task import Task
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(3, 4)
+        self.two = nn.Linear(4, 1)
+        INIT
+
+    def forward(self, x):
+        FORWARD
+        return self.two(self.one(x).tanh())
+
+@dataclass
+class Mine(Task):
+    width: int = 3
+    rate: float = 0.5
+    careful: bool = True
+    note: str | None = None
+
+    def model(self):
+        return Net()
+
+    def data(self, held_out):
+        return range(9)
+
+    def sample(self, item, training):
+        x = torch.full((3,), item + 1.0)
+        SAMPLE
+        return {"x": x, "y": torch.tensor(1.0)}
+
+    def losses(self, net, batch):
+        each = (net(batch["x"]).squeeze(1) - batch["y"]) ** 2
+        return LOSSES
+"""
+USUAL = {"INIT": "pass", "FORWARD": "pass", "SAMPLE": "pass", "LOSSES": "each"}
+
+
+def written(folder: Path, text: str = TASK, **changed: str) -> Path:
+    for word, put in {**USUAL, **changed}.items():
+        text = text.replace(word, put)
+    path = folder / "mine.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def model_of(path: Path) -> TaskModel:
+    config = read_config(training_parser(""), ["--task", str(path)])
+    task = task_of(config)
+    return TaskModel(task, build_net(task, config), "fp32", torch.device("cpu"))
+
+
+def test_fields_are_options_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
+    words = ["--width", "7", "--no-careful", "--note", "a b", f"--task={written(tmp_path)}"]
+    config = read_config(training_parser(""), words)
+    task = task_of(config)
+    assert (task.width, task.rate, task.careful, task.note) == (7, 0.5, False, "a b")  # type: ignore[attr-defined]
+    saved = config.as_json()
+    assert saved["width"] == 7 and "model" not in saved
+    assert vars(task_of(config_from(saved))) == vars(task)
+
+
+def test_what_is_right_is_not_complained_about(tmp_path: Path) -> None:
+    model = model_of(written(tmp_path))
+    check_task(model)
+    assert model.training and all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("word", "put", "says"),
+    [
+        ("LOSSES", "each.mean()", r"shape \(\) for 2 samples.* reduction"),
+        ("LOSSES", "each.mean().repeat(len(each))", "depends on the others in its batch"),
+        ("LOSSES", "net(batch['x']) - 1", r"shape \(2, 1\) for 2 samples"),
+        ("LOSSES", "each > 0", r"gives a tensor of torch.bool; it should give floats"),
+        ("SAMPLE", "x = x + random.random()", "another 'x' of the same sample"),
+        ("SAMPLE", "return x, 1", "gives a tuple; a sample is what the model gets by name"),
+        ("SAMPLE", "x = x[: item + 1]", "cannot be stacked: stack expects.* write collate"),
+        ("INIT", "self.spare = nn.Linear(2, 2)", "2 of the 6 parameters of Mine get no gradient"),
+        ("INIT", "self.layers = [nn.Linear(3, 3)]", "modules or parameters in layers, a list"),
+        ("FORWARD", "x = x.cumsum(0)", "nn.LSTM does without batch_first"),
+        ("FORWARD", "x = x * torch.rand(1)", "other losses for the same batch the second time"),
+    ],
+)  # fmt: skip
+def test_a_usual_mistake_is_explained(tmp_path: Path, word: str, put: str, says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        check_task(model_of(written(tmp_path, **{word: put})))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def broken(:\n    pass\n", r"line 1: .*: def broken\(:"),
+        ("x = 1\nimport no_such_thing.deep\n", "imports no_such_thing, which is not installed"),
+        ("\n\n1 / 0\n", "line 3: ZeroDivisionError"),
+        ("x = 1\n", "defines no task"),
+        (f"{TASK}\nclass Other(Task):\n    pass\n", "defines 2 tasks, Mine and Other"),
+        ("from motley.tasks.task import Task\nclass A(Task): pass\n", r"A has no model\(\) and"),
+        (TASK.replace("width: int = 3", "width: int"), "width has no default"),
+        (TASK.replace("width: int = 3", "width: bytes = b''"), "which no option can have"),
+        (TASK.replace("width: int", "lr: float"), "Mine.lr would be the option --lr, which all"),
+        (TASK.replace("width: int", "model: int"), "Mine.model is a field and a method"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(SystemExit) as stop:
+        read_config(training_parser(""), ["--task", str(path)])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(says, error.replace("\n", " ")), error
+
+
+def test_an_unknown_task_is_answered_with_the_nearest() -> None:
+    with pytest.raises(MotleyError, match=r"--task imag is unknown \(nearest: image"):
+        task_class("imag")
+    with pytest.raises(MotleyError, match=r"no_such.py: there is no such file"):
+        task_class("no_such.py")
