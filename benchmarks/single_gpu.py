@@ -1,27 +1,33 @@
 """What does Motley cost on one GPU? Its loop beside a bare PyTorch loop, in one run.
 
     python benchmarks/single_gpu.py --json benchmarks/results/single_gpu.json
+    python benchmarks/single_gpu.py --task text --json benchmarks/results/single_gpu_text.json
     python benchmarks/single_gpu.py --quick --json /tmp/single_gpu.json
 
-All train the same timm model with the same optimizer on synthetic images. The bare loop
-keeps one batch on the GPU and records nothing; Motley loads, augments and copies every
-image, measures, logs the GPU and writes a record a step. Repeats are interleaved; a rate
-is the median over repeats, its spread (largest - smallest) / median. Without a GPU it
-runs on the CPU with a small model, to try it.
+All train the same model with the same optimizer: a timm model on synthetic images, or a GPT of
+GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing;
+Motley loads, augments and copies every sample, measures, logs the GPU and writes a record a step.
+Repeats are interleaved; a rate is the median over repeats, its spread (largest - smallest) /
+median. Without a GPU it runs on the CPU with a small model, to try it.
 """
 
 import argparse
+import itertools
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import result
 from result import ROOT
 
+# Of a GPT: vocabulary, length, depth, width, heads. nanoGPT trains GPT-2 small with this one.
+GPTS = {"gpt2": (50304, 1024, 12, 768, 12), "gpt-tiny": (256, 64, 2, 64, 2)}
 MODES = {
     "bare": "bare PyTorch loop",
     "motley-np1": "motley, mpirun -np 1",
@@ -30,30 +36,55 @@ MODES = {
 }
 
 
-def bare_loop(model: str, batch: int, steps: int, skip: int, precision: str) -> float:
-    """Images/s of the plainest loop that trains this model."""
-    import timm
+def bare_loop(options: argparse.Namespace) -> float:
+    """Samples/s of the plainest loop that trains this model."""
     import torch
     from timm.optim import create_optimizer_v2
-    from torch.nn import functional
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    net = timm.create_model(model, num_classes=1000).to(device)
+    net, given, loss_of = (text if options.task == "text" else images)(options, device)
     optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.05, fused=True)
-    size = timm.get_pretrained_cfg(model).input_size[-1]
-    images = torch.randn(batch, 3, size, size, device=device)
-    labels = torch.randint(0, 1000, (batch,), device=device)
-    for step in range(steps):
-        if step == skip:
+    model = torch.compile(net) if options.task == "text" else net
+    for step in range(options.steps):
+        if step == options.skip:
             _wait(device)
             start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = functional.cross_entropy(net(images), labels, label_smoothing=0.1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            loss = loss_of(model(given))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     _wait(device)
-    return batch * (steps - skip) / (time.perf_counter() - start)
+    return options.batch * (options.steps - options.skip) / (time.perf_counter() - start)
+
+
+def images(options: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
+    """A model, a batch, and the loss of what the model says of it."""
+    import timm
+    import torch
+    from torch.nn import functional
+
+    net = timm.create_model(options.model, num_classes=1000).to(device)
+    size = timm.get_pretrained_cfg(options.model).input_size[-1]
+    pixels = torch.randn(options.batch, 3, size, size, device=device)
+    labels = torch.randint(0, 1000, (options.batch,), device=device)
+    return net, pixels, partial(functional.cross_entropy, target=labels, label_smoothing=0.1)
+
+
+def text(options: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
+    """See :func:`images`."""
+    import torch
+    from torch.nn import functional
+
+    from motley.tasks.gpt import Gpt, Shape
+
+    net = Gpt(Shape(*GPTS[options.model], dropout=0.0)).to(device)
+    tokens = torch.randint(0, 256, (options.batch, GPTS[options.model][1] + 1), device=device)
+    return (
+        net,
+        tokens[:, :-1].contiguous(),
+        lambda logits: functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()),
+    )
 
 
 def _wait(device: object) -> None:
@@ -64,16 +95,16 @@ def _wait(device: object) -> None:
 
 
 def motley(mode: str, options: argparse.Namespace, logs: Path) -> float:
-    """Images/s of a run of ours, by the clock times of its records."""
+    """Samples/s of a run of ours, by the clock times of its records."""
     from motley.records.run_folder import RunFolder
 
-    script = "deepspeed/train_vit.py" if mode == "motley-deepspeed" else "torch_dist/train_vit.py"
+    script = "deepspeed/train.py" if mode == "motley-deepspeed" else "torch_dist/train.py"
     name = f"{mode}-{time.monotonic_ns()}"
     command = [
         "mpirun", "-np", "5" if mode == "motley-np5" else "1", "--hostfile", "hosts.txt",
-        "./entry_cn.sh", script, "--dataset", "synthetic", "--model", options.model,
-        "--batch-size", str(options.batch), "--precision", options.precision,
-        "--max-steps", str(options.steps), "--logs", str(logs), "--run", name,
+        "./entry_cn.sh", script, *words_of(options), "--batch-size", str(options.batch),
+        "--precision", options.precision, "--max-steps", str(options.steps),
+        "--logs", str(logs), "--run", name,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode != 0:
@@ -82,6 +113,16 @@ def motley(mode: str, options: argparse.Namespace, logs: Path) -> float:
     steps = RunFolder(logs / name).read_steps()[0]
     first, last = steps[options.skip - 1], steps[-1]
     return options.batch * (last["step"] - first["step"]) / (last["time"] - first["time"])
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The model and its data."""
+    if options.task == "image":
+        return ["--dataset", "synthetic", "--model", options.model]
+    names = ("--vocabulary", "--length", "--depth", "--width", "--heads")
+    sizes = zip(names, map(str, GPTS[options.model]), strict=True)
+    return ["--task", "text", "--compile", "--epochs", "1000", *itertools.chain(*sizes),
+            "--eval-samples", "8"]  # fmt: skip
 
 
 def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, object]]:
@@ -117,10 +158,7 @@ def main() -> None:
     """Run all modes in turn, print a table and write JSON."""
     options = arguments()
     if options.bare:
-        rate = bare_loop(
-            options.model, options.batch, options.steps, options.skip, options.precision
-        )
-        print(rate)
+        print(bare_loop(options))
         return
 
     started = time.time()
@@ -136,12 +174,14 @@ def main() -> None:
                     rates[mode].append(float(done.stdout.split()[-1]))
                 else:
                     rates[mode].append(motley(mode, options, Path(logs)))
-                print(f"    {rates[mode][-1]:,.1f} images/s", flush=True)
+                print(f"    {rates[mode][-1]:,.1f} samples/s", flush=True)
     rows = table(rates, options)
-    print(f"\n{options.model}, {options.precision}, {options.batch} images a step")
+    each = 1 if options.task == "image" else GPTS[options.model][1]
+    unit = "images" if options.task == "image" else "tokens"
+    print(f"\n{options.model}, {options.precision}, {options.batch} samples a step")
     for row in rows:
         print(
-            f"  {MODES[str(row['mode'])]:<42} {row['images_per_s']:9,.1f} images/s  "
+            f"  {MODES[str(row['mode'])]:<42} {each * row['images_per_s']:11,.1f} {unit}/s  "
             f"{row['fraction_of_limit']:.3f} of the bare loop  spread {row['spread']:.1%}"
         )
     if options.json:
@@ -159,9 +199,9 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpu = torch.cuda.is_available()
-    model = "vit_base_patch16_224" if gpu else "vit_tiny_patch16_224"
-    parser.add_argument("--model", default=model, help="timm name")
-    parser.add_argument("--batch", type=int, default=256 if gpu else 8, help="images a step")
+    parser.add_argument("--task", choices=("image", "text"), default="image")
+    parser.add_argument("--model", help=f"timm name, or of {', '.join(GPTS)}")
+    parser.add_argument("--batch", type=int, help="samples a step")
     parser.add_argument("--steps", type=int, default=80 if gpu else 8)
     parser.add_argument("--skip", type=int, default=20 if gpu else 3, help="steps not timed")
     parser.add_argument("--precision", default="bf16" if gpu else "fp32", choices=("bf16", "fp32"))
@@ -170,6 +210,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    usual = {"image": ("vit_base_patch16_224", 256), "text": ("gpt2", 32)}
+    small = {"image": ("vit_tiny_patch16_224", 8), "text": ("gpt-tiny", 8)}
+    model, batch = (usual if gpu else small)[options.task]
+    options.model, options.batch = options.model or model, options.batch or batch
     if options.quick:
         options.repeats = 1
     return options

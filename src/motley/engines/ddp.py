@@ -19,6 +19,8 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
 from motley.tasks.model import TaskModel
 
+_FIRST_BUCKET = 2**20  # bytes; torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+
 
 class DdpEngine(SynchronousEngine):
     """Implements Engine.
@@ -42,11 +44,15 @@ class DdpEngine(SynchronousEngine):
 
     def _wrap(self) -> None:
         buckets = self._context.plan.buckets
+        each = None if buckets is None else self._mib / buckets
+        # A compiled model is cut where DDP's buckets end, so that they can be sent meanwhile; torch
+        # cannot where they are smaller than what it takes for the first one.
+        torch._dynamo.config.optimize_ddp = each is None or each * 2**20 >= _FIRST_BUCKET
         self._ddp = DistributedDataParallel(
             self._model,
             device_ids=[self._context.device] if self._context.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            bucket_cap_mb=None if buckets is None else self._mib / buckets,
+            bucket_cap_mb=each,
         )
         # Each rank has them alike, and after a pass that broke off not all would send them.
         self._ddp.broadcast_buffers = False

@@ -34,11 +34,11 @@ class Failing(DdpEngine):
     failure: str
     _steps = 0
 
-    def _accumulate(self, batch: Batch, n_global: int, last: bool) -> torch.Tensor:
+    def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
         if self._steps >= STEP and self._context.rank == self._context.size - 1:
             FAILURES[self.failure]()
         self._steps += last
-        return super()._accumulate(batch, n_global, last)
+        return super()._accumulate(batch, last)
 
 
 def main() -> None:

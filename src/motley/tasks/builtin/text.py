@@ -42,6 +42,10 @@ class TextTask(Task):
     length: int = option(
         "tokens that the model sees, default 128", MODEL | SPEED, 128, read=positive, metavar="T"
     )
+    vocabulary: int | None = option(
+        "tokens that the model knows, default: those of the text; 50304 is GPT-2's, filled up",
+        MODEL | SPEED, read=positive, metavar="N",
+    )  # fmt: skip
     paragraphs: bool = option(
         "a sample is a paragraph of its own length, in place of a piece of the length above; the "
         "batch is cut so that no rank waits for who has the long ones",
@@ -90,8 +94,14 @@ class TextTask(Task):
 
     def model(self) -> nn.Module:
         """See Task."""
+        known = self.vocabulary or self.corpus.vocabulary
+        if known < self.corpus.vocabulary:
+            raise MotleyError(
+                f"--vocabulary {known}: the text has {self.corpus.vocabulary} different "
+                f"{self.tokens}; raise it, or leave it out"
+            )
         return Gpt(
-            Shape(self.corpus.vocabulary, self.length, self.depth, self.width, self.heads,
+            Shape(known, self.length, self.depth, self.width, self.heads,
                   self.dropout)
         )  # fmt: skip
 
