@@ -26,6 +26,8 @@ from typing import Any
 import result
 from result import ROOT
 
+MANUAL = "manual"  # 99 times 0.4 MB: no epoch ends
+
 # Of a GPT: vocabulary, length, depth, width, heads. nanoGPT trains GPT-2 small with this one.
 GPTS = {"gpt2": (50304, 1024, 12, 768, 12), "gpt-tiny": (256, 64, 2, 64, 2)}
 MODES = {
@@ -121,8 +123,8 @@ def words_of(options: argparse.Namespace) -> list[str]:
         return ["--dataset", "synthetic", "--model", options.model]
     names = ("--vocabulary", "--length", "--depth", "--width", "--heads")
     sizes = zip(names, map(str, GPTS[options.model]), strict=True)
-    return ["--task", "text", "--compile", "--epochs", "1000", *itertools.chain(*sizes),
-            "--eval-samples", "8"]  # fmt: skip
+    return ["--task", "text", "--compile", "--eval-samples", "8", "--save-every", "100000",
+            "--text", *[MANUAL] * 99, *itertools.chain(*sizes)]  # fmt: skip
 
 
 def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, object]]:
@@ -162,11 +164,11 @@ def main() -> None:
         return
 
     started = time.time()
-    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    rates: dict[str, list[float]] = {mode: [] for mode in options.modes}
     own = [sys.executable, __file__, "--bare", *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as logs:
         for repeat in range(options.repeats):
-            order = list(MODES) if repeat % 2 == 0 else list(MODES)[::-1]
+            order = options.modes if repeat % 2 == 0 else options.modes[::-1]
             for mode in order:
                 print(f"repeat {repeat + 1} of {options.repeats}: {MODES[mode]}", flush=True)
                 if mode == "bare":
@@ -206,6 +208,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=20 if gpu else 3, help="steps not timed")
     parser.add_argument("--precision", default="bf16" if gpu else "fp32", choices=("bf16", "fp32"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--modes", type=lambda words: words.split(","), default=list(MODES),
+                        help=f"of {', '.join(MODES)}; the first one is bare")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one repeat")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)

@@ -45,9 +45,10 @@ class DdpEngine(SynchronousEngine):
     def _wrap(self) -> None:
         buckets = self._context.plan.buckets
         each = None if buckets is None else self._mib / buckets
-        # A compiled model is cut where DDP's buckets end, so that they can be sent meanwhile; torch
-        # cannot where they are smaller than what it takes for the first one.
-        torch._dynamo.config.optimize_ddp = each is None or each * 2**20 >= _FIRST_BUCKET
+        # A compiled model is cut where DDP's buckets end, so that they are sent meanwhile: not if
+        # nobody is there to hear, nor where they are smaller than what torch takes for the first.
+        cuts = self._context.size > 1 and (each is None or each * 2**20 >= _FIRST_BUCKET)
+        torch._dynamo.config.optimize_ddp = cuts
         self._ddp = DistributedDataParallel(
             self._model,
             device_ids=[self._context.device] if self._context.device.type == "cuda" else None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ MANUAL = "manual"  # Python's own, which every Python has: 0.4 MB of English
 KINDS = ("bytes", "characters")
 _HELD_OUT = 10  # one part of so many, at the end
 
-Tokens = NDArray[np.int64]
+Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 def read_text(files: Sequence[str]) -> str:
@@ -72,12 +73,12 @@ class Corpus:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> Tokens:
-        """int64 [tokens]."""
+        """[tokens], in as few bytes as do; read only."""
         if self.kind == "bytes":
-            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+            return np.frombuffer(text.encode(), dtype=np.uint8)
         known = np.array([ord(character) for character in self.alphabet])
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        return np.searchsorted(known, codes).astype(np.int64)
+        return np.searchsorted(known, codes).astype(np.min_scalar_type(len(known)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """What :meth:`encode` was given; bytes that are no text are marked."""

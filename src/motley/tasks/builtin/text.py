@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -114,7 +115,7 @@ class TextTask(Task):
         start = 0
         if training and not self.paragraphs:
             start = int(torch.randint(max(1, len(item) - self.length), ()))
-        piece = item[start : start + self.length + 1]
+        piece = item[start : start + self.length + 1].astype(np.int64)
         return {
             "tokens": torch.from_numpy(piece[:-1]), "targets": torch.from_numpy(piece[1:]),
             "bytes": self.corpus.bytes_of(piece[1:]),
