@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,14 @@ def bare_loop(options: argparse.Namespace) -> float:
     from timm.optim import create_optimizer_v2
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    net, given, loss_of = (text if options.task == "text" else images)(options, device)
+    net, loss_of = (text if options.task == "text" else images)(options, device)
     optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.05, fused=True)
-    model = torch.compile(net) if options.task == "text" else net
     for step in range(options.steps):
         if step == options.skip:
             _wait(device)
             start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            loss = loss_of(model(given))
+            loss = loss_of()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,8 +59,8 @@ def bare_loop(options: argparse.Namespace) -> float:
     return options.batch * (options.steps - options.skip) / (time.perf_counter() - start)
 
 
-def images(options: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
-    """A model, a batch, and the loss of what the model says of it."""
+def images(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[], Any]]:
+    """A model, and what computes its loss on a batch."""
     import timm
     import torch
     from torch.nn import functional
@@ -70,11 +69,11 @@ def images(options: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
     size = timm.get_pretrained_cfg(options.model).input_size[-1]
     pixels = torch.randn(options.batch, 3, size, size, device=device)
     labels = torch.randint(0, 1000, (options.batch,), device=device)
-    return net, pixels, partial(functional.cross_entropy, target=labels, label_smoothing=0.1)
+    return net, lambda: functional.cross_entropy(net(pixels), labels, label_smoothing=0.1)
 
 
-def text(options: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
-    """See :func:`images`."""
+def text(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[], Any]]:
+    """See :func:`images`; compiled, with its loss."""
     import torch
     from torch.nn import functional
 
@@ -82,11 +81,8 @@ def text(options: argparse.Namespace, device: Any) -> tuple[Any, Any, Any]:
 
     net = Gpt(Shape(*GPTS[options.model], dropout=0.0)).to(device)
     tokens = torch.randint(0, 256, (options.batch, GPTS[options.model][1] + 1), device=device)
-    return (
-        net,
-        tokens[:, :-1].contiguous(),
-        lambda logits: functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()),
-    )
+    given, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+    return net, torch.compile(lambda: functional.cross_entropy(net(given).flatten(0, 1), targets))
 
 
 def _wait(device: object) -> None:

@@ -69,7 +69,7 @@ class EngineBase:
         self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
         self.memory = OptimizerMemory(model.net, self.optimizer)
         if context.config.compile:
-            model.net.compile()
+            model.compile_task()
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         """Each sample's loss, detached; what is backpropagated is their sum / _usual_weight."""

@@ -155,10 +155,22 @@ class TaskModel(nn.Module):
             scored: held-out samples: the task's scores in place of losses, [n] by name.
         """
         if scored:
-            return self.task.scores(self.compute, data)
+            return self._scores(data)
         if not data:
             return _Idle.apply(*(p for p in self.net.parameters() if p.requires_grad))
+        return self._losses(data)
+
+    def compile_task(self) -> None:
+        """torch.compile all that is computed of a batch: the loss too, for which a language model's
+        logits, the largest tensor of all, would else be read and written again and again."""
+        self._losses = torch.compile(self._losses)  # type: ignore[method-assign]
+        self._scores = torch.compile(self._scores)  # type: ignore[method-assign]
+
+    def _losses(self, data: Tensors) -> Tensor:
         return self.task.losses(self.compute, data)
+
+    def _scores(self, data: Tensors) -> Mapping[str, Tensor]:
+        return self.task.scores(self.compute, data)
 
     def compute(self, *given: Any, **named: Any) -> Any:
         """What the network says, in this rank's precision; in and out floats are fp32."""
