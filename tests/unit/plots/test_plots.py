@@ -160,7 +160,7 @@ print(json.dumps(texts))
     good, cut = json.loads(done.stdout)
     assert "good: vit_digits on digits, 2 ranks, final top-1 70.0 %" in good
     assert any(text.startswith("cut (failed): ") for text in cut)
-    assert "rank 1 - b\nCPU, fp32, 20 images" in good
+    assert "rank 1 - b\nCPU, fp32, 20 samples" in good
     assert {"compute", "communication", "waiting for the slowest rank"} <= set(good)
     assert not {"communication", "waiting for the slowest rank"} & set(cut)
     assert any("communication not separable from compute" in text for text in cut)
