@@ -35,11 +35,11 @@ ROOMS = {
         "protocol base synchronous ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store transfer run",
+    "checkpoint": "store transfer run initial",
     "measure": "device all_reduce links",
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
-        "progress budget loss_scale summary recorder overflow setup agreement recovery "
+        "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
         "command_line loop script"
     ),
     "infer": "leases shards predictor",

@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import torch
-from timm.optim._optim_factory import create_optimizer_v2
+from timm.optim import create_optimizer_v2
 from torch import nn
 
 from motley.config.options import Config

@@ -1,11 +1,12 @@
 """timm's image classifiers: which there are, how large their images are, how they are made."""
 
+import sys
 from typing import Any
 
 import timm
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 from motley.errors import MotleyError
 from motley.text import did_you_mean
@@ -62,3 +63,16 @@ def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
         name: part for name, part in net.named_modules()
         if name.split(".")[-2:-1] == ["blocks"]
     }  # fmt: skip
+
+
+def head_of(net: nn.Module) -> tuple[str, ...]:
+    """The path of what tells the classes apart; of both, where a model has two."""
+    found: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
+    heads = found if isinstance(found, tuple | list) else (found,)
+    return tuple(name for name, part in net.named_modules() if any(part is head for head in heads))
+
+
+def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Weights as timm's model takes them: of other names, or of images of another size."""
+    convert = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
+    return tensors if convert is None else dict(convert(tensors, net))

@@ -11,7 +11,7 @@
 ``--task FILE.py`` takes the one such class in a file; see examples/my_task.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -126,6 +126,15 @@ class Task:
         """Modules that are sharded and recomputed as one, by name, in order."""
         return find_blocks(net, self.block_classes)
 
+    def head(self, net: nn.Module) -> tuple[str, ...]:
+        """Names of the parts whose shape the data decides, as the classes do: they are made anew
+        where a run begins with weights of other data."""
+        return ()
+
+    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+        """Weights from elsewhere, by the names and in the shapes of ``net``."""
+        return tensors
+
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and a run that goes on from it must agree on besides options; JSON."""
         return {}
@@ -151,3 +160,8 @@ class Task:
 def weighs(task: Task) -> bool:
     """Whether samples may count differently; else the weight of a batch is known before it."""
     return type(task).weights is not Task.weights
+
+
+def is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether a parameter is one of ``parts``, or in one of them; all by path."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)

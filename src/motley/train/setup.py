@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
 
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
@@ -27,6 +27,7 @@ from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
 from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.loss_scale import search_scale
+from motley.train.schedule import make_schedule
 
 # Of the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
@@ -51,7 +52,7 @@ class Job:
     loader: Loader
     model: TaskModel
     engine: Engine
-    schedule: CosineLRScheduler
+    schedule: Scheduler
     checkpoints: Checkpoints
     numbers: int
     length: Length
@@ -100,8 +101,13 @@ def begin(
     engine_factory: EngineFactory,
     model: TaskModel | None,
     monitor: MonitorFactory,
+    initial: Sequence[str],
 ) -> Begun | None:
-    """Put a job together and load what it continues; None on a rank that is left out."""
+    """Put a job together and load what it continues; None on a rank that is left out.
+
+    Args:
+        initial: what is to be said of the weights that it begins with.
+    """
     if group.rank is None or model is None:
         return None
     job = assemble(run, group, planned, config, engine_factory, model, monitor)
@@ -109,7 +115,8 @@ def begin(
     budget = budget_of(job, state, planned) if group.rank == 0 else None
     if budget is not None:
         budget.check()
-    return Begun(job, state, [*(("resume", note, {}) for note in notes), *job.notes], budget)
+    said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
+    return Begun(job, state, [*((kind, text, {}) for kind, text in said), *job.notes], budget)
 
 
 def assemble(
@@ -165,23 +172,6 @@ def _watch(
     watches = config.replan == "auto" and not engine.equal_micro_steps
     return monitor(
         planned.speeds if watches else (), [worker.uuid or worker.host for worker in workers]
-    )
-
-
-def make_schedule(
-    optimizer: torch.optim.Optimizer, config: Config, steps_an_epoch: int
-) -> CosineLRScheduler:
-    """Linear warm-up, then a cosine down to ``--min-lr`` at the end of the last epoch."""
-    total = steps_an_epoch * config.epochs
-    warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
-    return CosineLRScheduler(
-        optimizer,
-        t_initial=total - warmup,
-        lr_min=config.min_lr,
-        warmup_t=warmup,
-        warmup_lr_init=config.lr / (warmup + 1),
-        warmup_prefix=True,
-        t_in_epochs=False,
     )
 
 

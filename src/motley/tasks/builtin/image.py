@@ -17,7 +17,13 @@ from motley.data.dataset import find_dataset, known_datasets
 from motley.data.images import NO_LABEL, Images, of_files
 from motley.data.source import Source
 from motley.data.transforms import Transform, evaluation_transform, training_transform
-from motley.tasks.classifiers import blocks_of, build_classifier, native_size
+from motley.tasks.classifiers import (
+    adapted,
+    blocks_of,
+    build_classifier,
+    head_of,
+    native_size,
+)
 from motley.tasks.task import Net, Task
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
@@ -107,6 +113,14 @@ class ImageTask(Task):
     def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
         """See Task."""
         return blocks_of(net)
+
+    def head(self, net: nn.Module) -> tuple[str, ...]:
+        """See Task."""
+        return head_of(net)
+
+    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+        """See Task: position embeddings of another size of images among others."""
+        return adapted(tensors, net)
 
     def data(self, held_out: bool) -> Source:
         """See Task."""
