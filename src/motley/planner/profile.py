@@ -186,9 +186,10 @@ def refine(
         speed = None
         if model is not None and group.rank is not None:
             speed, own = measured.speeds[group.rank], counts[group.rank]
-            sizes = (
-                cut(own, speeds[group.rank].micro_batch) if group.workers[group.rank].uuid else ()
-            )
+            sizes: tuple[int, ...] = ()
+            if group.workers[group.rank].uuid:
+                grain, m = speed.grain, speeds[group.rank].micro_batch
+                sizes = tuple(grain * groups for groups in cut(own // grain, m // grain))
             if shows and 0 < own <= (most or own) and has_room(model, speed, own):
                 sizes = (*sizes, own)
             speed = with_sizes(model, speed, sizes)
@@ -218,4 +219,5 @@ def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
         tuple(sizes),
         tuple(statistics.median(table[size] for table in tables) for size in sizes),
         statistics.median(speed.step_s for speed in speeds),
+        grain=speeds[0].grain,
     )

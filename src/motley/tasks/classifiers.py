@@ -4,11 +4,13 @@ import sys
 from typing import Any
 
 import timm
+import torch
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
+from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
 
 
@@ -40,6 +42,12 @@ def native_size(name: str) -> int:
     return int(pretrained.input_size[-1]) if pretrained else 224
 
 
+def has_fixed_size(name: str) -> bool:
+    """Whether a model is made for images of one size, as a ViT is; a ResNet takes any."""
+    pretrained = timm.get_pretrained_cfg(name)
+    return pretrained is None or bool(pretrained.fixed_input_size)
+
+
 def build_classifier(name: str, **options: Any) -> nn.Module:
     """timm's model of this name; MotleyError if it cannot be built so."""
     try:
@@ -47,13 +55,13 @@ def build_classifier(name: str, **options: Any) -> nn.Module:
     except (TypeError, ValueError, AssertionError) as error:
         given = ", ".join(f"{key}={value}" for key, value in options.items())
         raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None
-    for part_name, part in net.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise MotleyError(
-                f"--model {name} has batch statistics ({part_name}), which unequal shares would "
-                "make differ between ranks; choose a model with layer norm, such as a ViT"
-            )
     return net
+
+
+def has_batch_norm(name: str) -> bool:
+    """Whether a model takes statistics of the batch."""
+    with torch.device("meta"):
+        return bool(batch_norms(build_classifier(name)))
 
 
 def blocks_of(net: nn.Module) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ from motley.config.options import Config
 from motley.data.batch import Tensors
 from motley.data.loader import first_batch
 from motley.errors import MotleyError
+from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.task import Task, is_in
 from motley.text import did_you_mean
 
@@ -158,6 +159,7 @@ class TaskModel(nn.Module):
     Attributes:
         example: some samples.
         score_names: of what :meth:`forward` gives of held-out samples, in order.
+        statistics: of batch norms, if it has any.
     """
 
     measuring_s = 11.0  # that measuring its speed may take; all ranks measure at once
@@ -165,6 +167,15 @@ class TaskModel(nn.Module):
     def __init__(self, task: Task, net: nn.Module, precision: str, device: torch.device) -> None:
         super().__init__()
         self.task, self.net, self.device = task, net.to(device), device
+        keep_frozen(net)
+        norms = batch_norms(net)
+        if norms and task.grain == 1:
+            raise MotleyError(
+                f"the model has batch norm ({next(iter(norms))}), whose statistics unequal shares "
+                "would make differ: give the task a grain, the samples over which they are "
+                "taken, as in grain = 32"
+            )
+        self.statistics = GroupStatistics(net, task.grain) if norms else None
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)

@@ -35,8 +35,11 @@ class Task:
         noun: what a sample is called. unit: what a rate counts.
         weight: of a usual sample, in these: what the mean over a batch is divided by, before the
             true weights are known.
-        grain: consecutive samples of the global order that depend on each other (batch norm), and
-            therefore stay together.
+        grain: consecutive samples of the global order that depend on each other (batch norm takes
+            its statistics over them), and therefore stay together. A micro-batch of G groups has
+            them interleaved: row k * G + j is sample k of group j. What is left of a ragged last
+            batch is a shorter group, in a micro-batch of its own.
+        grain_is: why they do, behind "32 samples", and which option decides it.
         block_classes: names of classes of modules that are sharded and recomputed as one; empty:
             those of the longest lists of equal modules.
         fp32: modules, by path or by its last word, that never compute in 16 bits.
@@ -48,6 +51,7 @@ class Task:
     unit: ClassVar[str] = "samples"
     weight: float = 1.0
     grain: int = 1
+    grain_is: str = "stay together in this task, as its grain says"
     block_classes: ClassVar[tuple[str, ...]] = ()
     fp32: ClassVar[tuple[str, ...]] = ()
     keeps: bool = True

@@ -21,6 +21,8 @@ from motley.tasks.classifiers import (
     adapted,
     blocks_of,
     build_classifier,
+    has_batch_norm,
+    has_fixed_size,
     head_of,
     native_size,
 )
@@ -60,6 +62,12 @@ class ImageTask(Task):
         "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
     )
 
+    bn_group: int = option(
+        "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
+        "default 32. --batch-size must be a multiple, and shares are",
+        NUMBERS | SPEED | Decides.PLAN, 32, read=positive, metavar="G",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         if self.name is None:  # records tell the model that was trained
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
@@ -69,6 +77,16 @@ class ImageTask(Task):
         """Pixels a side."""
         own = native_size(str(self.name))
         return self.img_size or own
+
+    @cached_property
+    def grain(self) -> int:  # type: ignore[override]
+        """See Task."""
+        return self.bn_group if has_batch_norm(str(self.name)) else 1
+
+    @property
+    def grain_is(self) -> str:  # type: ignore[override]
+        """See Task."""
+        return "share one batch norm (--bn-group)"
 
     @cached_property
     def images(self) -> Images:
@@ -105,7 +123,7 @@ class ImageTask(Task):
         optional = {
             "drop_rate": self.drop,
             "drop_path_rate": self.drop_path,
-            "img_size": self.img_size,
+            "img_size": self.img_size if has_fixed_size(str(self.name)) else None,
         }
         options |= {key: value for key, value in optional.items() if value}
         return build_classifier(str(self.name), **options)
