@@ -27,7 +27,7 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "batch source images dataset datasets/* transforms order loader",
+    "data": "batch source images dataset datasets/* mixing transforms order loader",
     "tasks": (
         "ghost_batch_norm blocks task classifiers corpus gpt builtin/* find model check scores"
     ),

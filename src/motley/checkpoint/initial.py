@@ -26,7 +26,8 @@ _SHOWN = 3  # names in a message
 
 
 def load_initial(model: TaskModel | None, config: Config) -> list[str]:
-    """Begin with ``--initial-checkpoint``, if there is one; all ranks that compute call it.
+    """Begin with ``--initial-checkpoint``, or with what the task says; all ranks that compute call
+    it.
 
     Rank 0 reads, and gives the weights to the others.
 
@@ -37,21 +38,28 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
         MotleyError: there are no weights, not to be trusted, or of another model.
     """
     asked = config.initial_checkpoint
-    if model is None or asked is None:
+    if model is None:
         return []
     content: list[Any] = [None, None]
     tensors: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         try:
-            tensors, source = read_weights(asked, config.trust)
-            tensors, notes = fit(tensors, model.task, model.net, source)
-            content = [[f"begins with the weights of {source}", *notes], None]
+            found = (
+                model.task.pretrained_weights()
+                if asked is None
+                else read_weights(asked, config.trust)
+            )
+            if found is not None:
+                tensors, notes = fit(found[0], model.task, model.net, found[1])
+                content = [[f"begins with the weights of {found[1]}", *notes], None]
         except MotleyError as error:  # the others must hear of it
             content = [None, str(error)]
     dist.broadcast_object_list(content, src=0, device=model.device)
     notes, wrong = content
     if wrong:
         raise MotleyError(wrong)
+    if notes is None:
+        return []
     model.net.load_state_dict(spread(tensors, model.device), strict=False)
     return list(notes)
 
@@ -110,7 +118,7 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
 
 
 def fit(
-    tensors: dict[str, Tensor], task: Task, net: nn.Module, source: Path
+    tensors: dict[str, Tensor], task: Task, net: nn.Module, source: Path | str
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Weights that ``net`` takes as they are, and what is said of the others.
 

@@ -134,6 +134,10 @@ class OptimizationOptions:
     weight_decay: float = option(
         "not on norms and biases, default 0.05", NUMBERS, 0.05, read=not_negative, metavar="W"
     )
+    layer_decay: float | None = option(
+        "of the rate, from each layer to the one before it, as in 0.75; default: none",
+        NUMBERS, read=fraction, metavar="D",
+    )  # fmt: skip
     sched: str = option(
         "timm's schedules, a step at a time: cosine (default), tanh, poly, step, multistep",
         NUMBERS, "cosine", choices=SCHEDULES,

@@ -18,6 +18,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
         fused: as one kernel, where it has that: 3.6 times faster on a CPU too.
     """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.layer_decay is not None:
+        options["layer_decay"] = config.layer_decay
     try:
         # Kron's own random numbers, which are alike on all ranks, in place of torch's.
         ways: tuple[dict[str, Any], ...] = ({"fused": True}, {"deterministic": True})

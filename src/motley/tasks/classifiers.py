@@ -5,6 +5,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.data import resolve_data_config
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -42,6 +43,14 @@ def native_size(name: str) -> int:
     return int(pretrained.input_size[-1]) if pretrained else 224
 
 
+def data_config(name: str) -> dict[str, Any]:
+    """Mean, std, interpolation and crop that a model was made with; ImageNet's usual ones of a
+    model of which timm does not say."""
+    known: Any = timm.get_pretrained_cfg(name)
+    own = {"interpolation": "bilinear"} if known is None else known.to_dict()
+    return dict(resolve_data_config({}, pretrained_cfg=own))  # type: ignore[no-untyped-call]
+
+
 def has_fixed_size(name: str) -> bool:
     """Whether a model is made for images of one size, as a ViT is; a ResNet takes any."""
     pretrained = timm.get_pretrained_cfg(name)
@@ -52,7 +61,13 @@ def build_classifier(name: str, **options: Any) -> nn.Module:
     """timm's model of this name; MotleyError if it cannot be built so."""
     try:
         net: nn.Module = timm.create_model(name, **options)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
+        if options.get("pretrained"):
+            raise MotleyError(
+                f"--pretrained: the weights of {name} are not here, and cannot be fetched "
+                f"({str(error).splitlines()[0]}); fetch them once where there is a network, or "
+                "give a file of them by --initial-checkpoint"
+            ) from None
         given = ", ".join(f"{key}={value}" for key, value in options.items())
         raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None
     return net

@@ -44,6 +44,8 @@ class Task:
             those of the longest lists of equal modules.
         fp32: modules, by path or by its last word, that never compute in 16 bits.
         keeps: a run is worth checkpoints; not where there is nothing to learn.
+        recipes: options by a name that ``--recipe`` takes, as a user would write them; what he does
+            write comes after them.
         needs_workers: reading a sample takes longer than asking another process to.
     """
 
@@ -54,6 +56,7 @@ class Task:
     grain_is: str = "stay together in this task, as its grain says"
     block_classes: ClassVar[tuple[str, ...]] = ()
     fp32: ClassVar[tuple[str, ...]] = ()
+    recipes: ClassVar[Mapping[str, str]] = {}
     keeps: bool = True
     needs_workers: bool = True
 
@@ -134,6 +137,11 @@ class Task:
         """Names of the parts whose shape the data decides, as the classes do: they are made anew
         where a run begins with weights of other data."""
         return ()
+
+    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+        """Weights by name that a new run begins with, and where they are from; None: random ones.
+        One rank asks, and gives them to the others."""
+        return None
 
     def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
         """Weights from elsewhere, by the names and in the shapes of ``net``."""

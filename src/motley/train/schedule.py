@@ -13,7 +13,7 @@ def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> 
     total = steps_an_epoch * config.epochs
     warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
     # timm steps at the end of the update before a milestone.
-    milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in config.decay_milestones]
+    milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
     rate = config.decay_rate or (1.0 if config.sched == "poly" else 0.1)
     schedule: Scheduler
     schedule, _ = create_scheduler_v2(
