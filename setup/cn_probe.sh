@@ -19,11 +19,8 @@ say() { # say KEY VALUE: one line, nothing where there is no value
 
 hop=
 if [ -n "$next" ] && can ssh; then
-  {
-    if within 3 ssh -n -o BatchMode=yes -o ConnectTimeout=3 -o StrictHostKeyChecking=yes \
-      -o UpdateHostKeys=no -o ClearAllForwardings=yes -- "$next" exit 0 >/dev/null 2>&1
-    then echo next=yes; else echo next=no; fi
-  } &
+  within 3 ssh -n -o BatchMode=yes -o ConnectTimeout=3 -o StrictHostKeyChecking=yes \
+    -o UpdateHostKeys=no -o ClearAllForwardings=yes -- "$next" exit 0 >/dev/null 2>&1 &
   hop=$!
 fi
 
@@ -122,5 +119,8 @@ if ! $known && can nvidia-smi; then
     say gpu_error "$(within 5 nvidia-smi 2>&1 | head -n 2)"
   fi
 fi
-[ -z "$hop" ] || wait "$hop"
+# Said here, and not by who asked meanwhile: it would come in the middle of another line.
+if [ -n "$hop" ]; then
+  if wait "$hop"; then echo next=yes; else echo next=no; fi
+fi
 exit 0

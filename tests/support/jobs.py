@@ -111,6 +111,11 @@ class Trained:
         return [json.loads(line) for line in (self.folder / f"steps.rank{rank}.jsonl").open()]
 
     @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """Its evaluations."""
+        return [json.loads(line) for line in (self.folder / "epochs.jsonl").open()]
+
+    @property
     def losses(self) -> list[float]:
         """Global loss of each step."""
         return [step["loss"] for step in self.steps()]

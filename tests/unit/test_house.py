@@ -44,7 +44,7 @@ ROOMS = {
         "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
         "command_line loop script"
     ),
-    "infer": "leases shards predictor",
+    "infer": "leases shards predictor export",
 }
 PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}

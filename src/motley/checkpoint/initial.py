@@ -2,7 +2,8 @@
 Face's."""
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from motley.checkpoint.store import checkpoints_at, newest_whole
 from motley.checkpoint.transfer import spread
 from motley.config.options import Config
+from motley.data.order import seed_of
 from motley.errors import MotleyError
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task, is_in
@@ -44,14 +46,14 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
     tensors: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         try:
-            found = (
-                model.task.pretrained_weights()
-                if asked is None
-                else read_weights(asked, config.trust)
-            )
+            found = _of_task(model.task) if asked is None else read_weights(asked, config.trust)
             if found is not None:
-                tensors, notes = fit(found[0], model.task, model.net, found[1])
-                content = [[f"begins with the weights of {found[1]}", *notes], None]
+                now = config.as_json()
+                others = [name for name in model.task.head_options
+                          if name in found.config and found.config[name] != now[name]]  # fmt: skip
+                tensors, notes = fit(found, model.task, model.net, keep_head=not others)
+                tensors |= _drawn_anew(model, tensors.keys(), config.seed)
+                content = [[f"begins with the weights of {found.source}", *notes], None]
         except MotleyError as error:  # the others must hear of it
             content = [None, str(error)]
     dist.broadcast_object_list(content, src=0, device=model.device)
@@ -64,8 +66,39 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
     return list(notes)
 
 
-def read_weights(asked: str, trust: bool) -> tuple[dict[str, Tensor], Path]:
-    """Weights by name, on the CPU, and where they were found.
+def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:
+    """What is left, from other random numbers than a run of this seed begins with: features that
+    were learnt for a head of the same numbers would be sure of the wrong classes."""
+    left = model.net.state_dict().keys() - taken
+    if not left:
+        return {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, 1))
+        fresh = model.task.model().state_dict()
+    return {name: fresh[name] for name in sorted(left)}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Some, and where they are from.
+
+    Attributes:
+        tensors: by name, on the CPU. source: for people.
+        config: of the run that they are of; empty where that is not known.
+    """
+
+    tensors: dict[str, Tensor]
+    source: Path | str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _of_task(task: Task) -> Weights | None:
+    found = task.pretrained_weights()
+    return None if found is None else Weights(*found)
+
+
+def read_weights(asked: str, trust: bool) -> Weights:
+    """Find and read what ``--initial-checkpoint`` names.
 
     Args:
         asked: a run, one of its checkpoints, a file, or ``local-dir:`` and a folder.
@@ -74,11 +107,12 @@ def read_weights(asked: str, trust: bool) -> tuple[dict[str, Tensor], Path]:
     flag = f"--initial-checkpoint {asked}"
     path = Path(asked.removeprefix(_LOCAL))
     if not asked.startswith(_LOCAL) and (found := checkpoints_at(path)):
-        folder, content, _, _ = newest_whole(found)
-        prefix = "model."
-        return {
-            n.removeprefix(prefix): t for n, t in content.items() if n.startswith(prefix)
-        }, folder
+        folder, content, progress, _ = newest_whole(found)
+        own = {
+            name.removeprefix("model."): tensor
+            for name, tensor in content.items() if name.startswith("model.")
+        }  # fmt: skip
+        return Weights(own, folder, progress.get("config", {}))
     if path.is_dir():
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not inside:
@@ -90,7 +124,7 @@ def read_weights(asked: str, trust: bool) -> tuple[dict[str, Tensor], Path]:
         raise MotleyError(f"{flag}: there is no such run, file or folder on rank 0's machine")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path), path
+            return Weights(load_file(path), path)
         except (SafetensorError, OSError) as error:
             raise MotleyError(f"{flag}: {path} is damaged: {error}") from None
     if not trust:
@@ -98,7 +132,7 @@ def read_weights(asked: str, trust: bool) -> tuple[dict[str, Tensor], Path]:
             f"{flag}: {path.name} is no .safetensors, but perhaps a pickle, which may hold code; "
             "convert it, or add --trust to read the tensors in it, and nothing else"
         )
-    return _read_pickle(flag, path), path
+    return Weights(_read_pickle(flag, path), path)
 
 
 def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
@@ -118,14 +152,17 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
 
 
 def fit(
-    tensors: dict[str, Tensor], task: Task, net: nn.Module, source: Path | str
+    weights: Weights, task: Task, net: nn.Module, keep_head: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Weights that ``net`` takes as they are, and what is said of the others.
+
+    Args:
+        keep_head: what the head tells apart is the same there, if its shape is.
 
     Raises:
         MotleyError: they are of another model.
     """
-    tensors = task.adapt(dict(tensors), net)
+    tensors = task.adapt(dict(weights.tensors), net)
     own, head = net.state_dict(), task.head(net)
     outside = {name for name in own if not is_in(name, head)}
     missing = sorted(outside - tensors.keys())
@@ -141,14 +178,15 @@ def fit(
                                 (shaped, "of another shape")) if names
         ]  # fmt: skip
         raise MotleyError(
-            f"the weights of {source} are of another model; {'; '.join(said)}. Give the options of "
-            "the model that they were made with"
+            f"the weights of {weights.source} are of another model; {'; '.join(said)}. "
+            "Give the options of the model that they were made with"
         )
     anew = sorted(
         name for name in own.keys() - outside
-        if name not in tensors or tensors[name].shape != own[name].shape
+        if not keep_head or name not in tensors or tensors[name].shape != own[name].shape
     )  # fmt: skip
-    notes = [f"made anew: {', '.join(anew)}, of another shape there"] if anew else []
+    why = "of another shape there" if keep_head else "which tells other classes apart there"
+    notes = [f"made anew: {', '.join(anew)}, {why}"] if anew else []
     taken = own.keys() & tensors.keys() - {*anew}
     return {name: tensors[name].to(own[name].dtype) for name in sorted(taken)}, notes
 

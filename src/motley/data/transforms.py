@@ -117,7 +117,7 @@ class Look:
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
     """timm asks for 0 bits where it is to change most, which Pillow 12 refuses; before, all was
     black then."""
-    return posterize(image, max(1, bits), **known)
+    return posterize(image, max(1, bits), **known)  # type: ignore[no-untyped-call]
 
 
 def seeded(transform: Transform) -> Transform:

@@ -1,29 +1,31 @@
 """timm's image classifiers: which there are, how large their images are, how they are made."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.models import register_model
-from timm.models.vision_transformer import VisionTransformer
+from timm.models import register_model, save_for_hf
 from torch import Tensor, nn
 
+from motley.data.transforms import Look
 from motley.errors import MotleyError
 from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
 
 
 @register_model
-def vit_digits(pretrained: bool = False, **options: Any) -> VisionTransformer:
-    """A ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters."""
+def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
+    """A ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters. Of a name that
+    timm has, with other sizes: so that it is known where this file is not."""
     size = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
     shape = {"embed_dim": 96, "depth": 4, "num_heads": 3, "global_pool": "avg"}
-    options.pop("pretrained_cfg", None)
-    options.pop("pretrained_cfg_overlay", None)
-    options.pop("cache_dir", None)
-    return VisionTransformer(**{**size, **shape, **options})
+    for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
+        options.pop(name, None)
+    net: nn.Module = timm.create_model("vit_tiny_patch16_224", **{**size, **shape, **options})
+    return net
 
 
 def native_size(name: str) -> int:
@@ -99,3 +101,14 @@ def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
     """Weights as timm's model takes them: of other names, or of images of another size."""
     convert = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
     return tensors if convert is None else dict(convert(tensors, net))
+
+
+def save_classifier(net: Any, folder: Path, look: Look) -> None:
+    """A folder that timm and transformers load: model.safetensors and config.json, with how images
+    are to be made."""
+    net.pretrained_cfg = {
+        **net.pretrained_cfg, "mean": look.mean, "std": look.std, "crop_pct": look.crop,
+        "interpolation": look.interpolation,
+        "input_size": (len(look.mean), look.size, look.size),
+    }  # fmt: skip
+    save_for_hf(net, str(folder), safe_serialization=True)

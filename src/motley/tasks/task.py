@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -44,6 +45,7 @@ class Task:
             those of the longest lists of equal modules.
         fp32: modules, by path or by its last word, that never compute in 16 bits.
         keeps: a run is worth checkpoints; not where there is nothing to learn.
+        head_options: names of options that decide what the head tells apart.
         recipes: options by a name that ``--recipe`` takes, as a user would write them; what he does
             write comes after them.
         needs_workers: reading a sample takes longer than asking another process to.
@@ -56,6 +58,7 @@ class Task:
     grain_is: str = "stay together in this task, as its grain says"
     block_classes: ClassVar[tuple[str, ...]] = ()
     fp32: ClassVar[tuple[str, ...]] = ()
+    head_options: ClassVar[tuple[str, ...]] = ()
     recipes: ClassVar[Mapping[str, str]] = {}
     keeps: bool = True
     needs_workers: bool = True
@@ -146,6 +149,11 @@ class Task:
     def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
         """Weights from elsewhere, by the names and in the shapes of ``net``."""
         return tensors
+
+    def save(self, net: nn.Module, folder: Path) -> None:
+        """Write a trained model into a folder, as others load it."""
+        save_file({name: value.contiguous() for name, value in net.state_dict().items()},
+                  folder / "model.safetensors")  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and a run that goes on from it must agree on besides options; JSON."""

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from motley.checkpoint.initial import fit, read_weights
+from motley.checkpoint.initial import Weights, fit, read_weights
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.model import freeze
@@ -25,7 +25,7 @@ def vit(**options: object) -> nn.Module:
 def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes() -> None:
     other = vit(num_classes=4, img_size=16)
     net, task = vit(), ImageTask()
-    taken, notes = fit(other.state_dict(), task, net, Path("there"))
+    taken, notes = fit(Weights(other.state_dict(), "there"), task, net)
     assert notes == ["made anew: head.bias, head.weight, of another shape there"]
     assert set(taken) == set(net.state_dict()) - {"head.weight", "head.bias"}
     assert taken["pos_embed"].shape == net.pos_embed.shape != other.pos_embed.shape
@@ -35,7 +35,7 @@ def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes()
 def test_weights_of_another_model_say_which_and_how() -> None:
     other = vit(depth=3, embed_dim=48)
     with pytest.raises(MotleyError) as said:
-        fit(other.state_dict(), ImageTask(), vit(), Path("there"))
+        fit(Weights(other.state_dict(), "there"), ImageTask(), vit())
     assert "12 missing: blocks.3.attn.proj.bias" in str(said.value)
     assert "blocks.0.attn.proj.bias is 48 there and 96 here" in str(said.value)
 
@@ -47,8 +47,9 @@ def test_a_pickle_is_read_only_if_trusted_and_then_of_tensors_alone(tmp_path: Pa
     torch.save({"model": Digits()}, code)
     with pytest.raises(MotleyError, match="add --trust"):
         read_weights(str(nested), trust=False)
-    found, path = read_weights(str(nested), trust=True)
-    assert path == nested and torch.equal(found["head.weight"], weights["head.weight"])
+    found = read_weights(str(nested), trust=True)
+    assert found.source == nested
+    assert torch.equal(found.tensors["head.weight"], weights["head.weight"])
     with pytest.raises(MotleyError, match="more than tensors"):
         read_weights(str(code), trust=True)
 
@@ -57,7 +58,7 @@ def test_folders_are_those_of_timm_and_what_is_damaged_is_said(tmp_path: Path) -
     with pytest.raises(MotleyError, match="neither checkpoints nor"):
         read_weights(f"local-dir:{tmp_path}", trust=False)
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert list(read_weights(f"local-dir:{tmp_path}", trust=False)[0]) == ["a"]
+    assert list(read_weights(f"local-dir:{tmp_path}", trust=False).tensors) == ["a"]
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(MotleyError, match="is damaged"):
         read_weights(str(tmp_path), trust=False)

@@ -28,6 +28,7 @@ from motley.tasks.classifiers import (
     has_fixed_size,
     head_of,
     native_size,
+    save_classifier,
 )
 from motley.tasks.task import Net, Task
 
@@ -59,6 +60,7 @@ class ImageTask(Task):
 
     noun = "image"
     unit = "images"
+    head_options = ("dataset", "data_dir", "classes")
     recipes = RECIPES
 
     name: str | None = option(
@@ -232,6 +234,10 @@ class ImageTask(Task):
             str(self.name), pretrained=True, in_chans=self.images.channels, **size
         )
         return net.state_dict(), f"timm's {self.name}"
+
+    def save(self, net: nn.Module, folder: Path) -> None:
+        """See Task: as timm and transformers load it."""
+        save_classifier(net, folder, self.look)
 
     def data(self, held_out: bool) -> Source:
         """See Task."""

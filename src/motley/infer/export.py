@@ -1,0 +1,126 @@
+"""A trained model for others: a folder that they load, and ONNX."""
+
+import importlib.util
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from motley.data.loader import first_batch
+from motley.errors import MotleyError
+from motley.infer.predictor import Trained
+from motley.tasks.task import Task
+
+_NEEDED = ("onnx", "onnxscript", "onnxruntime")
+_EXAMPLES = 3  # samples: torch takes a dimension of 1 for one that never changes
+_CLOSE = 1e-4  # of the largest output, that another program's arithmetic may differ by
+
+
+def build_trained(trained: Trained) -> nn.Module:
+    """The network with its weights, on the CPU, as it is for held-out samples."""
+    net = trained.task.model()
+    net.load_state_dict(trained.weights)
+    return net.eval()
+
+
+def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
+    """Write a model into a new folder.
+
+    Returns:
+        What was written, for people.
+
+    Raises:
+        MotleyError: something is there, or what ONNX needs is not installed.
+    """
+    if onnx:
+        _check_installed()
+    if folder.exists() and any(folder.iterdir()):
+        raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    net = build_trained(trained)
+    given = inputs_of(trained.task, net)
+    trained.task.save(net, folder)
+    said = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
+            for path in sorted(folder.iterdir())]  # fmt: skip
+    if onnx:
+        said.append(_write_onnx(net, given, folder / "model.onnx"))
+    about = {"checkpoint": str(trained.folder), "task": trained.task.title()}
+    (folder / "motley.json").write_text(json.dumps(about, indent=1) + "\n")
+    return said
+
+
+def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:
+    """What a task gives its network for some samples: it is asked for its scores, and what it
+    gives is kept."""
+    kept: list[tuple[Any, ...]] = []
+
+    def recorder(*given: Any, **named: Any) -> Any:
+        if named:
+            raise MotleyError(
+                f"{type(task).__name__} gives its network {', '.join(named)} by name; ONNX has "
+                "places alone: give them in order"
+            )
+        kept.append(given)
+        return net(*given)
+
+    with torch.no_grad():
+        task.scores(recorder, first_batch(task, _EXAMPLES).data)
+    return kept[0]
+
+
+def _check_installed() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MotleyError(
+            f"--onnx needs {', '.join(missing)}, not installed here: .venv/bin/pip install "
+            f"{' '.join(missing)}"
+        )
+
+
+def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:
+    """The model for any number of samples, compared with torch by onnxruntime."""
+    import onnxruntime  # type: ignore[import-untyped]
+
+    samples = torch.export.Dim("samples")
+    shapes = tuple({0: samples} if isinstance(each, Tensor) else None for each in given)
+    with _quiet():
+        torch.onnx.export(net, given, path, dynamo=True, dynamic_shapes=shapes, verbose=False,
+                          external_data=False)  # fmt: skip
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for count in (1, _EXAMPLES):
+        some = [each[:count] for each in given]
+        slots = zip(session.get_inputs(), some, strict=True)
+        feed = {slot.name: each.numpy() for slot, each in slots}
+        with torch.no_grad():
+            expected = [each for each in tree_leaves(net(*some)) if isinstance(each, Tensor)]
+        for found, right in zip(session.run(None, feed), expected, strict=True):
+            largest = float(right.abs().max()) or 1.0
+            worst = max(worst, float((torch.from_numpy(found) - right).abs().max()) / largest)
+    if worst > _CLOSE:
+        raise MotleyError(
+            f"{path} says something else than the model: {worst:.2g} of the largest output in "
+            "onnxruntime; export without --onnx"
+        )
+    size = path.stat().st_size / 2**20
+    return f"{path.name}: {size:.1f} MiB, in onnxruntime the same to {worst:.1g}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter tells its developers a lot."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

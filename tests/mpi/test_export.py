@@ -1,0 +1,67 @@
+"""A trained model, loaded by others."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from jobs import Jobs, Trained
+from project import DDP, ROOT, environment
+from safetensors.torch import load_file
+
+from motley.infer.export import build_trained
+from motley.infer.predictor import open_trained
+
+pytestmark = pytest.mark.mpi
+
+
+def exported(run: Trained, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "torch_dist/export.py", str(run.folder), "--to", str(folder), *words]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, check=False
+    )
+
+
+@pytest.mark.parametrize("model", [
+    (), ("--model", "test_resnet", "--img-size", 32, "--batch-size", 64),
+], ids=["vit_digits", "test_resnet"])  # fmt: skip
+def test_timm_and_onnxruntime_say_what_the_model_says(
+    jobs: Jobs, tmp_path: Path, model: tuple[object, ...]
+) -> None:
+    run = jobs.train(2, DDP, "run", "--max-steps", 3, "--classes", "0,3,5", *model)
+    onnx = () if model else ("--onnx",)
+    done = exported(run, tmp_path / "out", *onnx)
+    assert done.returncode == 0, done.stderr
+    net = build_trained(open_trained(run.folder, None))
+    size = 32 if model else 8
+    images = torch.randn(5, 1, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = net(images)
+        # In a process that has never heard of Motley's own model.
+        torch.save(images, tmp_path / "images.pt")
+        code = (
+            "import sys, timm, torch; torch.save(timm.create_model(sys.argv[1], pretrained=True)"
+            ".eval()(torch.load(sys.argv[2])), sys.argv[3])"
+        )
+        words = (f"local-dir:{tmp_path / 'out'}", tmp_path / "images.pt", tmp_path / "said.pt")
+        subprocess.run([sys.executable, "-c", code, *map(str, words)], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "said.pt"), expected, rtol=1e-5, atol=1e-5)
+    if onnx:
+        session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+        (said,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+        np.testing.assert_allclose(said, expected.numpy(), rtol=1e-4, atol=1e-5)
+    again = exported(run, tmp_path / "out")
+    assert again.returncode == 1 and "is not empty" in again.stderr
+
+
+def test_another_tasks_parameters_are_written_by_name(jobs: Jobs, tmp_path: Path) -> None:
+    words = ("--task", "examples/my_task.py", "--digits", 2, "--max-steps", 2)
+    run = jobs.train(1, DDP, "mine", *words)
+    done = exported(run, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    net = build_trained(open_trained(run.folder, None))
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(net.state_dict()[name], value)
