@@ -41,3 +41,8 @@ def fraction(text: str) -> float:
 def names(text: str) -> tuple[str, ...]:
     """Words between commas."""
     return tuple(text.split(","))
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Whole numbers of 1 or more between commas."""
+    return tuple(positive(word) for word in text.split(","))
