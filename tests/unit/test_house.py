@@ -27,7 +27,7 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "batch source images dataset datasets/* transforms order loader",
+    "data": "batch source images dataset datasets/* transforms order loader_memory loader",
     "tasks": (
         "blocks task classifiers corpus gpt states netcdf aurora_net builtin/* find model check "
         "scores"
