@@ -27,9 +27,10 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "batch source images dataset datasets/* mixing transforms order loader",
+    "data": "batch source images dataset datasets/* mixing transforms order loader_memory loader",
     "tasks": (
-        "ghost_batch_norm blocks task classifiers corpus gpt builtin/* find model check scores"
+        "ghost_batch_norm blocks task classifiers corpus gpt states netcdf aurora_net builtin/* "
+        "find model check scores"
     ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (

@@ -46,3 +46,8 @@ def names(text: str) -> tuple[str, ...]:
 def naturals(text: str) -> tuple[int, ...]:
     """Whole numbers of 0 or more, between commas."""
     return tuple(natural(word) for word in text.split(","))
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Whole numbers of 1 or more between commas."""
+    return tuple(positive(word) for word in text.split(","))

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from motley.config.options import Config
 from motley.data.batch import Batch, Tensors
+from motley.data.loader_memory import PREFETCH, Free, bytes_of, workers_that_fit
 from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.source import Samples, UnreadableSample, read
 from motley.errors import MotleyError
@@ -117,12 +118,28 @@ class Loader:
 
     Args:
         rank: number in the process group.
+        example: samples whose size is that of others; None: any number of processes fits.
+        micro_batch: the most samples of this rank at once.
+
+    Attributes:
+        note: why there are fewer processes than usual, or than were asked for; else empty.
     """
 
-    def __init__(self, samples: Samples, config: Config, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        config: Config,
+        rank: int,
+        device: torch.device,
+        example: Batch | None = None,
+        micro_batch: int = 1,
+    ) -> None:
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
-        self._workers = _workers(samples, config, device)
+        self._workers, self.note = workers_that_fit(
+            _workers(samples, config, device), 0.0 if example is None else bytes_of(example),
+            micro_batch, lambda: Free.here(_ranks_here()),
+        )  # fmt: skip
         self._train, self._test = _Keyed(samples, True), _Keyed(samples, False)
         self.order = Order(len(self._train), config.seed, config.data_fraction)
 
@@ -165,7 +182,7 @@ class Loader:
             # pass over the data would move the one that drop-out draws from.
             multiprocessing_context="fork" if self._workers else None,
             generator=torch.Generator(),
-            prefetch_factor=2 if self._workers else None,
+            prefetch_factor=PREFETCH if self._workers else None,
         )
         return _ahead(iter(loader), self._device)
 
@@ -191,8 +208,11 @@ def _workers(samples: Samples, config: Config, device: torch.device) -> int:
         return config.workers
     if device.type == "cpu" or not samples.needs_workers:
         return 0  # CPU ranks need their cores
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_here - 1))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // _ranks_here() - 1))
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _start_worker(_: int) -> None:

@@ -38,7 +38,7 @@ from motley.sweep.cells import REFERENCE, Cell, Matrix, first_hosts
 from motley.text import did_you_mean
 
 DDP = "torch_dist/train_vit.py"  # whose fp32 runs others are compared with
-PRESETS = ("strong", "weak", "precision", "strategies", "full")
+PRESETS = ("strong", "weak", "precision", "strategies", "full", "weather")
 _PRECISIONS = ("auto", *PRECISIONS)
 _AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
     "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,

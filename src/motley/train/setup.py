@@ -12,6 +12,7 @@ from timm.scheduler.scheduler import Scheduler
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.checkpoint.transfer import resume
+from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.data.order import seed_of
@@ -131,10 +132,11 @@ def assemble(
     """Set an engine on the model, and make what else training needs."""
     assert group.rank is not None
     plan = planned.plan
-    loader = Loader(model.task, config, group.rank, group.device)
+    most = max(plan.micro_batches[group.rank], default=0)
+    loader = Loader(model.task, config, group.rank, group.device, model.example, most)
     torch.manual_seed(seed_of(config.seed, group.rank))  # drop-out differs between ranks
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
-    notes: list[Note] = []
+    notes = _loader_notes(loader, group)
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
@@ -159,6 +161,15 @@ def assemble(
         saved_config={**config.as_json(), **identity_of(config)}, notes=notes,
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
+
+
+def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
+    """What all ranks' loaders say, each of its own host's memory."""
+    said = zip(group.workers, all_gather_object(loader.note), strict=True)
+    return [
+        ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})
+        for worker, text in said if text
+    ]  # fmt: skip
 
 
 def _watch(
