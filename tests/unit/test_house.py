@@ -28,7 +28,10 @@ ROOMS = {
     ),
     "config": "option numbers options parser",
     "data": "batch source images dataset datasets/* transforms order loader",
-    "tasks": "blocks task classifiers corpus gpt builtin/* find model check scores",
+    "tasks": (
+        "blocks task classifiers extras corpus gpt hf_model hf_tokens lora hf_text builtin/* find "
+        "model check scores"
+    ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
