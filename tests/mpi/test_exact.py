@@ -64,11 +64,16 @@ def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) 
             assert parts == pytest.approx(step["n_global"] / step["samples_per_s"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("engine", "bound"), [("ddp", 1e-12), ("zero", 1e-6)])
+RESNET = "--model resnet18 --img-size 32 --bn-group 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "bound"), [("ddp", 1e-12), ("zero", 1e-6), (f"ddp {RESNET}", 1e-12)]
+)
 def test_the_gradient_of_any_split_is_that_of_one_process(
-    jobs: Jobs, engine: str, bound: float
+    jobs: Jobs, words: str, bound: float
 ) -> None:
-    done = jobs.fork(3, "tests/support/drivers/gradient.py", engine)
+    done = jobs.fork(3, "tests/support/drivers/gradient.py", *words.split())
     assert done.code == 0, done.output
     worst = [float(value) for value in re.findall(r"worst (\S+)", done.output)]
     assert len(worst) == 3 and max(worst) < bound

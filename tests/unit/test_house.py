@@ -27,10 +27,10 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "batch source images dataset datasets/* transforms order loader",
+    "data": "batch source images dataset datasets/* mixing transforms order loader",
     "tasks": (
-        "blocks task classifiers extras corpus gpt hf_model hf_tokens lora hf_text builtin/* find "
-        "model check scores"
+        "ghost_batch_norm blocks task classifiers extras corpus gpt hf_model hf_tokens lora "
+        "hf_text builtin/* find model check scores"
     ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
@@ -38,11 +38,11 @@ ROOMS = {
         "protocol base synchronous ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store transfer run",
+    "checkpoint": "store transfer run initial",
     "measure": "device all_reduce links",
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
-        "progress budget loss_scale summary recorder overflow setup agreement recovery "
+        "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
         "command_line loop script"
     ),
     "infer": "leases shards predictor",

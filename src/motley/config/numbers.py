@@ -41,3 +41,8 @@ def fraction(text: str) -> float:
 def names(text: str) -> tuple[str, ...]:
     """Words between commas."""
     return tuple(text.split(","))
+
+
+def naturals(text: str) -> tuple[int, ...]:
+    """Whole numbers of 0 or more, between commas."""
+    return tuple(natural(word) for word in text.split(","))

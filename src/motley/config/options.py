@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from motley.config.numbers import above_zero, fraction, names, natural, not_negative, positive
+from motley.config.numbers import (
+    above_zero,
+    fraction,
+    names,
+    natural,
+    naturals,
+    not_negative,
+    positive,
+)
 from motley.config.option import Decides, Option, option, options_of
 from motley.plan.per_rank import PerRank, read_micro_batches, read_named_hosts, read_shares
 from motley.plan.precision import read_loss_scale, read_precisions
@@ -18,6 +26,7 @@ from motley.plan.wire import WireMode
 MODEL, NUMBERS, SPEED, PLAN, NOTHING = (
     Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.PLAN, Decides.NOTHING,
 )  # fmt: skip
+SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
 ATTENTION = ("auto", "fused", "efficient", "plain")
 Group = TypeVar("Group")
 
@@ -38,6 +47,20 @@ class ModelOptions:
         "torch's kernels: fused (flash, 16 bits on a GPU), efficient (memory-efficient, GPUs "
         "alone), or plain, each product written out; auto (default): as torch chooses",
         SPEED, "auto", choices=ATTENTION,
+    )  # fmt: skip
+    initial_checkpoint: str | None = option(
+        "begin with the weights of a run, of a file of safetensors, or of local-dir:FOLDER, timm's "
+        "or Hugging Face's; the head is made anew where it has another shape",
+        NOTHING, metavar="RUN|FILE",
+    )  # fmt: skip
+    trust: bool = option(
+        "also read initial weights that are pickled; of tensors alone, nothing else is run",
+        NOTHING, False,
+    )  # fmt: skip
+    freeze: tuple[str, ...] | None = option(
+        "do not train these parts, by path or last word; backbone: all but the head. They are "
+        "not sent either",
+        MODEL | SPEED, read=names, metavar="NAME,...|backbone",
     )  # fmt: skip
 
 
@@ -111,12 +134,34 @@ class OptimizationOptions:
     weight_decay: float = option(
         "not on norms and biases, default 0.05", NUMBERS, 0.05, read=not_negative, metavar="W"
     )
+    layer_decay: float | None = option(
+        "of the rate, from each layer to the one before it, as in 0.75; default: none",
+        NUMBERS, read=fraction, metavar="D",
+    )  # fmt: skip
+    sched: str = option(
+        "timm's schedules, a step at a time: cosine (default), tanh, poly, step, multistep",
+        NUMBERS, "cosine", choices=SCHEDULES,
+    )  # fmt: skip
     warmup_epochs: float = option(
-        "linear warm-up, default 2; cosine after it", NUMBERS, 2.0, read=not_negative, metavar="E"
-    )
+        "linear warm-up before the schedule, default 2", NUMBERS, 2.0, read=not_negative,
+        metavar="E",
+    )  # fmt: skip
     min_lr: float = option(
-        "end of the cosine, default 1e-5", NUMBERS, 1e-5, read=not_negative, metavar="RATE"
-    )
+        "end of cosine, tanh and poly, default 1e-5", NUMBERS, 1e-5, read=not_negative,
+        metavar="RATE",
+    )  # fmt: skip
+    decay_epochs: float = option(
+        "between the steps of --sched step, default 30", NUMBERS, 30.0, read=above_zero,
+        metavar="E",
+    )  # fmt: skip
+    decay_milestones: tuple[int, ...] = option(
+        "epochs at which --sched multistep steps, default 10,20", NUMBERS, (10, 20), read=naturals,
+        metavar="E,...",
+    )  # fmt: skip
+    decay_rate: float | None = option(
+        "of step and multistep, default 0.1; the power of poly, default 1",
+        NUMBERS, read=above_zero, metavar="R",
+    )  # fmt: skip
     clip_grad: float | None = option(
         "clip the global gradient norm; default: no clipping",
         NUMBERS, read=above_zero, metavar="NORM",

@@ -29,7 +29,7 @@ class Images:
 
     Attributes:
         train, test: an item is an image, PIL or uint8 tensor [C, H, W], and its label.
-        mean, std: per channel, of pixels scaled to 0..1.
+        mean, std: per channel, of pixels scaled to 0..1; None: as the model was made for.
         native_size: pixels a side; None where images differ.
         augment: a shifted or mirrored image is still of its class. Not so for digits: one
             of 8 pixels is far to shift, and costs 2 points of accuracy.
@@ -40,8 +40,8 @@ class Images:
     test: Source
     classes: int
     channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
     native_size: int | None
     augment: bool = True
     name_of: Callable[[Source, int], str] = field(default=lambda source, index: f"image {index}")
@@ -54,12 +54,52 @@ class InMemory:
         self._images, self._labels = images, labels.tolist()
         self._length = length or len(images)
 
+    @property
+    def targets(self) -> list[int]:
+        """The labels, as torchvision calls them."""
+        return [self._labels[index % len(self._labels)] for index in range(self._length)]
+
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         at = index % len(self._labels)
         return self._images[at], self._labels[at]
+
+
+class _OfClasses:
+    """Those of some classes, counted anew.
+
+    Args:
+        source: tells ``targets``, the label of each image.
+    """
+
+    def __init__(self, source: Source, classes: Sequence[int]) -> None:
+        self._source = source
+        self._new = {label: number for number, label in enumerate(classes)}
+        self.chosen = [at for at, label in enumerate(source.targets) if label in self._new]  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = self._source[self.chosen[index]]
+        return image, self._new[label]
+
+
+def of_classes(images: Images, classes: Sequence[int]) -> Images:
+    """The same, of some classes alone; MotleyError if there are no such."""
+    unknown = [label for label in classes if label >= images.classes]
+    if unknown or len(classes) < 2:
+        raise MotleyError(
+            f"--classes {','.join(map(str, classes))}: name two or more of 0 to "
+            f"{images.classes - 1}"
+        )
+    train, test = (_OfClasses(source, classes) for source in (images.train, images.test))
+    return replace(
+        images, train=train, test=test, classes=len(classes),
+        name_of=lambda source, index: images.name_of(images.train, train.chosen[index]),
+    )  # fmt: skip
 
 
 def of_files(images: Images, folder: Path) -> Images:

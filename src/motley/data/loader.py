@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ class Loader:
         total = len(self._test)
         count = min(total, self._eval_samples or total)
         chosen = [number * total // count for number in range(count)]  # a folder's are by class
-        cuts = slices(chosen, plan.of_batch(count), self._rank)
+        cuts = slices(chosen, replace(plan, grain=1).of_batch(count), self._rank)
         return self._read(self._test, [[Key(index, 0) for index in cut] for cut in cuts])
 
     def _read(self, dataset: _Keyed, keys: Iterable[list[Key]]) -> Iterator[Batch]:

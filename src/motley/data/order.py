@@ -67,9 +67,16 @@ class Order:
 
 
 def slices(order: Sequence[int], plan: Plan, rank: int) -> list[list[int]]:
-    """This rank's micro-batches of one global batch ``order``, as ``plan`` cuts it."""
+    """This rank's micro-batches of one global batch ``order``, as ``plan`` cuts it.
+
+    Where samples stay together in groups of g, these are interleaved, row k * G + j being sample k
+    of group j: so [g, G * channels, ...] is a view, and one call computes all groups' statistics.
+    """
     start, cuts = plan.starts[rank], []
     for size in plan.micro_batches[rank]:
-        cuts.append(list(order[start : start + size]))
+        groups = max(1, size // plan.grain)
+        part = order[start : start + size]
+        each = size // groups
+        cuts.append([part[j * each + k] for k in range(each) for j in range(groups)])
         start += size
     return cuts

@@ -101,6 +101,8 @@ class EngineBase:
             release()
             self._abandon(last)
             losses = torch.zeros(len(batch), device=self._context.device)
+        elif self._model.statistics:
+            self._model.statistics.take(len(batch), n_global)
         if last:
             self._send()
         self._step_losses.append(losses)
@@ -108,12 +110,18 @@ class EngineBase:
     def step(self) -> StepResult:
         """See :class:`Engine`."""
         losses, self._step_losses = torch.cat(self._step_losses), []
+        short = bool(self._short)
         result = self._step(losses.sum(), self.clock.ready_s)
+        if self._model.statistics:
+            again = bool(result.oom_ranks) and result.retry
+            self._model.statistics.end_step(not (result.overflow or short or again))
         self._weight = 0.0
         return replace(result, losses=losses, laps=self.clock.cut())
 
     def sync_parameters(self) -> None:
-        """See :class:`Engine`. They always are."""
+        """See :class:`Engine`. Parameters always are; what batch norms have seen is not."""
+        if self._model.statistics:
+            self._model.statistics.unite()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
@@ -198,8 +206,13 @@ class EngineBase:
 
     def load_state(self, state: State) -> None:
         """See :class:`Engine`."""
-        load_model_state(self._model.net, state.tensors)
+        self._load_model(state)
         self.memory.load(state)
+
+    def _load_model(self, state: State) -> None:
+        load_model_state(self._model.net, state.tensors)
+        if self._model.statistics:
+            self._model.statistics.forget()
 
     def alike(self) -> State:
         """See :class:`Engine`."""

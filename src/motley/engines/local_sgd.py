@@ -163,6 +163,7 @@ class LocalEngine(EngineBase):
     def sync_parameters(self) -> None:
         """See Engine: an averaging round that waits for its sum. The optimizer's memory is
         averaged too, for whoever goes on from a checkpoint."""
+        super().sync_parameters()
         if self._steps == 0 and self._sum is None:
             return
         self._average()

@@ -20,7 +20,7 @@ from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import out_of_memory
-from motley.engines.named_state import load_model_state, model_state
+from motley.engines.named_state import model_state
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
@@ -233,7 +233,7 @@ class ZeroEngine(EngineBase):
         if self._stage == 0:
             super().load_alike(state)
         else:
-            load_model_state(self._model.net, state.tensors)
+            self._load_model(state)
 
     def load_state(self, state: State) -> None:
         """See Engine."""
@@ -249,4 +249,6 @@ class ZeroEngine(EngineBase):
             self._send()
             self._engine.step()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
+        if self._model.statistics:
+            self._model.statistics.forget()
         self.memory.load_groups(state)

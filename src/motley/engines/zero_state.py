@@ -25,12 +25,14 @@ def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> State:
     steps, numbers, slots = _slots(zero, optimizer)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
-            state[f"model.{name}"] = utils.safe_get_full_fp32_param(parameter).cpu()
+            state[f"model.{name}"] = _whole(parameter)
+    trained = _trained(net)
+    for name, parameter in trained.items():
         for slot in slots:
             whole = utils.safe_get_full_optimizer_state(parameter, slot)
             state[f"optimizer.{name}.{slot}"] = whole.cpu()
         state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
-    return State(state, {"slots": {name: numbers for name, _ in net.named_parameters()}})
+    return State(state, {"slots": dict.fromkeys(trained, numbers)})
 
 
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
@@ -38,7 +40,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
     _slots(zero, optimizer)
     with deepspeed.zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
         load_model_state(net, state.tensors)
-    for name, parameter in net.named_parameters():
+    for name, parameter in _trained(net).items():
         if _is_cut(parameter):
             utils.safe_set_local_fp32_param(
                 parameter, _own_part(state.tensors[f"model.{name}"], parameter)
@@ -75,6 +77,20 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
     tensors = {name: value for name, value in slots.items() if name not in numbers}
     scalars = {name: value for name, value in tensors.items() if value.ndim == 0}
     return scalars, numbers, [name for name in tensors if name not in scalars]
+
+
+def _trained(net: nn.Module) -> dict[str, nn.Parameter]:
+    """DeepSpeed keeps fp32 copies and slots of these alone."""
+    return {name: each for name, each in net.named_parameters() if each.requires_grad}
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """A parameter of stage 3, on the CPU; all ranks ask."""
+    if parameter.requires_grad:
+        whole: Tensor = utils.safe_get_full_fp32_param(parameter)
+        return whole.cpu()
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone().cpu()
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

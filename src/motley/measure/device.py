@@ -80,7 +80,8 @@ def measure_speed(
     make: Callable[[], torch.optim.Optimizer],
     most: int,
 ) -> SpeedTable:
-    """Time forward and backward pass of micro-batches of 1, 2, 4, ..., and one optimizer step.
+    """Time forward and backward pass of micro-batches of 1, 2, 4, ... samples, or of so many
+    groups of those that stay together, and one optimizer step.
 
     Ends at ``most`` samples, where memory ends, or when the next size would not fit into the
     time; not where larger ones are no faster, for a longer last backward pass hides more of the
@@ -131,7 +132,8 @@ def _measure_speed(
     seconds: list[float] = []
     memory: list[float | None] = []
     step_s = 0.0
-    for size in _doubling(most):
+    grain = model.task.grain
+    for size in (grain * groups for groups in _doubling(most // grain)):
         next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
         if time.perf_counter() - start + next_s > budget_s:
             break
@@ -148,10 +150,11 @@ def _measure_speed(
         memory.append(peak)
     if not sizes:
         raise NoMemoryError(
-            f"{device} has no room for one sample of this model; choose a smaller --model or "
-            "--img-size, or see who holds its memory with: bash setup/test_cn_connection.sh"
+            f"{device} has no room for {'one sample' if grain == 1 else f'{grain} samples'} of "
+            "this model; choose a smaller --model or --img-size, or see who holds its memory with: "
+            "bash setup/test_cn_connection.sh"
         )
-    return SpeedTable(tuple(sizes), tuple(seconds), step_s, tuple(memory))
+    return SpeedTable(tuple(sizes), tuple(seconds), step_s, tuple(memory), grain=grain)
 
 
 def _doubling(most: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from motley.plan.links import Links
+from motley.plan.plan import apportion
 from motley.plan.split import SpeedTable, limit_s, split
 from motley.plan.wire import AllReduceCost
 
@@ -232,8 +233,9 @@ def what_if(
     rows = {f"{names[best]} alone": forecast([global_batch], [speeds[best]], alone)}
     if len(speeds) == 1:
         return rows
-    equal = [global_batch // len(speeds) + (rank < global_batch % len(speeds)) for rank in ranks]
-    rows["equal shares"] = forecast(equal, speeds, wire)
+    grain = speeds[0].grain
+    equal = apportion(global_batch // grain, (1.0,) * len(speeds))
+    rows["equal shares"] = forecast([grain * groups for groups in equal], speeds, wire)
     fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
     for count in range(2, len(speeds)):
         few = [speeds[rank] for rank in sorted(fast[:count])]

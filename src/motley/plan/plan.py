@@ -127,6 +127,8 @@ class Plan:
         buckets: number of gradient buckets whose all-reduces overlap the backward pass, where the
             engine can; 1: one all-reduce after the backward pass; None: torch DDP's default.
         wire: how the ranks' gradients are added up.
+        grain: consecutive samples that stay together, in one micro-batch of one rank. What is left
+            of a ragged batch is a group of its own, the last, in a micro-batch of its own.
     """
 
     global_batch: int
@@ -135,11 +137,30 @@ class Plan:
     wire: WireMode
     equal_micro_steps: bool = False
     buckets: int | None = None
+    grain: int = 1
+
+    @cached_property
+    def _groups(self) -> tuple[int, ...]:
+        """Of each rank, the short one included."""
+        return apportion(-(-self.global_batch // self.grain), self.shares)
+
+    @cached_property
+    def _short(self) -> int:
+        """Samples of the short group; 0 if there is none."""
+        return self.global_batch % self.grain
+
+    @cached_property
+    def _last(self) -> int:
+        """The rank that has the last samples."""
+        return max(rank for rank, groups in enumerate(self._groups) if groups)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """n_i, the samples of each rank; they sum to N."""
-        return apportion(self.global_batch, self.shares)
+        counts = [groups * self.grain for groups in self._groups]
+        if self._short:
+            counts[self._last] += self._short - self.grain
+        return tuple(counts)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -149,7 +170,13 @@ class Plan:
     @cached_property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of each rank's micro-batches; every rank has at least one, possibly empty."""
-        cuts = [cut(n, m) for n, m in zip(self.counts, self.max_micro_batch, strict=True)]
+        grain = self.grain
+        cuts = [
+            tuple(grain * groups for groups in cut(n // grain, max(1, m // grain)))
+            for n, m in zip(self.counts, self.max_micro_batch, strict=True)
+        ]
+        if self._short:
+            cuts[self._last] += (self._short,)
         longest = max(map(len, cuts))
         least = longest if self.equal_micro_steps else 1
         return tuple(sizes + (0,) * (least - len(sizes)) for sizes in cuts)
@@ -165,6 +192,8 @@ class Plan:
         Args:
             costs: of each sample of the global batch, in order.
         """
+        starts = range(0, len(costs), self.grain)
+        costs = [sum(costs[start : start + self.grain]) for start in starts]
         reached = (0.0, *accumulate(costs))
         ends = [0]
         for share in accumulate(self.shares):
@@ -176,12 +205,12 @@ class Plan:
 
     def halved(self, ranks: Sequence[int]) -> "Plan":
         """The same shares, in micro-batches of half the size on some ranks, which had no memory
-        for theirs; ValueError if one of them is down to one sample."""
+        for theirs; ValueError if one of them is down to one sample, or to one group."""
         most = list(self.max_micro_batch)
         for rank in ranks:
-            most[rank] = max(self.micro_batches[rank]) // 2
+            most[rank] = max(self.micro_batches[rank]) // self.grain // 2 * self.grain
         if min(most) < 1:
-            raise ValueError(f"rank {most.index(min(most))} has micro-batches of one sample")
+            raise ValueError(f"rank {most.index(min(most))} can have no smaller micro-batches")
         return replace(self, max_micro_batch=tuple(most))
 
     def sentence(self, rank: int) -> str:
@@ -190,9 +219,9 @@ class Plan:
         return f"{_count(self.counts[rank], 'sample')} in {steps}"
 
 
-def whole_shares(global_batch: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Micro-batches of each rank's whole share."""
-    return tuple(max(1, count) for count in apportion(global_batch, shares))
+def whole_shares(global_batch: int, shares: Sequence[float], grain: int = 1) -> tuple[int, ...]:
+    """Micro-batches of each rank's whole share, of one grain at least."""
+    return tuple(grain * max(1, groups) for groups in apportion(global_batch // grain, shares))
 
 
 def make_plan(
@@ -201,16 +230,25 @@ def make_plan(
     max_micro_batch: Sequence[int],
     wire: WireMode,
     buckets: int | None = None,
+    grain: int = 1,
 ) -> Plan:
     """The plan for a user's global batch, or a MotleyError that names the option to change."""
     working = sum(share > 0 for share in shares)
-    if global_batch < working:
+    if global_batch < working * grain:
+        least = "one sample" if grain == 1 else f"one group of {grain} samples"
         raise MotleyError(
-            f"--batch-size {global_batch} is the global batch and must hold at least one sample "
+            f"--batch-size {global_batch} is the global batch and must hold at least {least} "
             f"for each of the {working} ranks with work; raise it, start fewer ranks, or give a "
             "rank the share 0"
         )
-    return Plan(global_batch, tuple(shares), tuple(max_micro_batch), wire, buckets=buckets)
+    if min(max_micro_batch) < grain:
+        raise MotleyError(
+            f"--micro-batch {min(max_micro_batch)}: {grain} samples of this task stay together, "
+            f"and a micro-batch holds them; give {grain} or more"
+        )
+    return Plan(
+        global_batch, tuple(shares), tuple(max_micro_batch), wire, buckets=buckets, grain=grain
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -91,15 +91,16 @@ class ReplanMonitor:
             replace(speed, seconds=tuple(s * factor for s in speed.seconds))
             for speed, factor in zip(self._speeds, slowdown, strict=True)
         ]
-        better = _all_seen(split(sum(counts), now), counts)
+        better = _all_seen(split(sum(counts), now), counts, now[0].grain)
         old = max(speed.seconds_of(n) for speed, n in zip(now, counts, strict=True))
         new = max(speed.seconds_of(n) for speed, n in zip(now, better, strict=True))
         return Proposal(better, tuple(slowdown), 1 - new / old)
 
 
-def _all_seen(better: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
-    """The same, but whoever works keeps a sample: without one nobody sees it recover."""
-    kept = [max(new, min(1, old)) for new, old in zip(better, counts, strict=True)]
-    for _ in range(sum(kept) - sum(counts)):
-        kept[kept.index(max(kept))] -= 1
+def _all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
+    """The same, but whoever works keeps a sample, or what stays together: without one nobody sees
+    it recover."""
+    kept = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
+    for _ in range((sum(kept) - sum(counts)) // grain):
+        kept[kept.index(max(kept))] -= grain
     return tuple(kept)

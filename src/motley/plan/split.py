@@ -34,6 +34,7 @@ class SpeedTable:
         step_s: once a step, whatever the batch: clipping and the optimizer, seconds.
         memory_mib: peak memory at each size; None where unknown.
         preferred: one of the sizes, to be m though others may be faster; 0: none.
+        grain: samples that stay together; all sizes are multiples of it.
     """
 
     sizes: tuple[int, ...]
@@ -41,6 +42,7 @@ class SpeedTable:
     step_s: float
     memory_mib: tuple[float | None, ...] = ()
     preferred: int = 0
+    grain: int = 1
 
     @cached_property
     def micro_batch(self) -> int:
@@ -122,6 +124,7 @@ class SpeedTable:
             self.step_s,
             (*memory[:place], memory_mib, *memory[place:]),
             self.preferred,
+            self.grain,
         )
 
     def in_one(self, samples: int) -> "SpeedTable":
@@ -132,7 +135,8 @@ class SpeedTable:
         return replace(self, preferred=enough)
 
     def at_most(self, micro_batch: int) -> "SpeedTable":
-        """The same with no micro-batch above this size."""
+        """The same with no micro-batch above this size, of one grain at least."""
+        micro_batch = max(1, micro_batch // self.grain) * self.grain
         kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
         return (
@@ -142,6 +146,7 @@ class SpeedTable:
                 self.step_s,
                 (*(memory[index] for index in kept), None),
                 min(self.preferred, micro_batch),
+                self.grain,
             )
             if micro_batch < self.sizes[-1]
             else self
@@ -150,7 +155,8 @@ class SpeedTable:
     def as_json(self) -> dict[str, Any]:
         """For run.json and for the cache; :meth:`from_json` reads it."""
         return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
-                "memory_mib": self.memory_mib, "preferred": self.preferred}  # fmt: skip
+                "memory_mib": self.memory_mib, "preferred": self.preferred,
+                "grain": self.grain}  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
@@ -167,11 +173,15 @@ class SpeedTable:
         preferred = int(content.get("preferred", 0))
         if preferred not in (0, *sizes):
             raise ValueError("a preferred size that was not timed")
-        return cls(sizes, seconds, step_s, memory, preferred)
+        grain = int(content.get("grain", 1))
+        if grain < 1 or any(size % grain for size in sizes):
+            raise ValueError("sizes are no multiples of the grain")
+        return cls(sizes, seconds, step_s, memory, preferred, grain)
 
 
 def split(global_batch: int, speeds: Sequence[SpeedTable]) -> tuple[int, ...]:
-    """Samples of each rank so that the slowest takes the shortest time; they sum to the batch.
+    """Samples of each rank so that the slowest takes the shortest time; they sum to the batch, and
+    are multiples of the tables' grain, as the batch is.
 
     Holds for thousands of ranks: one bisection over the time, and one sample after another
     taken from who would be last.
@@ -184,9 +194,9 @@ def split(global_batch: int, speeds: Sequence[SpeedTable]) -> tuple[int, ...]:
         if n
     ]
     heapq.heapify(last)
-    for _ in range(sum(counts) - global_batch):
+    for _ in range((sum(counts) - global_batch) // speeds[0].grain):
         *_, rank = heapq.heappop(last)
-        counts[rank] -= 1
+        counts[rank] -= speeds[0].grain
         if n := counts[rank]:
             heapq.heappush(last, (-speeds[rank].seconds_of(n), -n, rank))
     return tuple(counts)
@@ -214,8 +224,8 @@ def _time_for(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
 
 
 def _whole_in(seconds: float, speed: SpeedTable) -> int:
-    """Whole samples; what is one but for rounding counts as one."""
-    return int(speed.samples_in(seconds) + 1e-8)
+    """Whole samples, or grains; what is one but for rounding counts as one."""
+    return int(speed.samples_in(seconds) / speed.grain + 1e-8) * speed.grain
 
 
 def _some(speeds: Sequence[SpeedTable]) -> Sequence[SpeedTable]:

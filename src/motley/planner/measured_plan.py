@@ -227,5 +227,5 @@ def balance(global_batch: int, measured: Measured, mode: WireMode = EXACT) -> Pl
     wire = measured.wires[mode]
     speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
     sizes = [speed.micro_batch for speed in speeds]
-    plan = make_plan(global_batch, counts, sizes, mode, predicted.buckets)
+    plan = make_plan(global_batch, counts, sizes, mode, predicted.buckets, measured.speeds[0].grain)
     return Planned(plan, speeds, predicted, measured.wires, links=measured.links)

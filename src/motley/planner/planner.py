@@ -19,6 +19,7 @@ from motley.planner.measured_plan import Planned, measure_and_plan
 from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
+from motley.tasks.task import Task
 
 
 def plan_batch(
@@ -43,26 +44,40 @@ def plan_batch(
     named = config.wire
     asked = named and named.in_job(group.precisions)
     _check_engine(asked, group, traits)
+    grain = check_grain(task_of(config), config.batch_size)
     if config.shares is not None:
         shares = config.shares.of(group.size)
         sizes = (
             config.micro_batch.of(group.size)
             if config.micro_batch
-            else whole_shares(config.batch_size, shares)
+            else whole_shares(config.batch_size, shares, grain)
         )
         mode = asked if asked is not None and group.size > 1 else EXACT
-        planned = Planned(make_plan(config.batch_size, shares, sizes, mode))
+        planned = Planned(make_plan(config.batch_size, shares, sizes, mode, grain=grain))
     elif run is not None and (before := _plan_before(world, run, group, config, traits)):
         group, planned = before
     else:
         equal = (1.0,) * group.size
-        make_plan(config.batch_size, equal, (1,) * group.size, EXACT)  # refuses a small batch
+        # Refuses a small batch.
+        make_plan(config.batch_size, equal, (grain,) * group.size, EXACT, grain=grain)
         group, planned = measure_and_plan(world, run, group, model, config, traits, asked)
     if (taken := planned.plan.wire).is_inexact:
         planned = planned.with_note(taken)
     elif named is not None and named != asked and not named.is_inexact:
         planned = planned.with_note(named)
     return group, planned
+
+
+def check_grain(task: Task, global_batch: int) -> int:
+    """The samples of a task that stay together; MotleyError unless the batch is whole groups."""
+    grain = task.grain
+    if global_batch % grain:
+        less = global_batch // grain * grain
+        raise MotleyError(
+            f"--batch-size {global_batch} is no multiple of {grain}, and {grain} samples "
+            f"{task.grain_is}; take {f'{less} or ' if less else ''}{less + grain}"
+        )
+    return grain
 
 
 def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTraits) -> None:
@@ -118,6 +133,7 @@ def _plan_before(
         reasons = {entry["rank"]: entry["reason"] for entry in left_out}
         group = shrink_group(world, group, kept, reasons)
     made = make_plan(
-        plan["global_batch"], plan["shares"], plan["max_micro_batch"], wire, plan["buckets"]
-    )
+        plan["global_batch"], plan["shares"], plan["max_micro_batch"], wire, plan["buckets"],
+        task_of(config).grain,
+    )  # fmt: skip
     return group, Planned(made, tuple(speeds), known)

@@ -127,6 +127,8 @@ def wires_of(
     own: dict[WireMode, AllReduceCost] | None = None
     if model is not None and group.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
+        numbers = sum(p.numel() for p in parameters)
+        frozen = sum(p.numel() for p in model.parameters()) / numbers - 1
         own = dict(known or {})
         for mode in dict.fromkeys(wanted):
             world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")
@@ -134,7 +136,8 @@ def wires_of(
                 own[mode] = AllReduceCost(0.0, 0.0)
             else:
                 known_cost = mode.cost_from(own[EXACT]) if EXACT in own else None
-                own[mode] = known_cost or measure_wire(parameters, mode)
+                found = known_cost or measure_wire(parameters, mode)
+                own[mode] = replace(found, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
         mode: traits.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)
@@ -186,9 +189,10 @@ def refine(
         speed = None
         if model is not None and group.rank is not None:
             speed, own = measured.speeds[group.rank], counts[group.rank]
-            sizes = (
-                cut(own, speeds[group.rank].micro_batch) if group.workers[group.rank].uuid else ()
-            )
+            sizes: tuple[int, ...] = ()
+            if group.workers[group.rank].uuid:
+                grain, m = speed.grain, speeds[group.rank].micro_batch
+                sizes = tuple(grain * groups for groups in cut(own // grain, m // grain))
             if shows and 0 < own <= (most or own) and has_room(model, speed, own):
                 sizes = (*sizes, own)
             speed = with_sizes(model, speed, sizes)
@@ -218,4 +222,5 @@ def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
         tuple(sizes),
         tuple(statistics.median(table[size] for table in tables) for size in sizes),
         statistics.median(speed.step_s for speed in speeds),
+        grain=speeds[0].grain,
     )

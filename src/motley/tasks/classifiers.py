@@ -1,13 +1,17 @@
 """timm's image classifiers: which there are, how large their images are, how they are made."""
 
+import sys
 from typing import Any
 
 import timm
+import torch
+from timm.data import resolve_data_config
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 from motley.errors import MotleyError
+from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
 
 
@@ -39,20 +43,40 @@ def native_size(name: str) -> int:
     return int(pretrained.input_size[-1]) if pretrained else 224
 
 
+def data_config(name: str) -> dict[str, Any]:
+    """Mean, std, interpolation and crop that a model was made with; ImageNet's usual ones of a
+    model of which timm does not say."""
+    known: Any = timm.get_pretrained_cfg(name)
+    own = {"interpolation": "bilinear"} if known is None else known.to_dict()
+    return dict(resolve_data_config({}, pretrained_cfg=own))  # type: ignore[no-untyped-call]
+
+
+def has_fixed_size(name: str) -> bool:
+    """Whether a model is made for images of one size, as a ViT is; a ResNet takes any."""
+    pretrained = timm.get_pretrained_cfg(name)
+    return pretrained is None or bool(pretrained.fixed_input_size)
+
+
 def build_classifier(name: str, **options: Any) -> nn.Module:
     """timm's model of this name; MotleyError if it cannot be built so."""
     try:
         net: nn.Module = timm.create_model(name, **options)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
+        if options.get("pretrained"):
+            raise MotleyError(
+                f"--pretrained: the weights of {name} are not here, and cannot be fetched "
+                f"({str(error).splitlines()[0]}); fetch them once where there is a network, or "
+                "give a file of them by --initial-checkpoint"
+            ) from None
         given = ", ".join(f"{key}={value}" for key, value in options.items())
         raise MotleyError(f"--model {name} cannot be built with {given}: {error}") from None
-    for part_name, part in net.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise MotleyError(
-                f"--model {name} has batch statistics ({part_name}), which unequal shares would "
-                "make differ between ranks; choose a model with layer norm, such as a ViT"
-            )
     return net
+
+
+def has_batch_norm(name: str) -> bool:
+    """Whether a model takes statistics of the batch."""
+    with torch.device("meta"):
+        return bool(batch_norms(build_classifier(name)))
 
 
 def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
@@ -62,3 +86,16 @@ def blocks_of(net: nn.Module) -> dict[str, nn.Module]:
         name: part for name, part in net.named_modules()
         if name.split(".")[-2:-1] == ["blocks"]
     }  # fmt: skip
+
+
+def head_of(net: nn.Module) -> tuple[str, ...]:
+    """The path of what tells the classes apart; of both, where a model has two."""
+    found: Any = net.get_classifier() if hasattr(net, "get_classifier") else ()  # type: ignore[operator]
+    heads = found if isinstance(found, tuple | list) else (found,)
+    return tuple(name for name, part in net.named_modules() if any(part is head for head in heads))
+
+
+def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Weights as timm's model takes them: of other names, or of images of another size."""
+    convert = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
+    return tensors if convert is None else dict(convert(tensors, net))

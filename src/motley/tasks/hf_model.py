@@ -96,11 +96,10 @@ class HfModel:
         return found if isinstance(found, int) else None
 
     def build(self, dropout: float) -> nn.Module:
-        """The model in fp32, on the CPU; what is random comes from torch.
+        """The model in fp32, on the CPU, with random weights, from torch's random numbers.
 
         Raises:
-            MotleyError: it cannot be built, or its weights not be read; or it is none that tells
-                each token from those before it.
+            MotleyError: it cannot be built, or is none that tells each token from those before it.
         """
         transformers = import_extra("transformers", self.option)
         config = self.config
@@ -111,12 +110,11 @@ class HfModel:
             raise MotleyError(self._no_language_model("transformers has no causal model of it"))
         with _quiet(transformers):
             try:
-                if self.with_weights:
-                    net = self._read(maker, config)
-                else:
-                    net = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
-            except (OSError, ValueError, RuntimeError, TypeError) as error:
-                raise MotleyError(f"{self.said} cannot be built: {_first_line(error)}") from error
+                net = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            except Exception as error:
+                raise MotleyError(
+                    f"{self.said}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
+                ) from error
         if not _is_causal(net, self.vocabulary):
             raise MotleyError(
                 self._no_language_model("what it says of a token depends on later ones")
@@ -131,13 +129,25 @@ class HfModel:
             f"{why}: is it an encoder, such as BERT? Take a decoder, such as GPT-2 or Llama"
         )
 
-    def _read(self, maker: Any, config: Any) -> Any:
-        """With the weights of the folder; MotleyError if these are not all, or others'."""
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the folder, fp32, by the names of :meth:`build`: transformers knows how older
+        files call them.
+
+        Raises:
+            MotleyError: there are none, none that are safe to read, not all, or others'.
+        """
         self._check_files()
-        net, told = maker.from_pretrained(
-            self.path, config=config, dtype=torch.float32, local_files_only=True,
-            trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+        transformers = import_extra("transformers", self.option)
+        with _quiet(transformers):
+            try:
+                net, told = transformers.AutoModelForCausalLM.from_pretrained(
+                    self.path, config=self.config, dtype=torch.float32, local_files_only=True,
+                    trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+                )  # fmt: skip
+            except Exception as error:
+                raise MotleyError(
+                    f"{self.said}: its weights cannot be read: {_first_line(error)}"
+                ) from error
         for key, says in {
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
         }.items():  # fmt: skip
@@ -147,7 +157,8 @@ class HfModel:
                     f"{self.said} {says} {len(names)} of the model's weights, such as {names[0]}; "
                     f"is its {_CONFIG} of another model?"
                 )
-        return net
+        found: dict[str, Tensor] = net.state_dict()
+        return found
 
     def _check_files(self) -> None:
         if any(next(self.path.glob(each), None) for each in _WEIGHTS):

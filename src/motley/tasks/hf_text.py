@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from motley.config.numbers import above_zero, names, positive
 from motley.config.option import Decides, option
 from motley.errors import MotleyError
 from motley.tasks.corpus import TOKENIZER, Corpus
 from motley.tasks.hf_model import HfModel
-from motley.tasks.lora import add_lora
+from motley.tasks.lora import add_lora, beside_lora, matrices
 from motley.tasks.task import Task
 
 MODEL, NUMBERS, SPEED, NOTHING = (
@@ -95,6 +95,20 @@ class HfOptions(Task):
                 f"--tokens {corpus.kind}: there are {corpus.vocabulary} of them, and {model.said} "
                 f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
             )
+
+    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+        """See Task."""
+        if self.named is None or not self.named.with_weights:
+            return None
+        return self.named.weights(), str(self.named.path)
+
+    def head(self, net: nn.Module) -> tuple[str, ...]:
+        """See Task: what begins anew beside weights from elsewhere."""
+        return matrices(net)
+
+    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+        """See Task."""
+        return beside_lora(tensors, net)
 
     def with_lora(self, net: nn.Module) -> nn.Module:
         """The network, as ``--lora`` wants it."""

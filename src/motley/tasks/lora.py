@@ -3,7 +3,9 @@
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; by the peft library.
 """
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 
 from motley.errors import MotleyError
 from motley.tasks.extras import import_extra
@@ -42,6 +44,19 @@ def add_lora(
             f"has {', '.join(_layers(net))}"
         )
     return found
+
+
+def matrices(net: nn.Module) -> tuple[str, ...]:
+    """Paths of LoRA's own modules."""
+    return tuple(
+        path for path, _ in net.named_modules() if path.rsplit(".", 1)[-1].startswith("lora_")
+    )
+
+
+def beside_lora(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Weights of a model without LoRA, by the names that they have with it."""
+    moved = {name.replace(".base_layer.", "."): name for name in net.state_dict()}
+    return {moved.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _layers(net: nn.Module) -> list[str]:

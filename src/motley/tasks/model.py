@@ -1,7 +1,7 @@
 """A task's network and its loss in one module, so that all engines see one rule for dtypes."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ from motley.config.options import Config
 from motley.data.batch import Tensors
 from motley.data.loader import first_batch
 from motley.errors import MotleyError
-from motley.tasks.task import Task
+from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
+from motley.tasks.task import Task, is_in
 from motley.text import did_you_mean
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,9 +26,41 @@ def build_net(task: Task, config: Config) -> nn.Module:
     """The task's network, with weights drawn from ``--seed``, as its options want it."""
     torch.manual_seed(config.seed)
     net = task.model()
+    if config.freeze:
+        freeze(net, config.freeze, task.head(net))
     if config.grad_checkpointing:
         recompute(net, config.grad_checkpointing, task.blocks(net))
     return net
+
+
+def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
+    """Have parameters not be trained.
+
+    Args:
+        names: of them or of modules, by path or its last word; ``backbone``: all but ``head``.
+    """
+    parameters = dict(net.named_parameters())
+    paths = [path for path, _ in (*net.named_modules(), *parameters.items()) if path]
+    for name in names:
+        if name == "backbone" and not head:
+            raise MotleyError(
+                "--freeze backbone: this task does not say which part is the head; name the parts "
+                f"that are not to be trained, as in --freeze {paths[0]}"
+            )
+        chosen = [path for path in paths if name in (path, path.rsplit(".", 1)[-1])]
+        if name == "backbone":
+            chosen = [path for path in parameters if not is_in(path, head)]
+        if not chosen:
+            known = dict.fromkeys(
+                word for path in paths for word in (path.rsplit(".", 1)[-1], path)
+            )
+            raise MotleyError(
+                f"--freeze {name}: the model has no such part{did_you_mean(name, known)}; name "
+                "some by path, as in blocks.0, or by its last word; or take backbone"
+            )
+        for path, parameter in parameters.items():
+            if is_in(path, chosen):
+                parameter.requires_grad_(False)
 
 
 def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Module]) -> None:
@@ -126,6 +159,7 @@ class TaskModel(nn.Module):
     Attributes:
         example: some samples.
         score_names: of what :meth:`forward` gives of held-out samples, in order.
+        statistics: of batch norms, if it has any.
     """
 
     measuring_s = 11.0  # that measuring its speed may take; all ranks measure at once
@@ -133,6 +167,15 @@ class TaskModel(nn.Module):
     def __init__(self, task: Task, net: nn.Module, precision: str, device: torch.device) -> None:
         super().__init__()
         self.task, self.net, self.device = task, net.to(device), device
+        keep_frozen(net)
+        norms = batch_norms(net)
+        if norms and task.grain == 1:
+            raise MotleyError(
+                f"the model has batch norm ({next(iter(norms))}), whose statistics unequal shares "
+                "would make differ: give the task a grain, the samples over which they are "
+                "taken, as in grain = 32"
+            )
+        self.statistics = GroupStatistics(net, task.grain) if norms else None
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)

@@ -11,7 +11,7 @@
 ``--task FILE.py`` takes the one such class in a file; see examples/my_task.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,12 +35,17 @@ class Task:
         noun: what a sample is called. unit: what a rate counts.
         weight: of a usual sample, in these: what the mean over a batch is divided by, before the
             true weights are known.
-        grain: consecutive samples of the global order that depend on each other (batch norm), and
-            therefore stay together.
+        grain: consecutive samples of the global order that depend on each other (batch norm takes
+            its statistics over them), and therefore stay together. A micro-batch of G groups has
+            them interleaved: row k * G + j is sample k of group j. What is left of a ragged last
+            batch is a shorter group, in a micro-batch of its own.
+        grain_is: why they do, behind "32 samples", and which option decides it.
         block_classes: names of classes of modules that are sharded and recomputed as one; empty:
             those of the longest lists of equal modules.
         fp32: modules, by path or by its last word, that never compute in 16 bits.
         keeps: a run is worth checkpoints; not where there is nothing to learn.
+        recipes: options by a name that ``--recipe`` takes, as a user would write them; what he does
+            write comes after them.
         needs_workers: reading a sample takes longer than asking another process to.
     """
 
@@ -48,8 +53,10 @@ class Task:
     unit: ClassVar[str] = "samples"
     weight: float = 1.0
     grain: int = 1
+    grain_is: str = "stay together in this task, as its grain says"
     block_classes: ClassVar[tuple[str, ...]] = ()
     fp32: ClassVar[tuple[str, ...]] = ()
+    recipes: ClassVar[Mapping[str, str]] = {}
     keeps: bool = True
     needs_workers: bool = True
 
@@ -126,6 +133,20 @@ class Task:
         """Modules that are sharded and recomputed as one, by name, in order."""
         return find_blocks(net, self.block_classes)
 
+    def head(self, net: nn.Module) -> tuple[str, ...]:
+        """Names of the parts whose shape the data decides, as the classes do: they are made anew
+        where a run begins with weights of other data."""
+        return ()
+
+    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+        """Weights by name that a new run begins with, and where they are from; None: random ones.
+        One rank asks, and gives them to the others."""
+        return None
+
+    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+        """Weights from elsewhere, by the names and in the shapes of ``net``."""
+        return tensors
+
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and a run that goes on from it must agree on besides options; JSON."""
         return {}
@@ -151,3 +172,8 @@ class Task:
 def weighs(task: Task) -> bool:
     """Whether samples may count differently; else the weight of a batch is known before it."""
     return type(task).weights is not Task.weights
+
+
+def is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether a parameter is one of ``parts``, or in one of them; all by path."""
+    return any(name == part or name.startswith(f"{part}.") for part in parts)

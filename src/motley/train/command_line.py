@@ -1,5 +1,6 @@
 """The options of the training scripts, with all that is registered for them."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions
 from motley.errors import MotleyError
 from motley.tasks.find import USUAL, known_tasks, task_class
+from motley.text import did_you_mean
 
 
 def training_parser(
@@ -82,20 +84,35 @@ def read_config(
     Args:
         strict: what no option takes is an error; else it is passed over.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        add_task(parser, arguments)
-        known, unknown = parser.parse_known_args(arguments)
+        words = [*add_task(parser, words), *words]
+        known, unknown = parser.parse_known_args(words)
         if unknown and strict:
-            parser.parse_args(arguments)  # says what is wrong
+            parser.parse_args(words)  # says what is wrong
         return parser.config_of(known)
     except MotleyError as error:
         parser.error(str(error))
 
 
-def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> None:
-    """Have a parser know the options of the task that the command line names."""
+def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> list[str]:
+    """Have a parser know the options of the task that the command line names.
+
+    Returns:
+        The words of ``--recipe``, to be put before the user's.
+    """
     first = OneVoice(add_help=False, allow_abbrev=False)
     first.error = parser.error  # type: ignore[method-assign]
     first.add_argument("--task", default=USUAL)
-    name = first.parse_known_args(arguments)[0].task
-    parser.add_own(task_class(name), f"--task {name}")
+    first.add_argument("--recipe")
+    asked = first.parse_known_args(arguments)[0]
+    task = task_class(asked.task)
+    parser.add_own(task, f"--task {asked.task}")
+    if asked.recipe is None or not task.recipes:  # then it is an unknown option
+        return []
+    if asked.recipe not in task.recipes:
+        raise MotleyError(
+            f"--recipe {asked.recipe} is unknown{did_you_mean(asked.recipe, task.recipes)}; choose "
+            f"{', '.join(task.recipes)}"
+        )
+    return task.recipes[asked.recipe].split()

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
 from motley.checkpoint.transfer import save
 from motley.comm.collectives import all_gather_floats, release_groups
@@ -39,6 +40,7 @@ from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import check_numbers, readable, rebalance, shrink_micro_batches
+from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
 
@@ -65,9 +67,10 @@ def train(
 
     # All that can be wrong with the options is said before the run's records are touched.
     model = open_model(group, config, make_model)
+    notes = [] if run.resume_from else load_initial(model, config)
     group, planned = plan_batch(world, run, group, model, config, engine_factory.traits)
     run.check_leader(group.workers[0].rank)
-    begun = begin(run, group, planned, config, engine_factory, model, monitor)
+    begun = begin(run, group, planned, config, engine_factory, model, monitor, notes)
     plan = begun.job.plan if begun else planned.plan
     run.start(records_of(config, group, plan, planned, engine_factory.traits))
     print_summary(world, run, group, planned, plan, config)
@@ -166,8 +169,8 @@ class Loop:
             if result.retry:
                 return False  # the same samples, as the new plan cuts them
         check_numbers(job, self._plan, before, result, indices)
-        lr = float(job.engine.optimizer.param_groups[0]["lr"])
-        timed = self._recorder.step(before, lr, batch, result)
+        rate = rate_of(job.engine.optimizer)
+        timed = self._recorder.step(before, rate, batch, result)
         self._state = job.length.after(before, batch.global_batch)
         if not self._save():
             return False  # from the checkpoint again

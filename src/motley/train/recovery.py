@@ -115,7 +115,7 @@ def shrink_micro_batches(
         smaller = plan.halved(tuple(short))
     except ValueError:
         raise NoMemoryError(
-            f"out of memory with micro-batches of one sample ({said}); wait until others leave, "
+            f"out of memory with the smallest micro-batches ({said}); wait until others leave, "
             "or take the host out of hosts.txt, and continue with --resume auto"
         ) from None
     before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
 
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
@@ -27,6 +27,7 @@ from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
 from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.loss_scale import search_scale
+from motley.train.schedule import make_schedule
 
 # Of the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
@@ -51,9 +52,10 @@ class Job:
     loader: Loader
     model: TaskModel
     engine: Engine
-    schedule: CosineLRScheduler
+    schedule: Scheduler
     checkpoints: Checkpoints
     numbers: int
+    trained: int
     length: Length
     saved_config: dict[str, Any]
     notes: list[Note]
@@ -100,8 +102,13 @@ def begin(
     engine_factory: EngineFactory,
     model: TaskModel | None,
     monitor: MonitorFactory,
+    initial: Sequence[str],
 ) -> Begun | None:
-    """Put a job together and load what it continues; None on a rank that is left out."""
+    """Put a job together and load what it continues; None on a rank that is left out.
+
+    Args:
+        initial: what is to be said of the weights that it begins with.
+    """
     if group.rank is None or model is None:
         return None
     job = assemble(run, group, planned, config, engine_factory, model, monitor)
@@ -109,7 +116,8 @@ def begin(
     budget = budget_of(job, state, planned) if group.rank == 0 else None
     if budget is not None:
         budget.check()
-    return Begun(job, state, [*(("resume", note, {}) for note in notes), *job.notes], budget)
+    said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
+    return Begun(job, state, [*((kind, text, {}) for kind, text in said), *job.notes], budget)
 
 
 def assemble(
@@ -133,6 +141,7 @@ def assemble(
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
     numbers = sum(value.numel() for value in model.net.state_dict().values())
+    trained = sum(each.numel() for each in model.net.parameters() if each.requires_grad)
     engine = engine_factory(  # some leave no rank a whole parameter
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
@@ -148,7 +157,7 @@ def assemble(
         config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
-        length=length,
+        trained=trained, length=length,
         saved_config={**config.as_json(), **identity_of(config)}, notes=notes,
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
@@ -168,30 +177,13 @@ def _watch(
     )
 
 
-def make_schedule(
-    optimizer: torch.optim.Optimizer, config: Config, steps_an_epoch: int
-) -> CosineLRScheduler:
-    """Linear warm-up, then a cosine down to ``--min-lr`` at the end of the last epoch."""
-    total = steps_an_epoch * config.epochs
-    warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
-    return CosineLRScheduler(
-        optimizer,
-        t_initial=total - warmup,
-        lr_min=config.min_lr,
-        warmup_t=warmup,
-        warmup_lr_init=config.lr / (warmup + 1),
-        warmup_prefix=True,
-        t_in_epochs=False,
-    )
-
-
 def budget_of(job: Job, position: TrainState, planned: Planned) -> Budget:
     """What the rest of the run is going to take; on the rank that writes."""
     job.checkpoints.sweep()
     steps = job.length.last_step(position) - position.step
     return Budget(
         steps, planned.forecast.step_s if planned.forecast else None,
-        checkpoint=checkpoint_bytes(job.numbers, job.config, job.plan),
+        checkpoint=checkpoint_bytes(job.numbers, job.trained, job.config, job.plan),
         saves=job.length.saves_left(position), keep=job.config.keep,
         there=len(job.checkpoints.found(position.step)),
         free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,

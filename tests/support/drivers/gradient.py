@@ -1,7 +1,9 @@
-"""On every rank: unequal splits give the gradient of one process.
+r"""On every rank: unequal splits give the gradient of one process.
 
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py ddp
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py zero
+    mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py ddp \
+      --model resnet18 --img-size 32 --bn-group 4
 
 Prints the largest relative difference over random shares and micro-batches: in fp64
 through DDP, in fp32 through DeepSpeed, which refuses to reduce fp64 gradients.
@@ -25,7 +27,7 @@ from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, build_net
 from motley.train.command_line import read_config, training_parser
 
-ENGINE = sys.argv[1]
+ENGINE, *OPTIONS = sys.argv[1:]
 
 
 def engine_class() -> type:
@@ -41,7 +43,7 @@ def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 
 def main(world: World) -> None:
-    config = read_config(training_parser(""), ["--model", "vit_digits"])
+    config = read_config(training_parser(""), OPTIONS)
     group = join_process_group(world, read_precisions("fp32"))
     device = torch.device("cpu")
     task = task_of(config)
@@ -67,8 +69,10 @@ def main(world: World) -> None:
         n = choose.randint(group.size, 40)
         shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(group.size)]
         shares[choose.randrange(group.size)] = 3
-        sizes = [choose.randint(1, 20) for _ in range(group.size)]
-        plan = make_plan(n, shares, sizes, EXACT, buckets)
+        grain = task.grain
+        n = max(n, grain * group.size)
+        sizes = [choose.randint(grain, 20) for _ in range(group.size)]
+        plan = make_plan(n, shares, sizes, EXACT, buckets, grain)
         engine.reconfigure(plan)
         engine.scale.value = 2.0 ** choose.randint(0, 20)
 
@@ -81,9 +85,11 @@ def main(world: World) -> None:
 
         engine.optimizer.zero_grad(set_to_none=False)
         alone = Loader(task, config, 0, device)
-        _, micro_batches = next(iter(alone.steps(trial, 0, make_plan(n, [1.0], [n], EXACT))))
-        for batch, _ in micro_batches:
-            model(batch.data).mean().backward()
+        _, micro_batches = next(
+            iter(alone.steps(trial, 0, make_plan(n, [1.0], [n], EXACT, grain=grain)))
+        )
+        for batch, _ in micro_batches:  # two, if the last group is a short one
+            (model(batch.data).sum() / n).backward()
         theirs = gradient(parameters)
         worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
     print(f"rank {group.rank}: worst {worst:.3e}", flush=True)

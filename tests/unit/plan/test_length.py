@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from torch import nn
 
 from motley.plan.length import Length, TrainState
 from motley.train.command_line import read_config, training_parser
-from motley.train.setup import make_schedule
+from motley.train.schedule import make_schedule, rate_of
 
 
 def walk(length: Length, start: TrainState, until: int | None = None) -> list[TrainState]:
@@ -67,3 +68,23 @@ def test_the_rate_of_an_unchanged_batch_is_that_of_its_step_to_the_bit(
             rates[-1].append(optimizer.param_groups[0]["lr"])
     assert rates[0] == rates[1]
     assert len(rates[0]) == epochs * math.ceil(samples / batch)
+
+
+@pytest.mark.parametrize(
+    ("words", "rates"),
+    [
+        (["--sched", "step", "--decay-epochs", "2"], [5e-4, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5]),
+        (["--sched", "multistep", "--decay-milestones", "3,5", "--decay-rate", "0.5"],
+         [5e-4, 1e-3, 1e-3, 5e-4, 5e-4, 2.5e-4]),
+        (["--sched", "poly", "--min-lr", "0"], [5e-4, 1e-3, 8e-4, 6e-4, 4e-4, 2e-4]),
+    ],
+)  # fmt: skip
+def test_schedules_are_timms_and_of_steps(words: list[str], rates: list[float]) -> None:
+    config = read_config(training_parser(""), [*words, "--epochs", "6", "--warmup-epochs", "1"])
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=config.lr)
+    schedule = make_schedule(optimizer, config, 1)
+    found = []
+    for step in range(6):
+        schedule.step_update(step)
+        found.append(rate_of(optimizer))
+    assert found == pytest.approx(rates)

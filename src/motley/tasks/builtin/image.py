@@ -10,28 +10,56 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.config.numbers import fraction, positive
+from motley.config.numbers import fraction, naturals, not_negative, positive
 from motley.config.option import Decides, option
 from motley.data.batch import Tensors
 from motley.data.dataset import find_dataset, known_datasets
-from motley.data.images import NO_LABEL, Images, of_files
+from motley.data.images import NO_LABEL, Images, of_classes, of_files
+from motley.data.mixing import Mixing, mix
 from motley.data.source import Source
-from motley.data.transforms import Transform, evaluation_transform, training_transform
-from motley.tasks.classifiers import blocks_of, build_classifier, native_size
+from motley.data.transforms import Look, Transform
+from motley.errors import MotleyError
+from motley.tasks.classifiers import (
+    adapted,
+    blocks_of,
+    build_classifier,
+    data_config,
+    has_batch_norm,
+    has_fixed_size,
+    head_of,
+    native_size,
+)
 from motley.tasks.task import Net, Task
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+
+
+# DeiT's of ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024); the usual one for
+# weights that are there; and what the lab of lab/tesla_lab.json did, whose images fill no epoch.
+RECIPES = {
+    "deit": (
+        "--epochs 300 --warmup-epochs 5 --lr 1e-3 --min-lr 1e-5 --weight-decay 0.05 "
+        "--drop-path 0.1 --aa rand-m9-mstd0.5-inc1 --reprob 0.25 --mixup 0.8 --cutmix 1.0"
+    ),
+    "finetune": (
+        "--pretrained --epochs 30 --warmup-epochs 3 --lr 5e-4 --min-lr 1e-6 --weight-decay 0.05 "
+        "--layer-decay 0.75 --drop-path 0.1 --clip-grad 1.0"
+    ),
+    "lab": "--epochs 100 --warmup-epochs 10 --lr 1e-3 --aa rand-m7-mstd0.5 --reprob 0.25",
+}
 
 
 @dataclass(frozen=True)
 class ImageTask(Task):
     """Images and their classes.
 
-    A batch is ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n].
+    A batch is ``images``, uint8 [n, C, H, W], and ``labels``, int64 [n]; where images are mixed,
+    also ``partners``, the labels of the others, and ``own``, the weights of ``labels``, fp32 [n].
     """
 
     noun = "image"
     unit = "images"
+    recipes = RECIPES
 
     name: str | None = option(
         "timm name; default: vit_digits for digits, else vit_base_patch16_224",
@@ -50,13 +78,62 @@ class ImageTask(Task):
     )  # fmt: skip
     data_dir: str = option("default: data", NUMBERS, "data", metavar="DIR")
     augment: bool = option("no random crops and flips", NUMBERS, True)
+    recipe: str | None = option(
+        f"{'; '.join(f'{name}: {words}' for name, words in RECIPES.items())}; what you write "
+        "besides comes after it",
+        Decides.NOTHING, metavar="|".join(RECIPES),
+    )  # fmt: skip
+    aa: str | None = option(
+        "timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; default: none",
+        NUMBERS, metavar="POLICY",
+    )  # fmt: skip
+    color_jitter: float = option(
+        "of brightness, contrast and saturation, default 0", NUMBERS, 0.0, read=not_negative,
+        metavar="J",
+    )  # fmt: skip
+    reprob: float = option(
+        "random erasing, by noise, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
+    )
+    mixup: float = option(
+        "alpha of mixup; samples 2k and 2k + 1 of a batch are mixed; default 0: none",
+        NUMBERS | SPEED | Decides.PLAN, 0.0, read=not_negative, metavar="A",
+    )  # fmt: skip
+    cutmix: float = option(
+        "alpha of CutMix, default 0: none", NUMBERS | SPEED | Decides.PLAN, 0.0,
+        read=not_negative, metavar="A",
+    )  # fmt: skip
+    mixup_prob: float = option(
+        "that a pair is mixed, default 1", NUMBERS, 1.0, read=fraction, metavar="P"
+    )
+    mixup_switch_prob: float = option(
+        "that it is by CutMix, where both are given, default 0.5", NUMBERS, 0.5, read=fraction,
+        metavar="P",
+    )  # fmt: skip
+    pretrained: bool = option(
+        "begin with timm's weights of this model, from its hub or cache", NUMBERS, False
+    )
+    classes: tuple[int, ...] | None = option(
+        "of these classes of the data set alone, counted from 0 in this order; default: all",
+        MODEL, read=naturals, metavar="C,...",
+    )  # fmt: skip
     smoothing: float = option(
         "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
     )
 
+    bn_group: int = option(
+        "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
+        "default 32. --batch-size must be a multiple, and shares are",
+        NUMBERS | SPEED | Decides.PLAN, 32, read=positive, metavar="G",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         if self.name is None:  # records tell the model that was trained
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
+        if self._mixing and has_batch_norm(str(self.name)) and self.bn_group % 2:
+            raise MotleyError(
+                f"--bn-group {self.bn_group}: --mixup and --cutmix mix two neighbours, who share a "
+                "batch norm; give an even number"
+            )
 
     @cached_property
     def size(self) -> int:
@@ -65,17 +142,47 @@ class ImageTask(Task):
         return self.img_size or own
 
     @cached_property
+    def grain(self) -> int:  # type: ignore[override]
+        """See Task."""
+        return self.bn_group if has_batch_norm(str(self.name)) else 2 if self._mixing else 1
+
+    @property
+    def grain_is(self) -> str:  # type: ignore[override]
+        """See Task."""
+        if has_batch_norm(str(self.name)):
+            return "share one batch norm (--bn-group)"
+        return "are mixed with one another (--mixup, --cutmix)"
+
+    @cached_property
+    def _mixing(self) -> Mixing:
+        return Mixing(self.mixup, self.cutmix, self.mixup_prob, self.mixup_switch_prob)
+
+    @cached_property
     def images(self) -> Images:
         """``--dataset``, opened."""
-        return find_dataset(self.dataset).open(Path(self.data_dir), self.size)
+        images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
+        return images if self.classes is None else of_classes(images, self.classes)
+
+    @cached_property
+    def look(self) -> Look:
+        """How the model wants its images: as it was made for, unless the data set knows better."""
+        usual, images = data_config(str(self.name)), self.images
+        known = images.mean and images.std and not self.pretrained
+        return Look(
+            self.size,
+            tuple(images.mean if known and images.mean else usual["mean"])[: images.channels],
+            tuple(images.std if known and images.std else usual["std"])[: images.channels],
+            usual["interpolation"], usual["crop_pct"], self.augment, self.aa or "",
+            self.color_jitter, self.reprob,
+        )  # fmt: skip
 
     @cached_property
     def _training(self) -> Transform:
-        return training_transform(self.images, self.size, self.augment)
+        return self.look.of_training(self.images)
 
     @cached_property
     def _evaluation(self) -> Transform:
-        return evaluation_transform(self.images, self.size)
+        return self.look.of_evaluation(self.images)
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
@@ -99,7 +206,7 @@ class ImageTask(Task):
         optional = {
             "drop_rate": self.drop,
             "drop_path_rate": self.drop_path,
-            "img_size": self.img_size,
+            "img_size": self.img_size if has_fixed_size(str(self.name)) else None,
         }
         options |= {key: value for key, value in optional.items() if value}
         return build_classifier(str(self.name), **options)
@@ -107,6 +214,24 @@ class ImageTask(Task):
     def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
         """See Task."""
         return blocks_of(net)
+
+    def head(self, net: nn.Module) -> tuple[str, ...]:
+        """See Task."""
+        return head_of(net)
+
+    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+        """See Task: position embeddings of another size of images among others."""
+        return adapted(tensors, net)
+
+    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+        """See Task."""
+        if not self.pretrained:
+            return None
+        size = {"img_size": self.size} if self.img_size and has_fixed_size(str(self.name)) else {}
+        net = build_classifier(
+            str(self.name), pretrained=True, in_chans=self.images.channels, **size
+        )
+        return net.state_dict(), f"timm's {self.name}"
 
     def data(self, held_out: bool) -> Source:
         """See Task."""
@@ -125,8 +250,10 @@ class ImageTask(Task):
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """See Task."""
         image, label = item
-        pixels = self._training(image) if training else self._evaluation(image)
-        return {"images": pixels, "labels": label}
+        if not training:
+            return {"images": self._evaluation(image), "labels": label}
+        found = {"images": self._training(image), "labels": label}
+        return found | {"drawn": self._mixing.draw()} if self._mixing else found
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
         """See Task."""
@@ -135,6 +262,9 @@ class ImageTask(Task):
         for row, sample in enumerate(samples):
             images[row] = sample["images"].expand(shape)
         labels = torch.tensor([sample["labels"] for sample in samples], dtype=torch.int64)
+        if "drawn" in samples[0]:
+            drawn = torch.stack([sample["drawn"] for sample in samples])
+            return mix(images, labels, drawn, self.grain)
         return {"images": images, "labels": labels}
 
     def logits(self, net: Net, images: Tensor) -> Tensor:
@@ -154,17 +284,24 @@ class ImageTask(Task):
             shape = (1, self.images.channels, 1, 1)
             mean, std = (
                 255 * torch.tensor(each, device=device).view(shape)
-                for each in (self.images.mean, self.images.std)
+                for each in (self.look.mean, self.look.std)
             )
             kept[device] = mean, std
         return kept[device]
 
     def losses(self, net: Net, batch: Tensors) -> Tensor:
         """See Task."""
-        return functional.cross_entropy(
-            self.logits(net, batch["images"]), batch["labels"],
-            label_smoothing=self.smoothing, reduction="none",
-        )  # fmt: skip
+        logits = self.logits(net, batch["images"])
+
+        def against(labels: Tensor) -> Tensor:
+            return functional.cross_entropy(
+                logits, labels, label_smoothing=self.smoothing, reduction="none"
+            )
+
+        losses = against(batch["labels"])
+        if "own" in batch:
+            losses = batch["own"] * losses + (1 - batch["own"]) * against(batch["partners"])
+        return losses
 
     def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
         """See Task; the loss is without smoothing."""

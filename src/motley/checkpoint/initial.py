@@ -1,0 +1,157 @@
+"""Weights that a run begins with: of another run, of a file, or of a folder of timm's or Hugging
+Face's."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from motley.checkpoint.store import checkpoints_at, newest_whole
+from motley.checkpoint.transfer import spread
+from motley.config.options import Config
+from motley.errors import MotleyError
+from motley.tasks.model import TaskModel
+from motley.tasks.task import Task, is_in
+
+_LOCAL = "local-dir:"  # timm's word for a folder, in place of a name at a hub
+_IN_FOLDERS = ("model.safetensors", "pytorch_model.bin")
+_NESTED = ("state_dict", "state_dict_ema", "model", "model_ema")  # where pickles keep weights
+_SHOWN = 3  # names in a message
+
+
+def load_initial(model: TaskModel | None, config: Config) -> list[str]:
+    """Begin with ``--initial-checkpoint``, or with what the task says; all ranks that compute call
+    it.
+
+    Rank 0 reads, and gives the weights to the others.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        MotleyError: there are no weights, not to be trusted, or of another model.
+    """
+    asked = config.initial_checkpoint
+    if model is None:
+        return []
+    content: list[Any] = [None, None]
+    tensors: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        try:
+            found = (
+                model.task.pretrained_weights()
+                if asked is None
+                else read_weights(asked, config.trust)
+            )
+            if found is not None:
+                tensors, notes = fit(found[0], model.task, model.net, found[1])
+                content = [[f"begins with the weights of {found[1]}", *notes], None]
+        except MotleyError as error:  # the others must hear of it
+            content = [None, str(error)]
+    dist.broadcast_object_list(content, src=0, device=model.device)
+    notes, wrong = content
+    if wrong:
+        raise MotleyError(wrong)
+    if notes is None:
+        return []
+    model.net.load_state_dict(spread(tensors, model.device), strict=False)
+    return list(notes)
+
+
+def read_weights(asked: str, trust: bool) -> tuple[dict[str, Tensor], Path]:
+    """Weights by name, on the CPU, and where they were found.
+
+    Args:
+        asked: a run, one of its checkpoints, a file, or ``local-dir:`` and a folder.
+        trust: pickles are read too.
+    """
+    flag = f"--initial-checkpoint {asked}"
+    path = Path(asked.removeprefix(_LOCAL))
+    if not asked.startswith(_LOCAL) and (found := checkpoints_at(path)):
+        folder, content, _, _ = newest_whole(found)
+        prefix = "model."
+        return {
+            n.removeprefix(prefix): t for n, t in content.items() if n.startswith(prefix)
+        }, folder
+    if path.is_dir():
+        inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
+        if not inside:
+            raise MotleyError(
+                f"{flag}: neither checkpoints nor {' nor '.join(_IN_FOLDERS)} are in this folder"
+            )
+        path = inside[0]
+    if not path.is_file():
+        raise MotleyError(f"{flag}: there is no such run, file or folder on rank 0's machine")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path), path
+        except (SafetensorError, OSError) as error:
+            raise MotleyError(f"{flag}: {path} is damaged: {error}") from None
+    if not trust:
+        raise MotleyError(
+            f"{flag}: {path.name} is no .safetensors, but perhaps a pickle, which may hold code; "
+            "convert it, or add --trust to read the tensors in it, and nothing else"
+        )
+    return _read_pickle(flag, path), path
+
+
+def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MotleyError(f"{flag}: it holds more than tensors, or is damaged: {why}") from None
+    while isinstance(content, Mapping):
+        inner = [content[name] for name in _NESTED if isinstance(content.get(name), Mapping)]
+        if not inner:
+            break
+        content = inner[0]
+    if not isinstance(content, Mapping) or not all(isinstance(t, Tensor) for t in content.values()):
+        raise MotleyError(f"{flag}: it is no table of tensors by name")
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
+
+
+def fit(
+    tensors: dict[str, Tensor], task: Task, net: nn.Module, source: Path | str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights that ``net`` takes as they are, and what is said of the others.
+
+    Raises:
+        MotleyError: they are of another model.
+    """
+    tensors = task.adapt(dict(tensors), net)
+    own, head = net.state_dict(), task.head(net)
+    outside = {name for name in own if not is_in(name, head)}
+    missing = sorted(outside - tensors.keys())
+    unknown = sorted(name for name in tensors.keys() - own.keys() if not is_in(name, head))
+    shaped = [
+        f"{name} is {_shape(tensors[name])} there and {_shape(own[name])} here"
+        for name in sorted(outside & tensors.keys()) if tensors[name].shape != own[name].shape
+    ]  # fmt: skip
+    if missing or unknown or shaped:
+        said = [
+            f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' * (len(names) > _SHOWN)}"
+            for names, what in ((missing, "missing"), (unknown, "unknown here"),
+                                (shaped, "of another shape")) if names
+        ]  # fmt: skip
+        raise MotleyError(
+            f"the weights of {source} are of another model; {'; '.join(said)}. Give the options of "
+            "the model that they were made with"
+        )
+    anew = sorted(
+        name for name in own.keys() - outside
+        if name not in tensors or tensors[name].shape != own[name].shape
+    )  # fmt: skip
+    notes = [f"made anew: {', '.join(anew)}, of another shape there"] if anew else []
+    taken = own.keys() & tensors.keys() - {*anew}
+    return {name: tensors[name].to(own[name].dtype) for name in sorted(taken)}, notes
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"

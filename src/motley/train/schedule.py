@@ -1,0 +1,32 @@
+"""The learning rate of each step, by timm's schedules."""
+
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch.optim import Optimizer
+
+from motley.config.options import Config
+
+
+def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> Scheduler:
+    """Linear warm-up, then ``--sched``; cosine, tanh and poly end with the last epoch at
+    ``--min-lr``. Of steps, not of epochs: timm takes what it calls epochs in any unit."""
+    total = steps_an_epoch * config.epochs
+    warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
+    # timm steps at the end of the update before a milestone.
+    milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
+    rate = config.decay_rate or (1.0 if config.sched == "poly" else 0.1)
+    schedule: Scheduler
+    schedule, _ = create_scheduler_v2(
+        optimizer, config.sched, num_epochs=total - warmup, min_lr=config.min_lr,
+        decay_epochs=max(1, round(config.decay_epochs * steps_an_epoch)), decay_rate=rate,
+        decay_milestones=milestones,
+        warmup_epochs=warmup, warmup_lr=config.lr / (warmup + 1), warmup_prefix=True,
+        step_on_epochs=False, updates_per_epoch=1,
+    )  # fmt: skip
+    return schedule
+
+
+def rate_of(optimizer: Optimizer) -> float:
+    """``--lr`` as the schedule has it now: of a parameter group whose rate is not scaled."""
+    group = optimizer.param_groups[0]
+    return float(group["lr"] / group.get("lr_scale", 1.0))

@@ -1,0 +1,55 @@
+"""The usual augmentation is the same whoever computes it, and a fine-tuning learns sooner."""
+
+import pytest
+from jobs import Jobs
+from project import DDP, ZERO
+
+pytestmark = pytest.mark.mpi
+
+RECIPE = ("--recipe", "deit", "--drop-path", 0, "--color-jitter", 0.2, "--layer-decay", 0.8,
+          "--precision", "fp32", "--batch-size", 90, "--max-steps", 17, "--clip-grad", 1.0,
+          "--epochs", 1, "--warmup-epochs", 0.2, "--eval-samples", 60)  # fmt: skip
+
+
+def test_mixed_and_augmented_images_are_learnt_as_by_one_rank(module_jobs: Jobs) -> None:
+    alone = module_jobs.train(1, DDP, "alone", *RECIPE)
+    assert alone.run["config"]["mixup"] == 0.8 and alone.run["config"]["epochs"] == 1
+    assert alone.steps()[-1]["n_global"] % 2, "the last batch is ragged, and odd"
+    for name, (ranks, script, *options) in {
+        "DDP": (5, DDP, "--shares", "5,4,3,2,1", "--micro-batch", 8),
+        "DeepSpeed 1": (3, ZERO, "--stage", 1, "--shares", "5,0,3"),
+    }.items():
+        run = module_jobs.train(ranks, script, name, *RECIPE, *options)
+        assert run.losses == pytest.approx(alone.losses, rel=2e-6)
+        assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-6)
+
+
+def test_who_begins_with_other_classes_learns_sooner(jobs: Jobs) -> None:
+    short = ("--batch-size", 60, "--warmup-epochs", 0, "--lr", 2e-3, "--data-fraction", 0.25)
+    jobs.train(1, DDP, "first", "--classes", "0,1,2,3,4", "--epochs", 12, *short[:-2])
+    words = ("--classes", "9,8,7,6,5", "--epochs", 4, *short)
+    scratch = jobs.train(1, DDP, "scratch", *words)
+    tuned = jobs.train(1, DDP, "tuned", *words, "--initial-checkpoint", jobs.logs / "first")
+    tops = [each.run["result"]["top1"] for each in (tuned, scratch)]
+    assert tops[0] > tops[1] + 0.05, tops
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--mixup", 0.8, "--batch-size", 33),
+         "--batch-size 33 is no multiple of 2, and 2 samples are mixed with one another (--mixup, "
+         "--cutmix); take 32 or 34"),
+        (("--aa", "rnad-m9"), "--aa rnad-m9: timm has no such augmentation"),
+        (("--recipe", "diet"), "--recipe diet is unknown (nearest: deit"),
+        (("--classes", "0,17"), "--classes 0,17: name two or more of 0 to 9"),
+        (("--model", "test_resnet", "--cutmix", 1, "--bn-group", 5, "--batch-size", 100),
+         "--bn-group 5: --mixup and --cutmix mix two neighbours"),
+    ],
+    ids=lambda words: str(words[0]) if isinstance(words, tuple) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_said_first(
+    module_jobs: Jobs, words: tuple[object, ...], said: str
+) -> None:
+    done = module_jobs.fork(1, DDP, "--logs", module_jobs.logs, *words)
+    assert done.code != 0 and said in done.output.rstrip().splitlines()[-1], done.output

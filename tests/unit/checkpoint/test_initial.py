@@ -1,0 +1,81 @@
+"""Weights that a run begins with: of other classes or sizes, of another model, pickled."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from motley.checkpoint.initial import fit, read_weights
+from motley.errors import MotleyError
+from motley.tasks.builtin.image import ImageTask
+from motley.tasks.model import freeze
+
+
+class Digits(nn.Module):
+    """Runs nothing unless it is unpickled."""
+
+
+def vit(**options: object) -> nn.Module:
+    return timm.create_model("vit_digits", **options)
+
+
+def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes() -> None:
+    other = vit(num_classes=4, img_size=16)
+    net, task = vit(), ImageTask()
+    taken, notes = fit(other.state_dict(), task, net, Path("there"))
+    assert notes == ["made anew: head.bias, head.weight, of another shape there"]
+    assert set(taken) == set(net.state_dict()) - {"head.weight", "head.bias"}
+    assert taken["pos_embed"].shape == net.pos_embed.shape != other.pos_embed.shape
+    assert torch.equal(taken["blocks.0.mlp.fc1.weight"], other.blocks[0].mlp.fc1.weight)
+
+
+def test_weights_of_another_model_say_which_and_how() -> None:
+    other = vit(depth=3, embed_dim=48)
+    with pytest.raises(MotleyError) as said:
+        fit(other.state_dict(), ImageTask(), vit(), Path("there"))
+    assert "12 missing: blocks.3.attn.proj.bias" in str(said.value)
+    assert "blocks.0.attn.proj.bias is 48 there and 96 here" in str(said.value)
+
+
+def test_a_pickle_is_read_only_if_trusted_and_then_of_tensors_alone(tmp_path: Path) -> None:
+    weights = {"head.weight": torch.ones(2, 3)}
+    nested, code = tmp_path / "old.pth", tmp_path / "code.pth"
+    torch.save({"epoch": 3, "state_dict": {f"module.{n}": t for n, t in weights.items()}}, nested)
+    torch.save({"model": Digits()}, code)
+    with pytest.raises(MotleyError, match="add --trust"):
+        read_weights(str(nested), trust=False)
+    found, path = read_weights(str(nested), trust=True)
+    assert path == nested and torch.equal(found["head.weight"], weights["head.weight"])
+    with pytest.raises(MotleyError, match="more than tensors"):
+        read_weights(str(code), trust=True)
+
+
+def test_folders_are_those_of_timm_and_what_is_damaged_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MotleyError, match="neither checkpoints nor"):
+        read_weights(f"local-dir:{tmp_path}", trust=False)
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert list(read_weights(f"local-dir:{tmp_path}", trust=False)[0]) == ["a"]
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(MotleyError, match="is damaged"):
+        read_weights(str(tmp_path), trust=False)
+    with pytest.raises(MotleyError, match="no such run, file or folder"):
+        read_weights(str(tmp_path / "gone"), trust=False)
+
+
+def test_parts_are_frozen_by_path_last_word_or_all_but_the_head() -> None:
+    def trained(*names: str) -> set[str]:
+        net = vit()
+        freeze(net, names, ImageTask().head(net))
+        return {name for name, each in net.named_parameters() if each.requires_grad}
+
+    everything = {name for name, _ in vit().named_parameters()}
+    assert trained("backbone") == {"head.weight", "head.bias"}
+    assert trained("blocks.0") == {n for n in everything if not n.startswith("blocks.0.")}
+    assert trained("norm1", "cls_token") == {
+        n for n in everything if ".norm1." not in n and n != "cls_token"
+    }
+    with pytest.raises(MotleyError, match=r"--freeze block: .*nearest: blocks"):
+        trained("block")
