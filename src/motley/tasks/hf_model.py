@@ -143,6 +143,7 @@ class HfModel:
                 net, told = transformers.AutoModelForCausalLM.from_pretrained(
                     self.path, config=self.config, dtype=torch.float32, local_files_only=True,
                     trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+                    ignore_mismatched_sizes=True,
                 )  # fmt: skip
             except Exception as error:
                 raise MotleyError(
@@ -151,8 +152,9 @@ class HfModel:
         for key, says in {
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",
         }.items():  # fmt: skip
-            # transformers would draw these anew, with no more than a warning.
-            if names := sorted(map(str, told[key])):
+            # transformers draws these anew, with no more than a warning.
+            names = sorted(each[0] if isinstance(each, tuple) else each for each in told[key])
+            if names:
                 raise MotleyError(
                     f"{self.said} {says} {len(names)} of the model's weights, such as {names[0]}; "
                     f"is its {_CONFIG} of another model?"
