@@ -29,8 +29,8 @@ ROOMS = {
     "config": "option numbers options parser",
     "data": "batch source images dataset datasets/* mixing transforms order loader_memory loader",
     "tasks": (
-        "ghost_batch_norm blocks task classifiers corpus gpt states netcdf aurora_net builtin/* "
-        "find model check scores"
+        "ghost_batch_norm blocks task classifiers extras corpus gpt hf_model hf_tokens lora hf_text "
+        "states netcdf aurora_net builtin/* find model check scores"
     ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (

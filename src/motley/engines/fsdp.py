@@ -85,7 +85,8 @@ class FsdpEngine(SynchronousEngine):
 
     def _share(self, net: nn.Module, state: State) -> State:
         """Whole tensors cut as the parameters of ``net`` are."""
-        parameters = dict(net.named_parameters())
+        # By all names: a tied one has two, and the state both.
+        parameters = dict(net.named_parameters(remove_duplicate=False))
 
         def share(key: str, value: Tensor) -> Tensor:
             kind, _, name = key.partition(".")

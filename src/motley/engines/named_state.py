@@ -27,6 +27,14 @@ def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> di
     return {f"model.{name}": keep(value) for name, value in net.state_dict().items()}
 
 
+def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
+    """Have a tied parameter be in a :func:`model_state` under all its names, where what is there
+    was found for the first of them alone."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        state[f"model.{name}"] = state[f"model.{first.setdefault(parameter, name)}"]
+
+
 def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
     """Continue from :func:`model_state`; MotleyError if it is of another model."""
     model = {

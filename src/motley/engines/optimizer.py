@@ -32,9 +32,10 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 
 
 def a_part(net: nn.Module, ranks: int) -> nn.Module:
-    """As many numbers as one of so many ranks keeps of a model, with a gradient of zeros."""
+    """As many numbers as one of so many ranks steps of a model, with a gradient of zeros."""
     device = next(net.parameters()).device
-    count = -(-sum(parameter.numel() for parameter in net.parameters()) // ranks)
+    trained = (parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+    count = -(-sum(trained) // ranks)
     part = nn.Module()
     part.weight = nn.Parameter(torch.zeros(count, device=device))
     part.weight.grad = torch.zeros(count, device=device)

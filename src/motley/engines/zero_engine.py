@@ -20,7 +20,7 @@ from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import out_of_memory
-from motley.engines.named_state import model_state
+from motley.engines.named_state import fill_tied, model_state
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
@@ -219,6 +219,7 @@ class ZeroEngine(EngineBase):
         if self._stage == 0:
             return super().state()
         state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
+        fill_tied(self._model.net, state.tensors)
         state.plain["groups"] = self.memory.groups(state.tensors)
         return state if self._context.rank == 0 else State()
 

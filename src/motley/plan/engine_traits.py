@@ -18,6 +18,8 @@ class EngineTraits:
             each of its micro-batches.
         gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
             and in each of its micro-batches, in fp32 all-reduces of the gradient.
+        parameters_per_micro_step: what of ``allreduces_per_micro_step`` is parameters, and no
+            gradient: those that are not trained travel with them.
         mixed: whether GPUs and CPUs can do it together. mixes_precisions: whether it is right
             where ranks differ in precision.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
@@ -32,6 +34,7 @@ class EngineTraits:
     allreduces_per_micro_step: float = 0.0
     gathers_per_step: float = 0.0
     gathers_per_micro_step: float = 0.0
+    parameters_per_micro_step: float = 0.0
     mixed: bool = True
     mixes_precisions: bool = True
     shards_optimizer: bool = False
@@ -49,8 +52,11 @@ class EngineTraits:
             wire,
             overlaps=wire.overlaps and self.overlaps,
             allreduces_per_step=self.allreduces_per_step + wide * self.gathers_per_step,
+            # After a step those alone are gathered that it has changed.
             allreduces_per_micro_step=(
-                self.allreduces_per_micro_step + wide * self.gathers_per_micro_step
+                self.allreduces_per_micro_step
+                + wide * self.gathers_per_micro_step * (1 + wire.frozen)
+                + self.parameters_per_micro_step * wire.frozen
             ),
         )
 

@@ -152,6 +152,8 @@ class AllReduceCost:
         overlaps: a backward pass can hide it; not where it needs the very cores that compute.
         size: of all that is summed, bytes.
         allreduces_per_step, allreduces_per_micro_step: of EngineTraits.
+        frozen: numbers of the model that are not trained, for each that is: they have no gradient,
+            and travel where parameters do.
         tensors: of each gradient, in the order of a backward pass, its part of all numbers (in
             proportion to which it is computed, too) and of all bytes; empty: any cut is possible.
     """
@@ -164,6 +166,7 @@ class AllReduceCost:
     sync_every: int = 1
     allreduces_per_step: float = 1.0
     allreduces_per_micro_step: float = 0.0
+    frozen: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
 
     @property

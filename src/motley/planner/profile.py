@@ -127,6 +127,8 @@ def wires_of(
     own: dict[WireMode, AllReduceCost] | None = None
     if model is not None and group.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
+        numbers = sum(p.numel() for p in parameters)
+        frozen = sum(p.numel() for p in model.parameters()) / numbers - 1
         own = dict(known or {})
         for mode in dict.fromkeys(wanted):
             world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")
@@ -134,7 +136,8 @@ def wires_of(
                 own[mode] = AllReduceCost(0.0, 0.0)
             else:
                 known_cost = mode.cost_from(own[EXACT]) if EXACT in own else None
-                own[mode] = known_cost or measure_wire(parameters, mode)
+                found = known_cost or measure_wire(parameters, mode)
+                own[mode] = replace(found, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
         mode: traits.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)

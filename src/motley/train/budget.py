@@ -66,16 +66,15 @@ class Budget:
         )
 
 
-def checkpoint_bytes(numbers: int, config: Config, plan: Plan) -> float:
+def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:
     """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
     and what the wire does on each rank.
 
     Args:
-        numbers: in the model.
+        numbers: in the model. trained: of these; of others nothing else is kept.
     """
-    copies = 1 + _slots(config)
-    copies += plan.wire.kept_copies * len(plan.counts)
-    return float(4 * copies * numbers)
+    copies = _slots(config) + plan.wire.kept_copies * len(plan.counts)
+    return float(4 * (numbers + copies * trained))
 
 
 def _slots(config: Config) -> float:

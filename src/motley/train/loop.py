@@ -72,7 +72,8 @@ def train(
     run.check_leader(group.workers[0].rank)
     begun = begin(run, group, planned, config, engine_factory, model, monitor, notes)
     plan = begun.job.plan if begun else planned.plan
-    run.start(records_of(config, group, plan, planned, engine_factory.traits))
+    job = begun.job if begun else None
+    run.start(records_of(config, group, plan, planned, engine_factory.traits, job))
     print_summary(world, run, group, planned, plan, config)
     if begun is not None:
         train_begun(world, run, group, begun)

@@ -1,6 +1,7 @@
 """What training needs: data, model, engine, schedule and checkpoints, put together once."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ class Job:
     """Everything that training needs, made once by :func:`assemble`.
 
     Attributes:
-        numbers: in the model, its buffers included.
+        numbers: in the model, its buffers included. trained: of these.
+        gradient_bytes: what a gradient takes on the wire, each time that it is sent.
         length: where this run ends, and when it saves.
         saved_config: what a checkpoint keeps of the options.
         notes: what was found while it was made, for the records.
@@ -56,6 +58,8 @@ class Job:
     schedule: Scheduler
     checkpoints: Checkpoints
     numbers: int
+    trained: int
+    gradient_bytes: int
     length: Length
     saved_config: dict[str, Any]
     notes: list[Note]
@@ -142,6 +146,15 @@ def assemble(
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
     numbers = sum(value.numel() for value in model.net.state_dict().values())
+    shapes = [tuple(each.shape) for each in model.net.parameters() if each.requires_grad]
+    trained, whole = sum(map(math.prod, shapes)), sum(p.numel() for p in model.net.parameters())
+    gradient_bytes = plan.wire.bytes_of(shapes)
+    if trained < whole:
+        text = (
+            f"{trained:,} of {whole:,} parameters are trained: a gradient of "
+            f"{gradient_bytes / 1e6:.3g} MB"
+        )
+        notes.append(("frozen", text, {"trained": trained, "parameters": whole}))
     engine = engine_factory(  # some leave no rank a whole parameter
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),
@@ -157,7 +170,7 @@ def assemble(
         config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
         checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
-        length=length,
+        trained=trained, gradient_bytes=gradient_bytes, length=length,
         saved_config={**config.as_json(), **identity_of(config)}, notes=notes,
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
@@ -192,7 +205,7 @@ def budget_of(job: Job, position: TrainState, planned: Planned) -> Budget:
     steps = job.length.last_step(position) - position.step
     return Budget(
         steps, planned.forecast.step_s if planned.forecast else None,
-        checkpoint=checkpoint_bytes(job.numbers, job.config, job.plan),
+        checkpoint=checkpoint_bytes(job.numbers, job.trained, job.config, job.plan),
         saves=job.length.saves_left(position), keep=job.config.keep,
         there=len(job.checkpoints.found(position.step)),
         free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,

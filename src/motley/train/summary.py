@@ -12,12 +12,22 @@ from motley.plan.plan import Plan
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import identity_of, task_of
+from motley.train.setup import Job
 
 
 def records_of(
-    config: Config, group: ProcessGroup, plan: Plan, planned: Planned, traits: EngineTraits
+    config: Config,
+    group: ProcessGroup,
+    plan: Plan,
+    planned: Planned,
+    traits: EngineTraits,
+    job: Job | None,
 ) -> dict[str, Any]:
-    """What run.json says of who trains what and how."""
+    """What run.json says of who trains what and how.
+
+    Args:
+        job: None on a rank that is left out, and does not write it.
+    """
     task = task_of(config)
     return {
         "config": {**config.as_json(), **identity_of(config)},
@@ -26,6 +36,12 @@ def records_of(
             "unit": task.unit,
             "weight": task.weight,
             "title": task.title(),
+        },
+        "model": job
+        and {
+            "numbers": job.numbers,
+            "trained": job.trained,
+            "gradient_bytes": job.gradient_bytes,
         },
         "ranks": [dataclasses.asdict(worker) for worker in group.workers],
         "left_out": [dataclasses.asdict(entry) for entry in group.left_out],

