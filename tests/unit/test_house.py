@@ -17,7 +17,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # Every module of the library, by its room. A room imports those above it, and nothing below.
 # In a folder with a star each file adds one thing, and needs no place of its own.
 ROOMS = {
-    "root": "__init__ __main__ errors faults registry text",
+    "root": "__init__ __main__ errors extras faults registry text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
     "records": "lines run_folder gpu_csv gpu_logger",
     "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
@@ -29,8 +29,8 @@ ROOMS = {
     "config": "option numbers options parser",
     "data": "batch source images dataset datasets/* mixing transforms order loader_memory loader",
     "tasks": (
-        "ghost_batch_norm blocks task classifiers extras corpus gpt hf_model hf_tokens lora hf_text "
-        "states netcdf aurora_net builtin/* find model check scores"
+        "ghost_batch_norm blocks task classifiers corpus gpt hf_model hf_tokens lora "
+        "hf_text states netcdf aurora_net builtin/* find model check scores"
     ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (

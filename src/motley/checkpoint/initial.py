@@ -185,7 +185,10 @@ def fit(
         name for name in own.keys() - outside
         if not keep_head or name not in tensors or tensors[name].shape != own[name].shape
     )  # fmt: skip
-    why = "of another shape there" if keep_head else "which tells other classes apart there"
+    why = (
+        "which tells other classes apart there" if not keep_head
+        else "of another shape there" if tensors.keys() & {*anew} else "not there"
+    )  # fmt: skip
     notes = [f"made anew: {', '.join(anew)}, {why}"] if anew else []
     taken = own.keys() & tensors.keys() - {*anew}
     return {name: tensors[name].to(own[name].dtype) for name in sorted(taken)}, notes

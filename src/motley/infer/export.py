@@ -1,6 +1,5 @@
 """A trained model for others: a folder that they load, and ONNX."""
 
-import importlib.util
 import json
 import logging
 import warnings
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from motley.data.loader import first_batch
 from motley.errors import MotleyError
+from motley.extras import check_extras
 from motley.infer.predictor import Trained
 from motley.tasks.task import Task
 
@@ -40,7 +40,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
         MotleyError: something is there, or what ONNX needs is not installed.
     """
     if onnx:
-        _check_installed()
+        check_extras(_NEEDED, "--onnx")
     if folder.exists() and any(folder.iterdir()):
         raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,15 +73,6 @@ def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:
     with torch.no_grad():
         task.scores(recorder, first_batch(task, _EXAMPLES).data)
     return kept[0]
-
-
-def _check_installed() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MotleyError(
-            f"--onnx needs {', '.join(missing)}, not installed here: .venv/bin/pip install "
-            f"{' '.join(missing)}"
-        )
 
 
 def _write_onnx(net: nn.Module, given: tuple[Any, ...], path: Path) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
+from motley.extras import import_extra
 from motley.tasks.states import AIR, SURFACE, Usual
 
-INSTALL = ".venv/bin/pip install microsoft-aurora"
 _HEAD = 64  # numbers of a head of the backbone's attention; 32 of the encoder's and decoder's
 _PLACES = {"small": (256, (2, 6, 2)), "full": (512, (6, 10, 8))}  # width, depths
 SIZES = tuple(_PLACES)
@@ -60,14 +60,8 @@ def aurora() -> Any:
     Raises:
         MotleyError: it is not installed.
     """
-    try:
-        import aurora
-        from aurora import normalisation  # noqa: F401 - of the package
-    except ImportError as error:
-        raise MotleyError(
-            f"--task weather needs Microsoft's Aurora ({error}); on all hosts: {INSTALL}"
-        ) from None
-    return aurora
+    import_extra("aurora.normalisation", "--task weather", "microsoft-aurora")
+    return import_extra("aurora", "--task weather", "microsoft-aurora")
 
 
 def build(shape: Shape, step: int) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
-from motley.tasks.extras import import_extra
+from motley.extras import import_offline
 
 _CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -71,7 +71,7 @@ class HfModel:
         Raises:
             MotleyError: this version of transformers does not know such a model.
         """
-        transformers = import_extra("transformers", self.option)
+        transformers = import_offline("transformers", self.option)
         kind = self.fields["model_type"]
         if kind not in transformers.CONFIG_MAPPING:
             raise MotleyError(
@@ -101,7 +101,7 @@ class HfModel:
         Raises:
             MotleyError: it cannot be built, or is none that tells each token from those before it.
         """
-        transformers = import_extra("transformers", self.option)
+        transformers = import_offline("transformers", self.option)
         config = self.config
         _set_dropout(config, dropout)
         config.use_cache = False  # of no use in training, and not a tensor
@@ -137,7 +137,7 @@ class HfModel:
             MotleyError: there are none, none that are safe to read, not all, or others'.
         """
         self._check_files()
-        transformers = import_extra("transformers", self.option)
+        transformers = import_offline("transformers", self.option)
         with _quiet(transformers):
             try:
                 net, told = transformers.AutoModelForCausalLM.from_pretrained(

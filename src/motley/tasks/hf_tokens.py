@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
+from motley.extras import import_offline
 from motley.tasks.corpus import TOKENIZER, Corpus, Tokens
-from motley.tasks.extras import import_extra
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TokenizedCorpus(Corpus):
     @cached_property
     def _tokenizer(self) -> Any:
         """Of the tokenizers library: from tokenizer.json, or as transformers reads older files."""
-        transformers = import_extra("transformers", f"--tokens {TOKENIZER}")
+        transformers = import_offline("transformers", f"--tokens {TOKENIZER}")
         try:
             found = transformers.AutoTokenizer.from_pretrained(
                 self.folder, local_files_only=True, trust_remote_code=False

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
-from motley.tasks.extras import import_extra
+from motley.extras import import_offline
 
 
 def add_lora(
@@ -23,7 +23,7 @@ def add_lora(
     Raises:
         MotleyError: peft is missing, or finds no such layers.
     """
-    peft = import_extra("peft", f"--lora {rank}")
+    peft = import_offline("peft", f"--lora {rank}")
     config = peft.LoraConfig(
         r=rank, lora_alpha=rank if alpha is None else alpha, lora_dropout=0.0,
         target_modules=None if targets is None else list(targets),

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from motley.data.source import UnreadableSample
 from motley.errors import MotleyError
+from motley.extras import import_extra
 from motley.tasks.states import AIR, STATIC, SURFACE, UNITS, Array, Grid, Usual
 from motley.text import did_you_mean
 
-INSTALL = ".venv/bin/pip install xarray netCDF4"
+_PACKAGES = "xarray netCDF4"
 _NAMES: Mapping[str, tuple[str, ...]] = {  # of ECMWF, of its NetCDF files, of WeatherBench
     "2t": ("2t", "t2m", "2m_temperature"),
     "10u": ("10u", "u10", "10m_u_component_of_wind"),
@@ -249,12 +250,7 @@ class Files:
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
     """A file; MotleyError where it cannot be."""
-    try:
-        import xarray
-    except ImportError as error:
-        raise MotleyError(
-            f"--fields reads NetCDF by xarray ({error}); on all hosts: {INSTALL}"
-        ) from None
+    xarray = import_extra("xarray", "--fields", _PACKAGES)
     if not Path(path).is_file():
         raise MotleyError(f"--fields {path}: there is no such file here; every host reads it")
     try:
@@ -263,7 +259,7 @@ def _opened(path: str) -> Iterator[Any]:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MotleyError(
             f"--fields {path} is no NetCDF file that can be read here: {said}. Is it whole? "
-            f"NetCDF 4 needs: {INSTALL}"
+            f"NetCDF 4 needs: .venv/bin/pip install {_PACKAGES}"
         ) from None
     with file:
         yield file

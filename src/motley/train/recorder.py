@@ -15,7 +15,7 @@ from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.options import Config
 from motley.engines.protocol import StepResult
 from motley.engines.step_timer import Laps
-from motley.errors import MotleyError
+from motley.extras import import_extra
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
@@ -229,10 +229,5 @@ def _memory_peak(device: torch.device) -> float:
 
 
 def _tensorboard(run: Run) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise MotleyError(
-            "--tensorboard needs a package that is not installed: pip install tensorboard"
-        ) from None
-    return SummaryWriter(str(run.folder.path / "tensorboard"))
+    writer = import_extra("torch.utils.tensorboard", "--tensorboard", "tensorboard")
+    return writer.SummaryWriter(str(run.folder.path / "tensorboard"))

