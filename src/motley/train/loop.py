@@ -159,6 +159,7 @@ class Loop:
             job.engine.clock.lap("data")
             job.engine.accumulate(micro_batch, batch.global_batch, last)
             indices += readable(micro_batch, job.config, job.run)
+        self._recorder.write()
         return job.engine.step(), indices
 
     def _after_step(self, batch: Plan, result: StepResult, indices: list[int]) -> bool:
