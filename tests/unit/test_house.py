@@ -34,8 +34,8 @@ ROOMS = {
     ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
-        "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
-        "protocol base synchronous ddp fsdp local_sgd zero_config zero_state zero_engine "
+        "named_state average optimizer optimizer_state optimizer_trial gradients memory step_timer "
+        "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
     "checkpoint": "store transfer run initial",
