@@ -27,7 +27,9 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "batch source images dataset datasets/* mixing transforms order loader_memory loader",
+    "data": (
+        "batch source images shards dataset datasets/* mixing transforms order loader_memory loader"
+    ),
     "tasks": (
         "ghost_batch_norm blocks task classifiers corpus gpt hf_model hf_tokens lora "
         "hf_text states netcdf aurora_net builtin/* find model check scores"
