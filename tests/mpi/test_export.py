@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from hf_models import pretrained_folder
 from jobs import Jobs, Trained
 from project import DDP, ROOT, environment
 from safetensors.torch import load_file
@@ -55,6 +56,29 @@ def test_timm_and_onnxruntime_say_what_the_model_says(
         np.testing.assert_allclose(said, expected.numpy(), rtol=1e-4, atol=1e-5)
     again = exported(run, tmp_path / "out")
     assert again.returncode == 1 and "is not empty" in again.stderr
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora", 4, "--lr", 0.1)], ids=["whole", "LoRA"])
+def test_transformers_says_what_a_language_model_says(
+    jobs: Jobs, tmp_path: Path, lora: tuple[object, ...]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "a.txt").write_text(text := "Some words, and some more words.\n" * 300)
+    folder = pretrained_folder(tmp_path, text)
+    words = ("--task", "text", "--pretrained", folder, "--text", tmp_path / "a.txt", "--length", 16)
+    run = jobs.train(1, DDP, "tuned", *words, "--max-steps", 3, "--batch-size", 8, *lora)
+    done = exported(run, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    net = build_trained(open_trained(run.folder, None))
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(text[:50], return_tensors="pt")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    before = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert not any("lora" in name for name in theirs.state_dict())
+    with torch.no_grad():
+        said, expected = theirs(**tokens).logits, net(tokens["input_ids"])["logits"]
+        torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
+        assert (said - before(**tokens).logits).abs().max() > 1e-3, "it has learnt"
 
 
 def test_another_tasks_parameters_are_written_by_name(jobs: Jobs, tmp_path: Path) -> None:

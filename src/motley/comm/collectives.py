@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Torch 2.14 gave it another name, and warns of the one before.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _LEFT: deque[tuple[float, Any]] = deque()  # when, and the group
 
 
@@ -48,9 +50,18 @@ def all_gather(values: Sequence[Tensor | float]) -> Tensor:
             for value in values
         ]
     )
-    table = own.new_empty(dist.get_world_size() * len(own))
-    dist.all_gather_into_tensor(table, own)
-    return table.view(-1, len(own))
+    return gather_parts(own).view(-1, len(own))
+
+
+def gather_parts(part: Tensor) -> Tensor:
+    """Every rank's part, one behind the other, [ranks * numbers]. All ranks must call it.
+
+    Args:
+        part: [numbers], as many on each rank.
+    """
+    whole = part.new_empty(dist.get_world_size() * len(part))
+    _all_gather(whole, part)
+    return whole
 
 
 def begin_copy(table: Tensor) -> tuple[Tensor, Callable[[], None]]:

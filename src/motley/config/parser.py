@@ -84,7 +84,11 @@ class OptionParser(OneVoice):
 
     def config_of(self, words: argparse.Namespace) -> Config:
         """What was parsed, by groups."""
-        given = vars(words)
+        # argparse gives several words as a list.
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(words).items()
+        }
         own = tuple(
             group(**{
                 field: given.pop(declared.name) for field, declared in options_of(group).items()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from motley.comm.collectives import gather_parts
 from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.import_deepspeed import deepspeed, utils
 from motley.engines.named_state import load_model_state, model_state
@@ -144,8 +145,6 @@ class AverageOfParts(ParameterAverage):
 
     def _gathered(self, name: str, parameter: Any) -> Tensor:
         """One average, of all ranks' parts."""
-        part = self.tensors[name].flatten()
-        parts = part.new_empty(dist.get_world_size() * part.numel())
-        dist.all_gather_into_tensor(parts, part)
+        parts = gather_parts(self.tensors[name].flatten())
         whole: Tensor = parts[: parameter.ds_numel].view(parameter.ds_shape)
         return whole

@@ -4,6 +4,7 @@ are read from safetensors alone: a pickle may run anything."""
 
 import hashlib
 import json
+import shutil
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,10 @@ from motley.extras import import_offline
 
 _CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LOOKED_AT = 8  # tokens, of which the later half is changed
 
@@ -176,6 +181,15 @@ class HfModel:
         raise MotleyError(
             f"{self.said} has no weights (*.safetensors); for random ones: --hf-config {self.path}"
         )
+
+    def save(self, net: Any, folder: Path) -> None:
+        """Write a folder that transformers loads, with the tokenizer's files where there are."""
+        transformers = import_offline("transformers", self.option)
+        with _quiet(transformers):
+            net.save_pretrained(folder)
+        for name in _TOKENIZER:
+            if self.path.is_dir() and (self.path / name).is_file():
+                shutil.copyfile(self.path / name, folder / name)
 
     def identity(self) -> dict[str, str]:
         """By which a checkpoint knows the model again, wherever its folder is; weights it has of

@@ -13,7 +13,7 @@ from motley.config.option import Decides, option
 from motley.errors import MotleyError
 from motley.tasks.corpus import TOKENIZER, Corpus
 from motley.tasks.hf_model import HfModel
-from motley.tasks.lora import add_lora, beside_lora, matrices
+from motley.tasks.lora import add_lora, beside_lora, matrices, merge_lora
 from motley.tasks.task import Task
 
 MODEL, NUMBERS, SPEED, NOTHING = (
@@ -109,6 +109,16 @@ class HfOptions(Task):
     def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
         """See Task."""
         return beside_lora(tensors, net)
+
+    def save(self, net: nn.Module, folder: Path) -> None:
+        """See Task: as transformers loads it, its tokenizer too; LoRA's matrices are added to the
+        layers that they stand beside."""
+        if self.lora is not None:
+            merge_lora(net)
+        if self.named is None:
+            super().save(net, folder)
+            return
+        self.named.save(net, folder)
 
     def with_lora(self, net: nn.Module) -> nn.Module:
         """The network, as ``--lora`` wants it."""

@@ -46,6 +46,15 @@ def add_lora(
     return found
 
 
+def merge_lora(net: nn.Module) -> None:
+    """Add the matrices to the layers that they stand beside, and take them away, in place."""
+    for name, part in list(net.named_modules()):
+        if hasattr(part, "get_base_layer"):
+            part.merge()
+            above, _, last = name.rpartition(".")
+            setattr(net.get_submodule(above), last, part.get_base_layer())
+
+
 def matrices(net: nn.Module) -> tuple[str, ...]:
     """Paths of LoRA's own modules."""
     return tuple(

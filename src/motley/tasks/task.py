@@ -152,8 +152,9 @@ class Task:
 
     def save(self, net: nn.Module, folder: Path) -> None:
         """Write a trained model into a folder, as others load it."""
-        save_file({name: value.contiguous() for name, value in net.state_dict().items()},
-                  folder / "model.safetensors")  # fmt: skip
+        # Tied ones under each name: whoever loads it need not know.
+        tensors = {name: value.contiguous().clone() for name, value in net.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors")
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint and a run that goes on from it must agree on besides options; JSON."""
