@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LEFT: deque[tuple[float, Any]] = deque()  # when, and the group
+# What torch's newer name takes the place of warns every user of every rank.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def leave_group(group: Any = None) -> None:
@@ -49,7 +51,7 @@ def all_gather(values: Sequence[Tensor | float]) -> Tensor:
         ]
     )
     table = own.new_empty(dist.get_world_size() * len(own))
-    dist.all_gather_into_tensor(table, own)
+    _gather(table, own)
     return table.view(-1, len(own))
 
 
