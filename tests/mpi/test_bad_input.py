@@ -117,6 +117,15 @@ def test_a_sample_that_is_no_number_is_named_by_the_rank_that_has_it(
     assert "(sample indices 137): neither is 'x' in the data of 137; repair or remove it" in line
 
 
+def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    task = (ROOT / "examples" / "my_task.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(task.replace('return {"x": x', 'return {"x": x / (item != 20_137)'))
+    words = ("--task", path, "--batch-size", 4000, "--epochs", 2, "--shares", "2,1")
+    line = refused(jobs, DDP, *words, ranks=2)
+    assert "scores of held-out samples are not finite: neither is 'x' in the data of 137;" in line
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

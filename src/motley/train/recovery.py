@@ -56,8 +56,26 @@ def check_finite(
         )
 
 
+def check_scores(
+    scores: Tensor, indices: Sequence[tuple[int, ...]], batches: Callable[[], Iterable[Batch]]
+) -> None:
+    """Stop where held-out data is not finite: then no evaluation ever is.
+
+    Args:
+        scores: of each of this rank's batches, [batches, any]. indices: of their samples.
+        batches: these, read again.
+    """
+    fine = scores.isfinite().all(dim=1).tolist()
+    bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
+    if bad and (why := bad_data(batches(), bad)):
+        raise NotFiniteError(
+            f"scores of held-out samples are not finite: {why}; repair or remove it, and "
+            "--resume auto"
+        )
+
+
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """What of samples without a finite loss is not finite before anything is computed; else empty.
+    """What of samples without a finite loss is not finite before anything is computed; or empty.
 
     A tensor that is so of other samples too, as a mask may be, is no cause.
     """
