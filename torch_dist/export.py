@@ -27,9 +27,12 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx, and check it")
     parser.add_argument("--data-dir", metavar="DIR", help="where the data are now, if elsewhere")
+    parser.add_argument(
+        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+    )
     options = parser.parse_args()
     try:
-        trained = open_trained(options.run, options.data_dir)
+        trained = open_trained(options.run, options.data_dir, averaged=options.use_ema)
         print(*(f"not used: {problem}" for problem in trained.problems), sep="\n", end="")
         print(f"{trained.task.title()}, of {trained.folder}")
         for line in export(trained, options.to, options.onnx):

@@ -99,7 +99,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     if device is None:
         say("is left out: the GPUs of this host are with other ranks", rank)
         return 0
-    trained = open_trained(options.checkpoint, options.data_dir, options.images)
+    trained = open_trained(options.checkpoint, options.data_dir, options.images, options.use_ema)
     for problem in trained.problems:
         say(f"not used: {problem}", rank)
     source = trained.task.data(held_out=options.split == "val")
@@ -110,7 +110,8 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     shards = Shards(options.out, len(source), options.shard, predictor.columns)
     manifest = json.loads((trained.folder / "manifest.json").read_text())
     shards.open({
-        "model": manifest["model.safetensors"]["sha256"], "checkpoint": trained.folder.name,
+        "model": manifest[f"{'ema' if options.use_ema else 'model'}.safetensors"]["sha256"],
+        "checkpoint": trained.folder.name,
         "task": trained.task.title(),
         "split": str(options.images.resolve()) if options.images else options.split,
     })  # fmt: skip
@@ -188,6 +189,9 @@ def arguments() -> argparse.Namespace:
                         help="default: predictions-SPLIT in the run's folder")  # fmt: skip
     parser.add_argument("--shard", type=int, default=64, metavar="N",
                         help="images that a rank takes at a time, default 64")  # fmt: skip
+    parser.add_argument(
+        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
+    )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     options = parser.parse_args()
     if options.checkpoint is None:  # argparse would ask for it before it names a misspelt one
@@ -198,7 +202,7 @@ def arguments() -> argparse.Namespace:
     while run.name == "checkpoints" or run.name.startswith("step_"):
         run = run.parent
     of = "images" if options.images else options.split
-    options.out = options.out or run / f"predictions-{of}"
+    options.out = options.out or run / f"predictions-{of}{'-ema' if options.use_ema else ''}"
     return options
 
 

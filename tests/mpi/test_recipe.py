@@ -1,6 +1,9 @@
 """The usual augmentation is the same whoever computes it, and a fine-tuning learns sooner."""
 
+from pathlib import Path
+
 import pytest
+from hub_images import save_folder, write_shards
 from jobs import Jobs
 from project import DDP, ZERO
 
@@ -22,6 +25,24 @@ def test_mixed_and_augmented_images_are_learnt_as_by_one_rank(module_jobs: Jobs)
         run = module_jobs.train(ranks, script, name, *RECIPE, *options)
         assert run.losses == pytest.approx(alone.losses, rel=2e-6)
         assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["hfds", "wds"])
+def test_images_as_others_publish_them_are_learnt_as_by_one_rank(
+    module_jobs: Jobs, tmp_path: Path, kind: str
+) -> None:
+    if kind == "hfds":
+        name = f"hfds/{save_folder(tmp_path / 'Saved', {'train': 48, 'validation': 12})}"
+    else:
+        name = f"wds/{write_shards(tmp_path / 'shards').name}"
+    words = ("--dataset", name, "--data-dir", tmp_path, "--model", "vit_digits", "--batch-size", 16,
+             "--epochs", 3, "--warmup-epochs", 0, "--lr", 3e-3, "--precision", "fp32")  # fmt: skip
+    alone = module_jobs.train(1, DDP, f"{kind} alone", *words)
+    assert len(alone.losses) == 9 and alone.epochs[-1]["top1"] == 1, alone.epochs
+    unequal = ("--shares", "5,0,3", "--workers", 2)
+    run = module_jobs.train(3, DDP, f"{kind} unequal", *words, *unequal)
+    assert run.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert run.run["config"]["dataset"] == name and run.epochs[-1]["top1"] == 1
 
 
 def test_who_begins_with_other_classes_learns_sooner(jobs: Jobs) -> None:

@@ -27,15 +27,17 @@ ROOMS = {
         "background_writer watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
-    "data": "batch source images dataset datasets/* mixing transforms order loader_memory loader",
+    "data": (
+        "batch source images shards dataset datasets/* mixing transforms order loader_memory loader"
+    ),
     "tasks": (
         "ghost_batch_norm blocks task classifiers corpus gpt hf_model hf_tokens lora "
         "hf_text states netcdf aurora_net builtin/* find model check scores"
     ),
     "comm": "collectives reducer slow_rank power_sgd modes/*",
     "engines": (
-        "named_state optimizer optimizer_state optimizer_trial gradients memory step_timer "
-        "protocol base synchronous ddp fsdp local_sgd zero_config zero_state zero_engine "
+        "named_state average optimizer optimizer_state optimizer_trial gradients memory step_timer "
+        "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
     "checkpoint": "store transfer run initial",

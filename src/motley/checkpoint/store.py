@@ -4,6 +4,8 @@
       step_00000120/
         model.safetensors       timm's names: timm.create_model(..., checkpoint_path=...) reads it
         optimizer.safetensors   <parameter>.<slot>
+        ema.safetensors         the parameters' average, by timm's names; with --model-ema
+        ema_numbers.safetensors how many steps are in it
         ranks.safetensors       <rank>.<what that rank alone holds>
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
@@ -31,7 +33,9 @@ from torch import Tensor
 from motley.errors import MotleyError
 
 _PARTS = ("model", "optimizer", "ranks")
+_MORE = ("ema", "ema_numbers")  # of a run that averages
 _FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
+_MORE_FILES = {f"{part}.safetensors" for part in _MORE}
 _MOST_MANIFEST = 65_536  # bytes; one has 500
 # Of progress.json.
 _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
@@ -52,7 +56,8 @@ class Checkpoints:
         """Write one checkpoint.
 
         Args:
-            tensors: names start with ``model.``, ``optimizer.`` or ``ranks.``.
+            tensors: names start with ``model.``, ``optimizer.``, ``ranks.``, ``ema.`` or
+                ``ema_numbers.``.
             progress: JSON; has at least ``step``.
 
         Raises:
@@ -105,12 +110,14 @@ class Checkpoints:
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
-        for part in _PARTS:
+        for part in (*_PARTS, *_MORE):
             chosen = {
                 name.removeprefix(f"{part}."): tensor.clone().contiguous()
                 for name, tensor in tensors.items()
                 if name.startswith(f"{part}.")
             }
+            if part in _MORE and not chosen:
+                continue
             save_file(chosen, folder / f"{part}.safetensors")
         (folder / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
         manifest = {file.name: _describe(file) for file in sorted(folder.iterdir())}
@@ -144,8 +151,10 @@ def load_checkpoint(
     """
     manifest = _read_manifest(folder / "manifest.json")
     tensors: dict[str, Tensor] = {}
-    for part in _PARTS:
+    for part in (*_PARTS, *_MORE):
         path = folder / f"{part}.safetensors"
+        if path.name not in manifest:
+            continue
         with _reading(path):
             content = load(_read_vouched(path, manifest[path.name]))
         tensors |= {f"{part}.{name}": tensor for name, tensor in content.items()}
@@ -194,7 +203,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     with _reading(path):
         _check_size(path, range(_MOST_MANIFEST))
         manifest: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(manifest, dict) or manifest.keys() != _FILES:
+        if not isinstance(manifest, dict) or manifest.keys() - _MORE_FILES != _FILES:
             raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
         for name, described in manifest.items():
             if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:

@@ -166,6 +166,14 @@ class OptimizationOptions:
         "clip the global gradient norm; default: no clipping",
         NUMBERS, read=above_zero, metavar="NORM",
     )  # fmt: skip
+    model_ema: bool = option(
+        "also keep an exponential moving average of the parameters, evaluated beside them",
+        NUMBERS, False,
+    )  # fmt: skip
+    model_ema_decay: float = option(
+        "of it, a step, default 0.9998", NUMBERS, 0.9998, read=fraction, metavar="D"
+    )
+    model_ema_warmup: bool = option("less decay in its first steps", NUMBERS, False)
     # A rank's own is among its facts, of which a speed and a plan are.
     precision: PerRank[str] = option(
         "auto (default), fp32, tf32, bf16, fp16; one for all or one a rank",

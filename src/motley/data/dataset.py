@@ -1,7 +1,7 @@
 """What ``--dataset`` can be: an entry of the registry in motley.data.datasets."""
 
 import fcntl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,10 @@ from motley.text import did_you_mean
 
 if TYPE_CHECKING:
     from motley.data.images import Images
+
+# Splits as those name them who publish images; the first of these that is there is held out.
+TRAIN = "train"
+HELD_OUT = ("validation", "val", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,12 @@ class Dataset:
         if self.download is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f".{self.name}.lock").open("a") as lock:
+        with (folder / f".{self.name.replace('/', '-')}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 self.download(folder)
+            except MotleyError:
+                raise
             except Exception as error:
                 raise MotleyError(
                     f"{self.name} is not under {folder.resolve()} and could not be downloaded "
@@ -57,16 +63,57 @@ class Dataset:
                 ) from error
 
 
-def known_datasets() -> dict[str, Dataset]:
-    """All of them by name."""
+@dataclass(frozen=True)
+class Family:
+    """Datasets whose names begin alike.
+
+    Attributes:
+        name: how they begin, with a slash at the end, as in ``hfds/``.
+        says: of them, for ``-h``.
+        of: the one whose name goes on with these words.
+    """
+
+    name: str
+    says: str
+    of: Callable[[str], Dataset]
+
+
+def known_datasets() -> dict[str, Dataset | Family]:
+    """All of them by name, or by how their names begin."""
     return {each.name: each for each in entries("motley.data.datasets", "DATASETS")}
 
 
 def find_dataset(name: str) -> Dataset:
     """The dataset of this name."""
     known = known_datasets()
-    if name not in known:
+    begins, slash, rest = name.partition("/")
+    found = known.get(begins + slash)
+    if found is None:
         raise MotleyError(
             f"--dataset {name} is unknown{did_you_mean(name, known)}; choose {', '.join(known)}"
         )
-    return known[name]
+    return found.of(rest) if isinstance(found, Family) else found
+
+
+def dataset_name(text: str) -> str:
+    """The same text, if there is a dataset of this name; reads ``--dataset``."""
+    find_dataset(text)
+    return text
+
+
+def held_out_split(splits: Collection[str], where: str) -> str:
+    """Which of the splits is held out.
+
+    Args:
+        where: begins the error.
+
+    Raises:
+        MotleyError: there is none, or none to train on.
+    """
+    found = next((name for name in HELD_OUT if name in splits), None)
+    if TRAIN not in splits or found is None:
+        raise MotleyError(
+            f"{where} has {'the splits ' + ', '.join(splits) if splits else 'no split'}; it needs "
+            f"{TRAIN}, and {' or '.join(HELD_OUT)}"
+        )
+    return found

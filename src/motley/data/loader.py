@@ -180,7 +180,7 @@ class Loader:
         cuts = slices(chosen, replace(plan, grain=1).of_batch(count), self._rank)
         return self._read(self._test, [[Key(index, 0) for index in cut] for cut in cuts])
 
-    def _read(self, dataset: _Keyed, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+    def _read(self, dataset: _Keyed, keys: Iterable[list[Key]]) -> "Batches":
         loader = DataLoader(
             dataset,
             batch_sampler=keys,
@@ -194,13 +194,55 @@ class Loader:
             generator=torch.Generator(),
             prefetch_factor=PREFETCH if self._workers else None,
         )
-        return _ahead(iter(loader), self._device)
+        return (OnGpu if self._device.type == "cuda" else Batches)(iter(loader), self._device)
+
+
+class Batches:
+    """Micro-batches on the device that computes them, one after another."""
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def read_ahead(self) -> None:
+        """Have the next one ready; called where the device has enough to do meanwhile."""
+
+
+class OnGpu(Batches):
+    """Copied to the GPU beside what it computes."""
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
+        super().__init__(batches, device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ready: Batch | None = None
+
+    def __next__(self) -> Batch:
+        self.read_ahead()
+        batch, self._ready = self._ready, None
+        if batch is None:
+            raise StopIteration
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+        for tensor in batch.data.values():
+            tensor.record_stream(computing)
+        return batch
+
+    def read_ahead(self) -> None:
+        """See Batches."""
+        if self._ready is None and (batch := next(self._batches, None)) is not None:
+            with torch.cuda.stream(self._stream):
+                self._ready = batch.to(self._device)
 
 
 class Steps:
     """The remaining global batches of an epoch, as this rank sees them."""
 
-    def __init__(self, plans: list[Plan], batches: Iterator[Batch], rank: int) -> None:
+    def __init__(self, plans: list[Plan], batches: Batches, rank: int) -> None:
         self._plans, self._batches, self._rank = plans, batches, rank
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
@@ -211,6 +253,8 @@ class Steps:
     def _micro_batches(self, count: int) -> Iterator[tuple[Batch, bool]]:
         for number in range(1, count + 1):
             yield next(self._batches), number == count
+        # The host is about to wait for the step of all ranks, while its device computes.
+        self._batches.read_ahead()
 
 
 def _workers(samples: Samples, config: Config, device: torch.device) -> int:
@@ -228,23 +272,3 @@ def _ranks_here() -> int:
 def _start_worker(_: int) -> None:
     die_with_parent()
     torch.set_num_threads(1)
-
-
-def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on ``device``; on a GPU the next one is copied while this one computes."""
-    if device.type != "cuda":
-        yield from batches
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    waiting: Batch | None = None
-    for batch in batches:
-        with torch.cuda.stream(stream):
-            copied = batch.to(device)
-        if waiting is not None:
-            yield waiting
-        torch.cuda.current_stream(device).wait_stream(stream)
-        for tensor in copied.data.values():
-            tensor.record_stream(torch.cuda.current_stream(device))
-        waiting = copied
-    if waiting is not None:
-        yield waiting

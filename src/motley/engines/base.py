@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from motley.comm.collectives import all_gather_object
 from motley.data.batch import Batch, Tensors
+from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (
     load_model_state,
@@ -64,12 +66,29 @@ class EngineBase:
         self._weighs = weighs(model.task)
         self._weight = 0.0  # of this rank's samples, in this step
         self._usual_weight = 1.0  # of the global batch, in this step
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._trained = trained(model.net)
+        self._parameters = list(self._trained.values())
         self.optimizer_traits = try_optimizer(context.config, context.device, self._sharding)
         self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
         self.memory = OptimizerMemory(model.net, self.optimizer)
         if context.config.compile:
             model.compile_task()
+
+    @cached_property
+    def average(self) -> ParameterAverage | None:
+        """See :class:`Engine`. Made when it is first asked for: an engine may still put other
+        tensors in the parameters' place while it is built."""
+        config = self._context.config
+        if not config.model_ema:
+            return None
+        return self._make_average(config.model_ema_decay, config.model_ema_warmup)
+
+    def _make_average(self, decay: float, warmup: bool) -> ParameterAverage:
+        return ParameterAverage(self._held, decay, warmup)
+
+    def _held(self) -> Named:
+        """What this rank holds of each parameter that is trained."""
+        return {name: each.detach() for name, each in self._trained.items()}
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         """Each sample's loss, detached; what is backpropagated is their sum / _usual_weight."""
@@ -116,11 +135,14 @@ class EngineBase:
     def step(self) -> StepResult:
         """See :class:`Engine`."""
         losses, self._step_losses = torch.cat(self._step_losses), []
-        short = bool(self._short)
+        short, average = bool(self._short), self.average
         result = self._step(losses.sum(), self.clock.ready_s)
+        again = bool(result.oom_ranks) and result.retry
+        taken = not (result.overflow or short or again)
         if self._model.statistics:
-            again = bool(result.oom_ranks) and result.retry
-            self._model.statistics.end_step(not (result.overflow or short or again))
+            self._model.statistics.end_step(taken)
+        if average and taken:
+            average.update()
         self._weight = 0.0
         return replace(result, losses=losses, laps=self.clock.cut())
 
@@ -128,6 +150,16 @@ class EngineBase:
         """See :class:`Engine`. Parameters always are; what batch norms have seen is not."""
         if self._model.statistics:
             self._model.statistics.unite()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See :class:`Engine`."""
+        assert self.average is not None
+        self.average.exchange()
+        try:
+            yield
+        finally:
+            self.average.exchange()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
@@ -219,6 +251,8 @@ class EngineBase:
         load_model_state(self._model.net, state.tensors)
         if self._model.statistics:
             self._model.statistics.forget()
+        if self.average:
+            self.average.load(state.tensors)
 
     def alike(self) -> State:
         """See :class:`Engine`."""
@@ -230,7 +264,11 @@ class EngineBase:
 
     def _whole_state(self, keep: Callable[[Tensor], Tensor]) -> State:
         kept = self.memory.state(keep)
-        return State(model_state(self._model.net, keep) | kept.tensors, kept.plain)
+        tensors = model_state(self._model.net, keep) | self._average_state(keep) | kept.tensors
+        return State(tensors, kept.plain)
+
+    def _average_state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return self.average.state(keep) if self.average else {}
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""

@@ -5,11 +5,18 @@ parameters are gathered before it computes, forward and backward, and its gradie
 after it; so every micro-batch communicates, and all ranks take equally many.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
@@ -74,6 +81,22 @@ class FsdpEngine(SynchronousEngine):
     def _norm(self, norms: Tensor) -> Tensor:
         return norms.square().sum().sqrt()  # each rank's is of its part
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See Engine."""
+        self._reshard()
+        try:
+            with super().averaged():
+                yield
+        finally:
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Let go of what a pass without a backward pass has left gathered."""
+        for part in self._model.net.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def state(self) -> State:
         """See Engine."""
         state = self._whole_state(on_cpu)
@@ -90,7 +113,7 @@ class FsdpEngine(SynchronousEngine):
 
         def share(key: str, value: Tensor) -> Tensor:
             kind, _, name = key.partition(".")
-            own = parameters.get(name if kind == "model" else name.rpartition(".")[0])
+            own = parameters.get(name.rpartition(".")[0] if kind == "optimizer" else name)
             if not isinstance(own, DTensor) or own.shape != value.shape:
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)

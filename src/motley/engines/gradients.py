@@ -39,11 +39,13 @@ def unscale_and_clip(
     """
     if scale == 1.0 and most is None and correction is None:
         return
+    grads = _gradients(parameters)
+    if not grads:  # memory had ended before there were any
+        return
     factor = torch.full_like(norm, 1 / scale)
     if correction is not None:
         factor /= correction.to(norm)
         norm = norm / correction.to(norm)
     if most is not None:
         factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
-    grads = _gradients(parameters)
     torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))

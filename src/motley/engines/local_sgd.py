@@ -181,6 +181,9 @@ class LocalEngine(EngineBase):
         groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
         kept = [(memory[n], slot) for n in sorted(memory) for slot in sorted(memory[n])]
         kept += [(group, key) for group, changed in groups for key in sorted(changed)]
+        if self.average:  # of each rank's own; it is linear
+            own = self.average
+            kept += [(d, key) for d in (own.tensors, own.numbers) for key in sorted(d)]
         tensors = [each[key] for each, key in kept if isinstance(each[key], Tensor)]
         for many in (True, False):  # moments, and counts of steps
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]

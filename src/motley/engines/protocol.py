@@ -6,6 +6,7 @@ on overflow. The loop owns data, plan, schedule, records and checkpoints.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from motley.config.options import Config
 from motley.data.batch import Batch
+from motley.engines.average import ParameterAverage
 from motley.engines.optimizer_state import State
 from motley.engines.step_timer import Clock, Laps
 from motley.plan.engine_traits import EngineTraits
@@ -79,6 +81,10 @@ class Engine(Protocol):
     device: torch.device
     scale: LossScale
 
+    @property
+    def average(self) -> ParameterAverage | None:
+        """Of the parameters, over steps; None where none is asked for."""
+
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """Forward and backward of one micro-batch, as a part of a batch of ``n_global``.
 
@@ -91,6 +97,9 @@ class Engine(Protocol):
     def sync_parameters(self) -> None:
         """Make the parameters the same on all ranks, where they are not after every step; all
         ranks call it, before an evaluation and before :meth:`state`."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Have the model be :attr:`average` meanwhile; all ranks call it."""
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Sums of held-out samples; see motley.tasks.scores."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,12 +79,20 @@ class Laps:
 
     def seconds(self, *names: str) -> float:
         """Time spent on ``names`` together."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return sum(self._between(start, end) for (_, start), (lap, end) in pairs if lap in names)
+        return sum(seconds for name, seconds in self._laps if name in names)
 
-    @staticmethod
-    def _between(start: Any, end: Any) -> float:
-        if isinstance(start, float):
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
+    @cached_property
+    def _laps(self) -> list[tuple[str, float]]:
+        times = [time for _, time in self._marks]
+        if len(times) > 1 and not isinstance(times[-1], float):
+            times[-1].synchronize()
+        return [
+            (name, _between(start, end))
+            for (name, end), start in zip(self._marks[1:], times, strict=False)
+        ]
+
+
+def _between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1000

@@ -52,6 +52,7 @@ class SynchronousEngine(EngineBase):
         table = all_gather(
             [loss_sum, norm, ready_s, bool(self._short), self._broken_off, self._weight]
         )
+        copy, copied = begin_copy(table)  # on its way while the GPU does what follows
         norms = table[:, 1]
         correction = None
         if self._weighs:
@@ -59,7 +60,6 @@ class SynchronousEngine(EngineBase):
         unscale_and_clip(
             self._parameters, self._norm(norms), scale, self._context.config.clip_grad, correction
         )
-        copy, copied = begin_copy(table)
         if self._skips_by_itself:
             # Queued before the host knows: it waits for the table only, which is on its way
             # already, and queues the next step while the GPU still works on this one.

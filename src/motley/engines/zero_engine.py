@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -16,17 +17,18 @@ from torch import Tensor
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
+from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import out_of_memory
-from motley.engines.named_state import fill_tied, model_state
+from motley.engines.named_state import fill_tied, model_state, on_cpu
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.strategies.zero import TRAITS
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
-from motley.engines.zero_state import cut_state, whole_state
+from motley.engines.zero_state import AverageOfParts, cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.tasks.model import TaskModel
@@ -214,11 +216,24 @@ class ZeroEngine(EngineBase):
             self._engine.step()
         return heard.tolist(), overflow, correction
 
+    def _held(self) -> Named:
+        """See EngineBase. At stage 3 no rank holds a whole parameter between two passes."""
+        if self.replicated:
+            return super()._held()
+        parts: dict[str, Any] = self._trained
+        return {name: each.ds_tensor for name, each in parts.items()}
+
+    def _make_average(self, decay: float, warmup: bool) -> ParameterAverage:
+        if self.replicated:
+            return super()._make_average(decay, warmup)
+        return AverageOfParts(self._trained, self._held, decay, warmup)
+
     def state(self) -> State:
         """See Engine. Stages 1 to 3 put their partitions together."""
         if self._stage == 0:
             return super().state()
         state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
+        state.tensors.update(self._average_state(on_cpu))
         fill_tied(self._model.net, state.tensors)
         state.plain["groups"] = self.memory.groups(state.tensors)
         return state if self._context.rank == 0 else State()
@@ -227,7 +242,9 @@ class ZeroEngine(EngineBase):
         """See Engine. From stage 1 on no rank has another's part of the optimizer."""
         if self._stage == 0:
             return super().alike()
-        return State(model_state(self._model.net, Tensor.detach))
+        return State(
+            model_state(self._model.net, Tensor.detach) | self._average_state(Tensor.detach)
+        )
 
     def load_alike(self, state: State) -> None:
         """See Engine."""
@@ -252,4 +269,6 @@ class ZeroEngine(EngineBase):
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
         if self._model.statistics:
             self._model.statistics.forget()
+        if self.average:
+            self.average.load(state.tensors)
         self.memory.load_groups(state)

@@ -1,5 +1,6 @@
 """What DeepSpeed's partitions hold, as whole tensors and back: checkpoints know no ranks."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.import_deepspeed import deepspeed, utils
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer_state import State, slots_of
@@ -26,13 +28,13 @@ def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> State:
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
             state[f"model.{name}"] = _whole(parameter)
-    trained = _trained(net)
-    for name, parameter in trained.items():
+    parameters = trained(net)  # DeepSpeed keeps fp32 copies and slots of these alone
+    for name, parameter in parameters.items():
         for slot in slots:
             whole = utils.safe_get_full_optimizer_state(parameter, slot)
             state[f"optimizer.{name}.{slot}"] = whole.cpu()
         state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
-    return State(state, {"slots": dict.fromkeys(trained, numbers)})
+    return State(state, {"slots": dict.fromkeys(parameters, numbers)})
 
 
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
@@ -40,7 +42,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
     _slots(zero, optimizer)
     with deepspeed.zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
         load_model_state(net, state.tensors)
-    for name, parameter in _trained(net).items():
+    for name, parameter in trained(net).items():
         if _is_cut(parameter):
             utils.safe_set_local_fp32_param(
                 parameter, _own_part(state.tensors[f"model.{name}"], parameter)
@@ -79,11 +81,6 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
     return scalars, numbers, [name for name in tensors if name not in scalars]
 
 
-def _trained(net: nn.Module) -> dict[str, nn.Parameter]:
-    """DeepSpeed keeps fp32 copies and slots of these alone."""
-    return {name: each for name, each in net.named_parameters() if each.requires_grad}
-
-
 def _whole(parameter: nn.Parameter) -> Tensor:
     """A parameter of stage 3, on the CPU; all ranks ask."""
     if parameter.requires_grad:
@@ -103,3 +100,52 @@ def _own_part(value: Tensor, parameter: Any) -> Tensor:
     count: int = parameter.ds_tensor.ds_numel
     padded = functional.pad(value.flatten(), (0, count * dist.get_world_size() - value.numel()))
     return padded.narrow(0, count * dist.get_rank(), count)
+
+
+class AverageOfParts(ParameterAverage):
+    """Of stage 3's partitions, of which each rank has one."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        held: Callable[[], Named],
+        decay: float,
+        warmup: bool,
+    ) -> None:
+        self._parameters = parameters
+        super().__init__(held, decay, warmup)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """See ParameterAverage. DeepSpeed must hear of it: it keeps small parameters whole."""
+        held = self._held()
+        for name, parameter in self._parameters.items():
+            whole = self._gathered(name, parameter)
+            self.tensors[name].copy_(held[name])
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    parameter.copy_(whole)
+
+    def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """See ParameterAverage."""
+        whole = {
+            f"ema.{name}": keep(self._gathered(name, each))
+            for name, each in self._parameters.items()
+        }
+        return super().state(keep) | whole
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """See ParameterAverage."""
+        own = {
+            key: _own_part(tensors[key], each)
+            for name, each in self._parameters.items() if (key := f"ema.{name}") in tensors
+        }  # fmt: skip
+        super().load({**tensors, **own})
+
+    def _gathered(self, name: str, parameter: Any) -> Tensor:
+        """One average, of all ranks' parts."""
+        part = self.tensors[name].flatten()
+        parts = part.new_empty(dist.get_world_size() * part.numel())
+        dist.all_gather_into_tensor(parts, part)
+        whole: Tensor = parts[: parameter.ds_numel].view(parameter.ds_shape)
+        return whole

@@ -29,7 +29,8 @@ class Trained:
     """A checkpoint, and the task that it was trained on.
 
     Attributes:
-        folder: of the checkpoint. weights: ``<name>``, on the CPU.
+        folder: of the checkpoint. weights: ``<name>``, on the CPU; the average of the parameters,
+            where that is asked for.
         problems: what was wrong with newer ones.
     """
 
@@ -39,13 +40,16 @@ class Trained:
     problems: tuple[str, ...] = ()
 
 
-def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> Trained:
+def open_trained(
+    path: Path, data_dir: str | None, own: Path | None = None, averaged: bool = False
+) -> Trained:
     """Load the newest whole checkpoint of a run.
 
     Args:
         path: one checkpoint's folder, ``checkpoints/``, or a run folder.
         data_dir: where the data are now; None: where they were.
         own: a folder of other samples, which take the place of the held-out ones.
+        averaged: take the average of the parameters.
     """
     found = checkpoints_at(path)
     if not found:
@@ -55,11 +59,22 @@ def open_trained(path: Path, data_dir: str | None, own: Path | None = None) -> T
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}
     task = task_of(config_from(saved))
-    weights = {
-        name.removeprefix("model."): value
-        for name, value in tensors.items() if name.startswith("model.")
-    }  # fmt: skip
+    weights = _part(tensors, "model.")
+    if averaged:
+        if not (average := _part(tensors, "ema.")):
+            raise MotleyError(
+                f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
+                "--model-ema"
+            )
+        weights |= average
     return Trained(folder, weights, task.with_files(own) if own else task, tuple(problems))
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items() if name.startswith(prefix)
+    }  # fmt: skip
 
 
 def precision_of(asked: str, device: torch.device) -> str:

@@ -73,6 +73,9 @@ class StepRecord:
     time: float
 
 
+EMA = "ema_"  # before the name of a metric
+
+
 @dataclass(frozen=True)
 class EpochRecord:
     """One evaluation; one line of ``epochs.jsonl``:
@@ -81,7 +84,8 @@ class EpochRecord:
     "top1": 0.9722, "loss": 0.1021}``
 
     Attributes:
-        metrics: what the task says of the model, by name; ``loss`` is among them.
+        metrics: what the task says of the model, by name; ``loss`` is among them. With EMA before
+            their names: of the average of its parameters, where a run keeps one.
     """
 
     step: int

@@ -68,12 +68,13 @@ class Budget:
 
 def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:
     """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
-    and what the wire does on each rank.
+    their average, and what the wire keeps on each rank.
 
     Args:
         numbers: in the model. trained: of these; of others nothing else is kept.
     """
     copies = _slots(config) + plan.wire.kept_copies * len(plan.counts)
+    copies += config.model_ema
     return float(4 * (numbers + copies * trained))
 
 

@@ -34,7 +34,7 @@ from motley.planner.process_group import (
     join_process_group,
     leave_process_group,
 )
-from motley.records.run_folder import EpochRecord
+from motley.records.run_folder import EMA, EpochRecord
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
@@ -165,6 +165,7 @@ class Loop:
             job.engine.clock.lap("data")
             job.engine.accumulate(micro_batch, batch.global_batch, last)
             indices += readable(micro_batch, job.config, job.run)
+        self._recorder.write()
         return job.engine.step(), indices
 
     def _after_step(self, batch: Plan, result: StepResult, indices: list[int]) -> bool:
@@ -243,13 +244,28 @@ class Loop:
 
 
 def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """The task's scores of the held-out samples, shared as ``plan`` shares a batch: sums and
-    weights over all ranks, never a mean of means."""
+    """The task's scores of the held-out samples, shared as ``plan`` shares a batch; also of the
+    average of the parameters, where there is one, as ``ema_...``."""
     start = time.monotonic()
+    world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    job.engine.sync_parameters()
+    metrics, samples = _scores(world, job, plan)
+    if job.engine.average is not None:
+        with job.engine.averaged():
+            also, _ = _scores(world, job, plan)
+        metrics |= {f"{EMA}{name}": value for name, value in also.items()}
+    return EpochRecord(
+        step=position.step, epoch=position.epoch - (position.consumed == 0), metrics=metrics,
+        samples=samples, seconds=time.monotonic() - start, time=time.time(),
+    )  # fmt: skip
+
+
+def _scores(world: World, job: Job, plan: Plan) -> tuple[dict[str, float], int]:
+    """The summary of all held-out samples, and their number: sums and weights over all ranks, never
+    a mean of means."""
     parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
     say = world.supervisor.set_status
     say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    job.engine.sync_parameters()
     for batch in job.loader.test_batches(plan):
         parts.append(job.engine.evaluate(batch))
         indices.append(readable(batch, job.config, job.run))
@@ -261,8 +277,4 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
     *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
     names = job.model.score_names
     means = {name: total / weight for name, total in zip(names, sums, strict=True)}
-    return EpochRecord(
-        step=position.step, epoch=position.epoch - (position.consumed == 0),
-        metrics=dict(job.model.task.summary(means)), samples=int(samples),
-        seconds=time.monotonic() - start, time=time.time(),
-    )  # fmt: skip
+    return dict(job.model.task.summary(means)), int(samples)

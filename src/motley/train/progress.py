@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from motley.records.run_folder import EpochRecord, StepRecord
+from motley.records.run_folder import EMA, EpochRecord, StepRecord
 from motley.tasks.task import Task
 
 
@@ -62,9 +62,13 @@ class Reporter:
 
     def epoch(self, record: EpochRecord) -> None:
         """Report an evaluation."""
+        own = {name: value for name, value in record.metrics.items() if not name.startswith(EMA)}
+        averaged = {name.removeprefix(EMA): value for name, value in record.metrics.items()
+                    if name.startswith(EMA)}  # fmt: skip
+        also = f" (averaged: {self._about.words(averaged)})" if averaged else ""
         self.say(
-            f"epoch {record.epoch}: {self._about.words(record.metrics)}, of {record.samples} "
-            f"held-out {self._about.noun}s"
+            f"epoch {record.epoch}: {self._about.words(own)}{also}, of {record.samples} held-out "
+            f"{self._about.noun}s"
         )
 
     def say(self, text: str) -> None:

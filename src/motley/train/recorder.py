@@ -1,5 +1,6 @@
 """Writes the records of each step, progress lines, and TensorBoard files."""
 
+import contextlib
 import dataclasses
 import resource
 import time
@@ -73,6 +74,7 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
         self._pending: tuple[StepRecord, Laps, Plan] | None = None
+        self._due: tuple[StepRecord, Laps, tuple[float, ...]] | None = None
         self._started = time.monotonic()
         self._samples = 0
         self._scale: float | None = None  # of the last step
@@ -94,10 +96,11 @@ class Recorder:
         return step_timeout_s(median(self._seconds))
 
     def step(self, state: TrainState, lr: float, plan: Plan, result: StepResult) -> Timed | None:
-        """Take a step that was just given to the device; it is written when the next one is.
+        """Take a step that was just given to the device; it is due when the next one is.
 
         By then the device has done it, so reading its times waits for nothing, and the
-        other ranks' times have come along with the next step's exchange.
+        other ranks' times have come along with the next step's exchange. It is written by
+        :meth:`write`.
 
         Args:
             state: before it. plan: of its batch.
@@ -105,7 +108,7 @@ class Recorder:
         Returns:
             The step before, now that its times are known; None where they are not.
         """
-        timed = self._write(result.ready_s)
+        timed = self._complete(result.ready_s)
         self._local |= result.loss_sum is None
         weight = result.weight or plan.global_batch * self._task.weight
         record = StepRecord(
@@ -114,7 +117,7 @@ class Recorder:
             loss_scale=result.loss_scale, overflow=result.overflow, grad_norm=result.grad_norm,
             n_local=plan.counts[self._rank], n_global=plan.global_batch,
             t_data=0.0, t_compute=0.0, t_wait=None, t_comm=None, t_opt=0.0,
-            mem_peak_mib=_memory_peak(self._device), samples_per_s=0.0, weight=weight,
+            mem_peak_mib=0.0, samples_per_s=0.0, weight=weight,
             time=time.time(),
         )  # fmt: skip
         self._pending = (record, result.laps, plan)
@@ -123,13 +126,23 @@ class Recorder:
     def flush(self) -> None:
         """Write the last step; all ranks call it."""
         own = self._pending[1].ready_s if self._pending else 0.0
-        self._write(tuple(ready for (ready,) in all_gather_floats([own])))
+        self._complete(tuple(ready for (ready,) in all_gather_floats([own])))
+        self.write()
 
-    def _write(self, ready_s: tuple[float, ...]) -> Timed | None:
-        """Write the step that waits, now that each rank's ``ready_s`` is known."""
+    def _complete(self, ready_s: tuple[float, ...]) -> Timed | None:
+        """The step that waits is due, now that each rank's ``ready_s`` is known."""
+        self.write()
         if self._pending is None:
             return None
         (record, laps, plan), self._pending = self._pending, None
+        self._due = record, laps, ready_s
+        return Timed(plan, ready_s) if ready_s and all(ready_s) else None
+
+    def write(self) -> None:
+        """Write the step that is due; called where the device has enough to do meanwhile."""
+        if self._due is None:
+            return
+        (record, laps, ready_s), self._due = self._due, None
         sync = laps.seconds("sync")
         wait = comm = None
         if self._tells_sync:
@@ -140,7 +153,7 @@ class Recorder:
         self._seconds.append(seconds)
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
-            t_comm=comm, t_opt=laps.seconds("opt"),
+            t_comm=comm, t_opt=laps.seconds("opt"), mem_peak_mib=_memory_peak(self._device),
             samples_per_s=record.n_global / seconds,
         )  # fmt: skip
         self._steps.write(record)
@@ -157,7 +170,6 @@ class Recorder:
             for name in ("loss", "lr", "samples_per_s", "loss_scale"):
                 if (value := getattr(record, name)) is not None:
                     self._board.add_scalar(name, value, record.step)
-        return Timed(plan, ready_s) if ready_s and all(ready_s) else None
 
     def epoch(self, record: EpochRecord) -> None:
         """Record an evaluation."""
@@ -215,6 +227,8 @@ class Recorder:
 
     def __exit__(self, *_: object) -> None:
         """Close all files and take the progress bar away."""
+        with contextlib.suppress(RuntimeError):  # of a device that fails: it was said already
+            self.write()
         self._reporter.close()
         self._close()
         if self._board is not None:
@@ -224,7 +238,9 @@ class Recorder:
 def _memory_peak(device: torch.device) -> float:
     """MiB: of the GPU's allocations, or of this process's own memory."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+        # As max_memory_allocated tells, which first makes a flat table of all there is.
+        known = torch.cuda.memory_stats_as_nested_dict(device)
+        return float(known["allocated_bytes"]["all"]["peak"]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 

@@ -289,7 +289,7 @@ def test_wrong_options_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> 
         ("--epoch", "3"): "unknown option --epoch (nearest: --epochs",
         ("--batch-size", "0"): "0 is not a whole number of 1 or more",
         ("--lr", "nan"): "nan is not a number above 0",
-        ("--dataset", "mnist"): "invalid choice: 'mnist'",
+        ("--dataset", "mnist"): "--dataset mnist is unknown; choose cifar10",
     }
     for words, says in cases.items():
         with pytest.raises(SystemExit) as stop:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from motley.config.numbers import fraction, naturals, not_negative, positive
 from motley.config.option import Decides, option
 from motley.data.batch import Tensors
-from motley.data.dataset import find_dataset, known_datasets
+from motley.data.dataset import dataset_name, find_dataset, known_datasets
 from motley.data.images import NO_LABEL, Images, of_classes, of_files
 from motley.data.mixing import Mixing, mix
 from motley.data.source import Source
@@ -76,7 +76,7 @@ class ImageTask(Task):
     )
     dataset: str = option(
         "; ".join(f"{each.name} {each.says}" for each in known_datasets().values()),
-        MODEL | SPEED, "digits", choices=tuple(known_datasets()),
+        MODEL | SPEED, "digits", read=dataset_name, metavar="|".join(known_datasets()),
     )  # fmt: skip
     data_dir: str = option("default: data", NUMBERS, "data", metavar="DIR")
     augment: bool = option("no random crops and flips", NUMBERS, True)

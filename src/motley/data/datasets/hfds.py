@@ -1,0 +1,161 @@
+"""Images of Hugging Face's datasets, as timm's ``hfds/`` reads them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motley.data.dataset import TRAIN, Dataset, Family, held_out_split
+from motley.errors import MotleyError
+from motley.extras import import_extra
+
+if TYPE_CHECKING:
+    from motley.data.images import Images
+
+_TIMM = (1, 0, 31)  # before, names were lower case, and datasets 4 and later not understood
+
+
+class _Split:
+    """The images of one split.
+
+    Args:
+        reader: timm's. Around it timm's own data set would put another image in the place of one
+            that cannot be read, and say nothing.
+    """
+
+    def __init__(self, reader: Any, name: str, label: str) -> None:
+        self._reader, self.name = reader, name
+        self.targets: list[Any] = list(reader.dataset[label][:])
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        file, label = self._reader[index]
+        with file:
+            return Image.open(file).convert("RGB"), label
+
+
+def _open(name: str, folder: Path, img_size: int) -> "Images":
+    from timm.data import create_dataset
+
+    from motley.data.images import Images
+
+    option = f"--dataset hfds/{name}"
+    with _offline(option):
+        splits = _load(name, folder)
+        held_out = held_out_split(splits, option)
+        features = splits[TRAIN].features
+        image = _column(features, "Image", "image", option)
+        label = _column(features, "ClassLabel", "label", option)
+        train, test = (
+            _Split(
+                create_dataset(
+                    f"hfds/{_place(name)}", str(folder), split, input_key=image, target_key=label
+                ).reader, split, label,
+            )
+            for split in (TRAIN, held_out)
+        )  # fmt: skip
+    names = getattr(features[label], "names", None)
+    classes = max(_classes(part, len(names) if names else None, option) for part in (train, test))
+    return Images(
+        train, test, classes=classes, channels=3, mean=None, std=None, native_size=None,
+        name_of=lambda source, index: f"image {index} of {source.name}",  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+def _prepare(name: str, folder: Path) -> None:
+    """Also of a folder, whose images go into one file a split: by one rank for all of a machine."""
+    _load(name, folder)
+
+
+def _is_folder(name: str) -> bool:
+    return bool(name) and Path(name).is_dir()
+
+
+def _place(name: str) -> str:
+    """A folder's whole path: a short one may be the name of a format, for datasets."""
+    return str(Path(name).resolve()) if _is_folder(name) else name
+
+
+def _load(name: str, folder: Path) -> Mapping[str, Any]:
+    """All splits; what is not there yet is fetched, and changed to what can be read by index."""
+    option = f"--dataset hfds/{name}"
+    datasets = _datasets(option)
+    if not _is_folder(name) and name.count("/") != 1:
+        raise MotleyError(
+            f"{option} is no folder here; give one, or the OWNER/NAME of a data set of the hub"
+        )
+    try:
+        found: Mapping[str, Any] = datasets.load_dataset(_place(name), cache_dir=str(folder))
+    except Exception as error:  # of many formats, whose errors have no type in common
+        cause = error.__cause__ or error
+        raise MotleyError(
+            f"{option} cannot be loaded ({type(cause).__name__}: {' '.join(str(cause).split())}); "
+            "give a folder of images, of parquet files, or that a DatasetDict was saved to, or the "
+            f"OWNER/NAME of a data set of the hub, which is kept under --data-dir {folder}"
+        ) from None
+    return found
+
+
+def _datasets(option: str) -> Any:
+    """The package, without its progress bars and warnings, which come from each rank."""
+    import timm
+
+    datasets = import_extra("datasets", option)
+    if tuple(map(int, timm.__version__.split(".")[:3])) < _TIMM:
+        wanted = ".".join(map(str, _TIMM))
+        raise MotleyError(
+            f"{option} needs timm {wanted}, and {timm.__version__} is installed; install it on all "
+            f"hosts, as in: .venv/bin/pip install 'timm>={wanted}'"
+        )
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets
+
+
+@contextmanager
+def _offline(option: str) -> Iterator[None]:
+    """Nobody asks the hub within: one rank of a machine has done so for all."""
+    config = _datasets(option).config
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def _column(features: Mapping[str, Any], kind: str, usual: str, option: str) -> str:
+    """The column that timm would read, or the only one of its kind."""
+    fit = [name for name, feature in features.items() if type(feature).__name__ == kind]
+    if usual in features:
+        return usual
+    if len(fit) != 1:
+        raise MotleyError(
+            f"{option} has {len(fit) or 'no'} columns of type {kind}, and none called {usual}; its "
+            f"columns are {', '.join(features)}; rename one"
+        )
+    return fit[0]
+
+
+def _classes(part: _Split, known: int | None, option: str) -> int:
+    """How many there are; those with names, or up to the highest label of this split."""
+    for index, label in enumerate(part.targets):
+        if type(label) is not int or not 0 <= label < (known or label + 1):
+            raise MotleyError(
+                f"{option}: image {index} of {part.name} has the label {label!r}; it needs the "
+                f"number of a class, from 0{f' to {known - 1}' if known else ''}"
+            )
+    return known or 1 + max(part.targets)
+
+
+def _of(name: str) -> Dataset:
+    return Dataset(f"hfds/{name}", "", partial(_open, name), partial(_prepare, name))
+
+
+DATASETS = (
+    Family("hfds/", "with a folder or a hub's OWNER/NAME is read by Hugging Face's datasets", _of),
+)

@@ -1,0 +1,122 @@
+"""Shards of webdataset, as timm's ``wds/`` knows them, but any image of them by its index.
+
+timm's reader goes through shards from begin to end, in an order of its own for each process; here
+the global order says which image comes next, so they are read by motley.data.shards.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motley.data.dataset import HELD_OUT, TRAIN, Dataset, Family, held_out_split
+from motley.errors import MotleyError
+
+if TYPE_CHECKING:
+    from motley.data.images import Images
+    from motley.data.shards import Shards
+
+_INFO = ("_info.json", "info.json")
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Attributes: count: of its samples, if that is known; label_key: see Shards."""
+
+    paths: tuple[Path, ...]
+    count: int | None = None
+    label_key: str = ""
+
+    def open(self, name: str, folder: Path) -> "Shards":
+        from motley.data.shards import Shards
+
+        images = Shards(self.paths, self.label_key)
+        # With a key of labels, those without one are not counted alike by all who write it.
+        wrong = self.count not in (None, len(images)) and not self.label_key
+        if wrong or not len(images):
+            told = f" of the {self.count} that {_INFO[0]} tells" if wrong else ""
+            raise MotleyError(
+                f"{folder}: {name} has {len(images) or 'no'} images{told}, in {len(self.paths)} "
+                "shards; copy them all"
+            )
+        return images
+
+
+def _open(name: str, root: Path, img_size: int) -> "Images":
+    from motley.data.images import Images
+
+    folder = root / name if (root / name).is_dir() else root  # timm takes any name for root
+    info = _info(folder)
+    splits = _told(folder, info) if "splits" in info else _by_name(folder)
+    if not splits:
+        raise MotleyError(
+            f"--dataset wds/{name}: no shard is in {folder}, such as train-0000.tar, and none in a "
+            "folder train/; say where they are by --data-dir"
+        )
+    held_out = held_out_split(splits, f"--dataset wds/{name}: {folder}")
+    train, test = (splits[each].open(each, folder) for each in (TRAIN, held_out))
+    highest = max(*train.targets, *test.targets)
+    classes = info.get("num_classes", highest + 1)
+    if not isinstance(classes, int) or classes <= highest:
+        raise MotleyError(
+            f"{folder}: {_INFO[0]} tells num_classes {classes!r}, and an image has the label "
+            f"{highest}; correct one of them"
+        )
+    return Images(
+        train, test, classes=classes, channels=3, mean=None, std=None, native_size=None,
+        name_of=lambda source, index: source.name_of(index),  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+def _info(folder: Path) -> Mapping[str, Any]:
+    """What timm's ``_info.json`` tells; empty where there is none."""
+    path = next((folder / name for name in _INFO if (folder / name).exists()), None)
+    if path is None:
+        return {}
+    try:
+        info = json.loads(path.read_bytes())
+        if not isinstance(info, dict):
+            raise ValueError(f"a {type(info).__name__} in place of names and values")
+    except (OSError, ValueError, RecursionError) as error:
+        raise MotleyError(f"{path} cannot be read ({error}); correct or remove it") from None
+    return info
+
+
+def _told(folder: Path, info: Mapping[str, Any]) -> dict[str, _Split]:
+    try:
+        return {
+            name: _Split(
+                tuple(folder / file for file in split["filenames"]),
+                split.get("num_samples"), split.get("alt_label", ""),
+            )
+            for name, split in info["splits"].items()
+        }  # fmt: skip
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MotleyError(
+            f"{folder / _INFO[0]} tells no splits as timm reads them ({error!r}); write "
+            '{"splits": {"train": {"filenames": [...], "num_samples": N}, "validation": ...}}, or '
+            "remove it: then a shard is of the split that is in its name"
+        ) from None
+
+
+def _by_name(folder: Path) -> dict[str, _Split]:
+    """Shards by the first split that is a word of their path, as in ``flowers-train-0007.tar``."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted([*folder.glob("*.tar"), *folder.glob("*/*.tar")]):
+        words = re.findall("[a-z]+", str(path.relative_to(folder)).lower())
+        split = next((word for word in words if word in (TRAIN, *HELD_OUT)), None)
+        if split:
+            found.setdefault(split, []).append(path)
+    return {split: _Split(tuple(paths)) for split, paths in found.items()}
+
+
+def _of(name: str) -> Dataset:
+    return Dataset(f"wds/{name}", "", partial(_open, name))
+
+
+DATASETS = (
+    Family("wds/", "with a folder of --data-dir, or nothing, is webdataset's .tar shards", _of),
+)
