@@ -102,8 +102,8 @@ def label_axes(ax: Axes, x: str, y: str, *, zero: bool = False) -> None:
     """Name both axes, units included; ``zero``: y starts at 0. There is no half step."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
-    if zero:
-        ax.set_ylim(bottom=0)
+    if zero:  # and ends above all data, however flat
+        ax.set_ylim(0, max(ax.get_ylim()[1], 1.04 * ax.dataLim.ymax))
     if x == "step":
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 

@@ -134,6 +134,33 @@ def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
     assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{HEAD}.csv", f"gpu.{QUICK}.csv"}
 
 
+def test_a_task_of_ones_own_ends_as_on_one_host_though_a_rank_was_killed(
+    told: tuple[Door, dict[str, str]],
+) -> None:
+    door, _ = told
+    lines = (door.home(HEAD) / "motley" / "examples" / "my_task.py").read_text().splitlines()
+    assert len(lines) <= 45
+    words = "--task examples/my_task.py --digits 3 --precision fp32 --warmup-epochs 0"
+    words += " --batch-size 1000 --max-steps 18"
+    at(door, QUICK, f"./entry_cn.sh torch_dist/train.py {words} --run sums")
+    five = f"mpirun -np 5 {HOSTS} ./entry_cn.sh"
+    words += " --hosts all --save-every 4 --run killed"  # all would not pay for so small a model
+    killed = f"{AT_HOME} {five} tests/support/drivers/failing.py --fail killed --step 11 {words}"
+    done = door.run("exec", HEAD, "--", "bash", "-c", killed, limit=120)
+    assert f"motley: rank 4 on {NAMES[4]}" in done.output and "died without a word" in done.output
+    assert run_json(door, "killed")["status"] == "failed"
+    said = at(door, HEAD, f"{five} torch_dist/train.py {words} --resume auto")
+    assert "step_00000008" in said
+    one, many = run_json(door, "sums"), run_json(door, "killed")
+    shares = many["plan"]["shares"]
+    assert len(shares) == 5 and len(set(shares)) > 1 and sum(share > 0 for share in shares) > 1
+    expected = losses(door, "sums", 0)
+    assert len(expected) == 18 and expected[-1] < 0.97 * expected[0]
+    for rank in range(5):
+        assert losses(door, "killed", rank) == pytest.approx(expected, rel=2e-6)
+    assert many["result"]["loss"] == pytest.approx(one["result"]["loss"], rel=2e-6)
+
+
 def test_an_mtu_that_drops_large_packets_is_said_and_nothing_hangs(
     told: tuple[Door, dict[str, str]],
 ) -> None:

@@ -1,6 +1,7 @@
 """Bad input, as an impatient user would type it: one clear line, and nothing half-written."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -96,6 +97,59 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> Non
     words = ("--lr", "1e30", "--warmup-epochs", 0, "--logs", jobs.logs)
     line = the_line_of(jobs.fork(2, DDP, *words))
     assert "is not finite (sample indices " in line and "step " in line and "rank " in line
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [(DDP, ()), (DDP, ("--strategy", "fsdp")), (ZERO, ("--stage", 3))],
+    ids=["DDP", "FSDP", "DeepSpeed 3"],
+)
+def test_a_sample_that_is_no_number_is_named_by_the_rank_that_has_it(
+    jobs: Jobs, tmp_path: Path, script: str, options: tuple[object, ...]
+) -> None:
+    """The other rank has fine losses, and a gradient that is not."""
+    task = (ROOT / "examples" / "my_task.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(task.replace('return {"x": x', 'return {"x": x / (item != 137)'))
+    words = ("--task", path, "--batch-size", 4000, "--epochs", 1, "--shares", "2,1", *options)
+    line = refused(jobs, script, *words, ranks=2)
+    assert re.search(r"the loss of 1 of this rank's \d+ samples is not finite", line), line
+    assert "(sample indices 137): neither is 'x' in the data of 137; repair or remove it" in line
+
+
+def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    task = (ROOT / "examples" / "my_task.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(task.replace('return {"x": x', 'return {"x": x / (item != 20_137)'))
+    words = ("--task", path, "--batch-size", 4000, "--epochs", 2, "--shares", "2,1")
+    line = refused(jobs, DDP, *words, ranks=2)
+    assert "scores of held-out samples are not finite: neither is 'x' in the data of 137;" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            ("else range(20_000)", "else []"),
+            "Sums has no training samples: data(held_out=False) is empty",
+        ),
+        (("range(20_000, 21_000)", "[]"), "no held-out samples: data(held_out=True) is empty"),
+        ((".sum(dim=1)", ".sum(dim=1)[:60]"), "shape (60,) for 64 samples"),
+    ],
+)
+def test_a_task_with_nothing_to_learn_or_too_few_losses(
+    jobs: Jobs, tmp_path: Path, change: tuple[str, str], says: str
+) -> None:
+    task = (ROOT / "examples" / "my_task.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(task.replace(*change))
+    line = refused(jobs, DDP, "--task", path, "--shares", "1,1", ranks=2)
+    assert says in line
+
+
+def test_an_option_of_another_task(jobs: Jobs) -> None:
+    line = refused(jobs, DDP, "--task", "text", "--bn-group", 16)
+    assert "unknown option --bn-group: it is one of --task image" in line
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class Outlier(Task):
 
     def data(self, held_out: bool) -> range:
         """See Task."""
-        return range(1000)
+        return range(1000, 2000) if held_out else range(1000)
 
     def sample(self, item: int, training: bool) -> Mapping[str, Any]:
         """See Task."""

@@ -126,7 +126,10 @@ def read_weights(asked: str, trust: bool) -> Weights:
         try:
             return Weights(load_file(path), path)
         except (SafetensorError, OSError) as error:
-            raise MotleyError(f"{flag}: {path} is damaged: {error}") from None
+            raise MotleyError(
+                f"{flag}: {path.name} is damaged, or no safetensors but for its name: {error}; "
+                "copy it anew, or convert it"
+            ) from None
     if not trust:
         raise MotleyError(
             f"{flag}: {path.name} is no .safetensors, but perhaps a pickle, which may hold code; "

@@ -24,8 +24,12 @@ class OneVoice(argparse.ArgumentParser):
         """End with status 2; an unknown option is answered with the nearest known one."""
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
-            message = f"unknown option {word}{did_you_mean(word, self._option_string_actions)}"
+            message = f"unknown option {word}{self.hint(word)}"
         stop_usage(f"{message}; see {self.prog} -h")
+
+    def hint(self, word: str) -> str:
+        """Behind the name of an unknown option."""
+        return did_you_mean(word, self._option_string_actions)
 
 
 class OptionParser(OneVoice):
@@ -49,9 +53,16 @@ class OptionParser(OneVoice):
             allow_abbrev=False,
         )
         self.own: tuple[type, ...] = ()
+        self.elsewhere: dict[str, str] = {}  # options that are not known here, and what has them
         for group in (*GROUPS, *own):
             self._add_group(group, registered or {}, (group.__doc__ or group.__name__).strip())
         self.own = tuple(own)
+
+    def hint(self, word: str) -> str:
+        """See OneVoice."""
+        if word in self.elsewhere:
+            return f": it is one of {self.elsewhere[word]}"
+        return super().hint(word)
 
     def add_own(self, group: type, title: str) -> None:
         """Add a group of options besides those of all scripts.

@@ -102,8 +102,18 @@ class _Keyed(Dataset[_Sample]):
 def first_batch(samples: Samples, count: int) -> Batch:
     """The first training samples, or as many as there are; for a pass that only is to be made."""
     keyed = _Keyed(samples, training=True)
+    check_length(samples, len(keyed), held_out=False)
     keys = [Key(index, index) for index in range(min(count, len(keyed)))]
     return keyed.batch(keyed.__getitems__(keys))
+
+
+def check_length(samples: Samples, length: int, held_out: bool) -> None:
+    """Raise MotleyError if there is nothing to train on, or to judge by."""
+    if not length:
+        raise MotleyError(
+            f"{type(samples).__name__} has no {'held-out' if held_out else 'training'} samples: "
+            f"data(held_out={held_out}) is empty; does it look in the right place?"
+        )
 
 
 def first_sample(samples: Samples) -> Mapping[str, Any]:

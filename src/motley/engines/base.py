@@ -29,7 +29,7 @@ from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.step_timer import Clock
-from motley.errors import NoMemoryError
+from motley.errors import MotleyError, NoMemoryError
 from motley.faults import Phase
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
@@ -120,6 +120,12 @@ class EngineBase:
             release()
             self._abandon(last)
             losses = torch.zeros(len(batch), device=self._context.device)
+        elif losses.shape != (len(batch),):
+            raise MotleyError(
+                f"losses() of {type(self._model.task).__name__} gives a tensor of shape "
+                f"{tuple(losses.shape)} for {len(batch)} samples; it should give one number a "
+                "sample, 0 where nothing counts in it"
+            )
         elif self._model.statistics:
             self._model.statistics.take(len(batch), n_global)
         if last:

@@ -6,6 +6,7 @@ minute and with headers that a host may lack, what is for inference.
 
 import logging
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -23,3 +24,5 @@ __all__ = ["DeepSpeedZeroConfig", "comm", "deepspeed", "utils"]
 deepspeed: Any = _deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 utils.logger.setLevel(logging.ERROR)  # 40 lines a rank on its own configuration
+# It calls what newer torch has another name for.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -113,11 +113,12 @@ class BaselineFolder:
             return "No run is done.\n"
         first, widest = done[0], max(done, key=lambda run: len(run["ranks"]))
         config, versions = first["config"], first["versions"]
+        what = (first.get("task") or {}).get("title") or f"{config['model']} on {config['dataset']}"
         workers = [f"{worker['host']}: {worker['device']}" for worker in widest["ranks"]]
         day = time.strftime("%Y-%m-%d", time.gmtime(first["started"]))
         return "\n".join([
-            f"- {config['model']} on {config['dataset']}, {content['steps']} steps "
-            f"a run, of which the first third is not counted; {' '.join(content['options'])}",
+            f"- {what}, {content['steps']} steps a run, of which the first third is not counted; "
+            f"{' '.join(content['options'])}",
             f"- ranks: {'; '.join(workers)}",
             f"- {day}, " + ", ".join(f"{name} {v}" for name, v in versions.items() if v)
             + f"; commit {first['commit'] or 'unknown'}",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Tensors
-from motley.data.loader import first_sample
+from motley.data.loader import check_length, first_sample
 from motley.errors import MotleyError
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task
@@ -41,7 +41,8 @@ def check_task(model: TaskModel) -> None:
 
 
 def _check_samples(name: str, task: Task) -> None:
-    """The same sample, seeded alike, is the same."""
+    """There are some, and the same sample, seeded alike, is the same."""
+    check_length(task, len(task.data(held_out=True)), held_out=True)
     once, again = first_sample(task), first_sample(task)
     for key, value in once.items():
         other = again[key]

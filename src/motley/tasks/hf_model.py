@@ -152,7 +152,8 @@ class HfModel:
                 )  # fmt: skip
             except Exception as error:
                 raise MotleyError(
-                    f"{self.said}: its weights cannot be read: {_first_line(error)}"
+                    f"{self.said}: its weights cannot be read: {_first_line(error)}; copy the "
+                    "folder anew"
                 ) from error
         for key, says in {
             "missing_keys": "lacks", "mismatched_keys": "has in another shape",

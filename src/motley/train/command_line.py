@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from motley.comm.modes import modes, parse_wire
-from motley.config.option import options_of
+from motley.config.option import flag_of, options_of
 from motley.config.options import GROUPS, Config
 from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions
@@ -108,6 +108,10 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     asked = first.parse_known_args(arguments)[0]
     task = task_class(asked.task)
     parser.add_own(task, f"--task {asked.task}")
+    parser.elsewhere = {
+        flag_of(declared): f"--task {name}"
+        for name, other in known_tasks().items() for declared in options_of(other).values()
+    }  # fmt: skip
     if asked.recipe is None or not task.recipes:  # then it is an unknown option
         return []
     if asked.recipe not in task.recipes:

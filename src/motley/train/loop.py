@@ -39,7 +39,13 @@ from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
 from motley.train.recorder import Recorder, Timed
-from motley.train.recovery import check_numbers, readable, rebalance, shrink_micro_batches
+from motley.train.recovery import (
+    check_numbers,
+    check_scores,
+    readable,
+    rebalance,
+    shrink_micro_batches,
+)
 from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
@@ -257,15 +263,17 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
 def _scores(world: World, job: Job, plan: Plan) -> tuple[dict[str, float], int]:
     """The summary of all held-out samples, and their number: sums and weights over all ranks, never
     a mean of means."""
-    parts = []
+    parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
     say = world.supervisor.set_status
     say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     for batch in job.loader.test_batches(plan):
         parts.append(job.engine.evaluate(batch))
-        readable(batch, job.config, job.run)
+        indices.append(readable(batch, job.config, job.run))
         say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
-    table = all_gather_floats(list(torch.stack(parts).sum(dim=0)))
+    scores = torch.stack(parts)
+    check_scores(scores, indices, lambda: job.loader.test_batches(plan))
+    table = all_gather_floats(list(scores.sum(dim=0)))
     *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
     names = job.model.score_names
     means = {name: total / weight for name, total in zip(names, sums, strict=True)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from motley.train.overflow import find_overflow
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
 
+_SHOWN = 8  # samples in a message
+
 
 def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
     """The batch's sample indices, once what cannot be read is dealt with."""
@@ -31,18 +34,65 @@ def readable(batch: Batch, config: Config, run: Run) -> tuple[int, ...]:
     return batch.indices
 
 
-def check_finite(loss_sum: float, sample_loss: Tensor, indices: list[int]) -> None:
-    """Stop where a loss is not finite; ranks whose losses are fine leave the word to others."""
+def check_finite(
+    loss_sum: float, sample_loss: Tensor, indices: list[int], batches: Callable[[], Iterable[Batch]]
+) -> None:
+    """Stop where a loss is not finite; ranks whose losses are fine leave the word to others.
+
+    Args:
+        batches: this rank's, read again.
+    """
     if math.isfinite(loss_sum):
         return
     bad = [index for index, loss in zip(indices, sample_loss.tolist(), strict=True)
            if not math.isfinite(loss)]  # fmt: skip
     if bad:
-        shown = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+        why = bad_data(batches(), set(bad))
         raise NotFiniteError(
             f"the loss of {len(bad)} of this rank's {len(indices)} samples is not finite (sample "
-            f"indices {shown}); lower --lr, or set --clip-grad 1.0, and --resume auto"
+            f"indices {_shown(bad)}){why and f': {why}'}; "
+            + ("repair or remove it" if why else "lower --lr, or set --clip-grad 1.0")
+            + ", and --resume auto"
         )
+
+
+def check_scores(
+    scores: Tensor, indices: Sequence[tuple[int, ...]], batches: Callable[[], Iterable[Batch]]
+) -> None:
+    """Stop where held-out data is not finite: then no evaluation ever is.
+
+    Args:
+        scores: of each of this rank's batches, [batches, any]. indices: of their samples.
+        batches: these, read again.
+    """
+    fine = scores.isfinite().all(dim=1).tolist()
+    bad = {index for known, part in zip(fine, indices, strict=True) if not known for index in part}
+    if bad and (why := bad_data(batches(), bad)):
+        raise NotFiniteError(
+            f"scores of held-out samples are not finite: {why}; repair or remove it, and "
+            "--resume auto"
+        )
+
+
+def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
+    """What of samples without a finite loss is not finite before anything is computed; or empty.
+
+    A tensor that is so of other samples too, as a mask may be, is no cause.
+    """
+    found: dict[str, list[int]] = {}
+    for batch in batches:
+        for name, values in batch.data.items():
+            if values.is_floating_point():
+                rows = (~values.isfinite()).reshape(len(batch), -1).any(dim=1).nonzero()
+                found.setdefault(name, []).extend(batch.indices[row] for row in rows)
+    return "; ".join(
+        f"neither is {name!r} in the data of {_shown(indices)}"
+        for name, indices in found.items() if indices and bad.issuperset(indices)
+    )  # fmt: skip
+
+
+def _shown(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
 
 
 def check_numbers(
@@ -54,8 +104,13 @@ def check_numbers(
         plan: of a full batch. state: before the step. indices: of this rank's samples.
     """
     known = result.losses.sum().item() if result.loss_sum is None else result.loss_sum
-    check_finite(known, result.losses, indices)
-    if result.overflow and not job.engine.scale.may_clear:
+
+    def batches() -> Iterator[Batch]:
+        _, again = next(iter(job.loader.steps(state.epoch, state.consumed, plan)))
+        return (batch for batch, _ in again)
+
+    check_finite(known, result.losses, indices, batches)
+    if math.isfinite(known) and result.overflow and not job.engine.scale.may_clear:
         raise NotFiniteError(describe_overflow(job, plan, state, result))
 
 

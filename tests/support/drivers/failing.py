@@ -1,8 +1,9 @@
-"""Training that fails in the middle of step 3, on the last rank.
+"""Training that fails in the middle of a step, on the last rank.
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
 
-Out of memory whatever the micro-batch, killed, at a wrong address, or for ever at rest.
+Out of memory whatever the micro-batch, killed, at a wrong address, or for ever at rest. ``--step``:
+in which; default 3.
 """
 
 import argparse
@@ -19,7 +20,6 @@ from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
-STEP = 3
 FAILURES = {
     "memory": lambda: torch.empty(2**50),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -29,13 +29,14 @@ FAILURES = {
 
 
 class Failing(DdpEngine):
-    """Fails in step 3, and again if that is taken again."""
+    """Fails in a step, and again if that is taken again."""
 
     failure: str
+    step_of_it: int
     _steps = 0
 
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
-        if self._steps >= STEP and self._context.rank == self._context.size - 1:
+        if self._steps >= self.step_of_it and self._context.rank == self._context.size - 1:
             FAILURES[self.failure]()
         self._steps += last
         return super()._accumulate(batch, last)
@@ -44,8 +45,9 @@ class Failing(DdpEngine):
 def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--fail", choices=FAILURES, required=True)
+    own.add_argument("--step", type=int, default=3)
     given, rest = own.parse_known_args()
-    Failing.failure = given.fail
+    Failing.failure, Failing.step_of_it = given.fail, given.step
     config = read_config(training_parser(""), rest)
     run(lambda world: train(world, config, Failing))
 

@@ -254,7 +254,8 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
         run = write_run(folder.attempt(cell, 0).path)
         run.update_run(
             plan={"forecast": {"limit_s": 0.4 / cell.hosts}}, versions={"torch": "2"},
-            commit=None, started=START,
+            commit=None, started=START, config={"task": "text"},
+            task={"title": "GPT of 2 blocks", "unit": "tokens", "weight": 40.0},
         )  # fmt: skip
         folder.output(cell, 0).write_text("")
         folder.end(cell, 0, 0, 5.0)
@@ -266,6 +267,7 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
     page = (tmp_path / "report.html").read_text()
     assert "hosts1 is the fastest" in page and "hosts2 (out of memory)" in page
     assert "&lt;b&gt;&amp; out of memory" in page and "<b>&" not in page
+    assert "GPT of 2 blocks, 30 steps a run" in page and " tokens/s" in page
     assert "1 of 1 runs finished" in page and page.count("data:image/png;base64,") == 5
     for outside in ("http:", "https:", 'src="/', "@import"):
         assert outside not in page

@@ -107,11 +107,14 @@ class TextTask(HfOptions):
             else:
                 found[held_out] = Windows(self.corpus.encode(text), self.length)
             if not len(found[held_out]):
+                needs = (
+                    "a paragraph needs two tokens;" if self.paragraphs
+                    else f"--length {self.length} needs more; lower --length, or"
+                )  # fmt: skip
                 raise MotleyError(
                     f"--text {' '.join(self.text)} is too short: the "
                     f"{'tenth that is held out' if held_out else 'rest'} has {len(text)} "
-                    f"characters, and --length {self.length} needs more; lower --length, or give "
-                    "more text"
+                    f"characters, and {needs} give more text"
                 )
         return found
 
