@@ -201,4 +201,7 @@ def _by_group(layer: _BatchNorm, grain: int, seen: Tensor | None, x: Tensor) -> 
                 variance = torch.zeros_like(variance)
             sums = torch.stack([mean, variance]).view(2, groups, channels).sum(dim=1)
             seen.copy_(each * sums)
-    return y.view_as(x)  # type: ignore[no-any-return]
+    # No view for autograd: what changes a view in place, as ResNets' ReLU does, has the backward
+    # pass copy the whole. Nobody else has y, which is not kept for its own backward pass.
+    shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
+    return shaped
