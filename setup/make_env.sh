@@ -97,7 +97,8 @@ settle_mpi() {
   # itself: they need no keys. A link that is cut is noticed in 20 to 30 s in place of 8 minutes:
   # mpirun then ends with status 0, so Motley's supervisor, which names the host, must come first.
   local line
-  sed -i '/^oob_tcp_keepalive_/d' "$venv/etc/prte-mca-params.conf" # of an earlier version
+  # Lines of an earlier version, or of where this environment was before.
+  sed -i -e '/^oob_tcp_keepalive_/d' -e '/^plm_ssh_agent/d' "$venv/etc/prte-mca-params.conf"
   for line in 'hwloc_default_binding_policy = none' "plm_ssh_agent = $venv/bin/motley_ssh" \
     'oob_tcp_keepalive_time = 10' 'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4'; do
     grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
