@@ -249,6 +249,10 @@ class EngineBase:
 
     def _load_model(self, state: State) -> None:
         load_model_state(self._model.net, state.tensors)
+        self._go_on_beside(state)
+
+    def _go_on_beside(self, state: State) -> None:
+        """What is kept beside the parameters, once they are loaded."""
         if self._model.statistics:
             self._model.statistics.forget()
         if self.average:

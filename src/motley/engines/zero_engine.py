@@ -267,8 +267,5 @@ class ZeroEngine(EngineBase):
             self._send()
             self._engine.step()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
-        if self._model.statistics:
-            self._model.statistics.forget()
-        if self.average:
-            self.average.load(state.tensors)
+        self._go_on_beside(state)
         self.memory.load_groups(state)
