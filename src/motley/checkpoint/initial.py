@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from motley.checkpoint.store import checkpoints_at, newest_whole
+from motley.checkpoint.store import checkpoints_at, newest_whole, part_of
 from motley.checkpoint.transfer import spread
 from motley.config.options import Config
 from motley.data.order import seed_of
@@ -108,11 +108,7 @@ def read_weights(asked: str, trust: bool) -> Weights:
     path = Path(asked.removeprefix(_LOCAL))
     if not asked.startswith(_LOCAL) and (found := checkpoints_at(path)):
         folder, content, progress, _ = newest_whole(found)
-        own = {
-            name.removeprefix("model."): tensor
-            for name, tensor in content.items() if name.startswith("model.")
-        }  # fmt: skip
-        return Weights(own, folder, progress.get("config", {}))
+        return Weights(part_of(content, "model"), folder, progress.get("config", {}))
     if path.is_dir():
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
         if not inside:

@@ -111,11 +111,8 @@ class Checkpoints:
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
         for part in (*_PARTS, *_MORE):
-            chosen = {
-                name.removeprefix(f"{part}."): tensor.clone().contiguous()
-                for name, tensor in tensors.items()
-                if name.startswith(f"{part}.")
-            }
+            own = part_of(tensors, part)
+            chosen = {name: tensor.clone().contiguous() for name, tensor in own.items()}
             if part in _MORE and not chosen:
                 continue
             save_file(chosen, folder / f"{part}.safetensors")
@@ -136,6 +133,19 @@ class Checkpoints:
         """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
         for leftover in self.path.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Of a checkpoint's tensors those of one part, without its name before theirs.
+
+    Args:
+        part: model, optimizer, ranks, ema or ema_numbers.
+    """
+    prefix = f"{part}."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items() if name.startswith(prefix)
+    }  # fmt: skip
 
 
 def load_checkpoint(

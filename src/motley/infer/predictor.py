@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from motley.checkpoint.store import checkpoints_at, newest_whole
+from motley.checkpoint.store import checkpoints_at, newest_whole, part_of
 from motley.data.batch import Batch
 from motley.data.source import Source, UnreadableSample, read
 from motley.engines.memory import in_halves
@@ -59,22 +59,15 @@ def open_trained(
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}
     task = task_of(config_from(saved))
-    weights = _part(tensors, "model.")
+    weights = part_of(tensors, "model")
     if averaged:
-        if not (average := _part(tensors, "ema.")):
+        if not (average := part_of(tensors, "ema")):
             raise MotleyError(
                 f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
                 "--model-ema"
             )
         weights |= average
     return Trained(folder, weights, task.with_files(own) if own else task, tuple(problems))
-
-
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): value
-        for name, value in tensors.items() if name.startswith(prefix)
-    }  # fmt: skip
 
 
 def precision_of(asked: str, device: torch.device) -> str:
