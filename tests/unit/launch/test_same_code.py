@@ -72,9 +72,10 @@ def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.metadata, "version", lambda n: "2.14.0+cu126" if n == "torch" else real(n)
     )
     words = ["--task=helper.py", "--deepspeed-config", config, "--json", "result.json", "x" * 5000]
-    host, files, versions = read_code("a", [str(script), *map(str, words)])
+    host, files, versions = read_code("a", [str(script), *map(str, words)], packages=["deepspeed"])
     assert host == "a" and versions["torch"] == "2.14.0" and versions["timm"] == real("timm")
-    assert "deepspeed" in versions or "deepspeed" not in sys.modules
+    assert versions["deepspeed"] == real("deepspeed")
+    assert "deepspeed" not in read_code("a", [str(script)])[2]  # which this script does not need
     folder = tmp_path.name  # of a script in a home, what it has loaded; others' tests load more
     of_script = {name for name in files if name.startswith(f"{folder}/") or name == str(config)}
     assert of_script == {f"{folder}/mine.py", f"{folder}/helper.py", str(config)}
