@@ -146,7 +146,8 @@ def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -
         goes_on(lambda: steps_done(folder))
     lab.do("freeze", NAMES[2])
     assert job.wait(35) != 0  # mpirun itself would wait for ever
-    (line,) = job.said
+    line, saved = job.said
+    assert saved.startswith("motley: saved as of step ")
     assert f"rank 2 on {NAMES[2]}, step " in line and "silent" in line
     run = RunFolder(folder).read_run()
     assert run["status"] == "failed"

@@ -45,7 +45,7 @@ ROOMS = {
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
-        "command_line loop script"
+        "rescue command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -30,7 +30,7 @@ from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes, greeting
 from motley.launch.launcher_reaper import LauncherReaper
 from motley.launch.own_rank import OwnRank, line_of
-from motley.launch.watch_all import FIRST_CAUSE_S, AllRanksWatch
+from motley.launch.watch_all import FIRST_CAUSE_S, HOLD_S, AllRanksWatch
 from motley.launch.watch_first import FirstRankWatch
 from motley.launch.watchdog import Heartbeat
 
@@ -49,7 +49,7 @@ class Supervisor:
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self._own = OwnRank(rank, size, host)
         self._writer: BackgroundWriter | None = None  # on rank 0
-        self._watching = False
+        self._watching = self._standby = False
 
     @property
     def step(self) -> int | None:
@@ -81,7 +81,7 @@ class Supervisor:
             standby: the rank that speaks when rank 0 cannot; best on another machine.
             first_here: this is the lowest rank of its machine.
         """
-        own = self._own
+        own, self._standby = self._own, self._own.rank == standby
         own.reaper = LauncherReaper() if first_here else None
         own.catch_signals()
         watch: AllRanksWatch | FirstRankWatch
@@ -147,6 +147,25 @@ class Supervisor:
             if own.reaper:
                 own.reaper.dismiss()
 
+    def before_end(self, last_words: Callable[[], None]) -> None:
+        """Have what this rank has not written be written before it ends with the job; from another
+        thread, while its own may be stuck."""
+        self._own.last_words = last_words
+
+    def can_rescue(self, save: Callable[[], str], first: bool) -> None:
+        """Have the state be saved before the job ends by another rank's fault.
+
+        Args:
+            save: does it, from another thread, while this rank's own may be stuck in a collective;
+                says what was done.
+            first: this is the rank that saves. Any other, the standby, does so where rank 0, and
+                with it the first, is gone.
+        """
+        if first or self._standby:
+            self._own.rescue = save
+        if first and self._own.rank:
+            self._own.say({"rescuer": True})
+
     def tell(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
         self._own.say({"event": event})
@@ -159,5 +178,7 @@ class Supervisor:
         fault = fault_of(error, own.rank, own.host, own.step)
         own.say({"fault": asdict(replace(fault, phase=own.heartbeat.phase.key))})
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
+        if own.held.is_set():
+            time.sleep(HOLD_S)
         traceback.print_exception(error)
         own.leave(1)

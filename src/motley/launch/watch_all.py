@@ -24,6 +24,9 @@ from motley.launch.watchdog import (
 )
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
+HOLD_S = 60.0  # that a rescue may take
+# Faults after which what the others hold is right, and worth to be saved.
+RESCUED = {*FaultKind} - {FaultKind.NOT_FINITE, FaultKind.REFUSED}
 _NOW_S = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
@@ -97,9 +100,35 @@ class AllRanksWatch:
         if fault.details:
             self._own.print(fault.details)
         self._own.print(line_of(fault))
+        if fault.kind in RESCUED and not fault.signal:
+            self._rescue(fault.rank)
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
+
+    def _rescue(self, lost: int) -> None:
+        """Have the state saved, here or by a rank that can, while the others wait."""
+        own = self._own
+        able = [line for line, status in self._others.items()
+                if status.rescues and status.rank != lost]  # fmt: skip
+        if not able and own.rescue is None:
+            return
+        self._tell_all({"hold": True})
+        said = own.save_what_is_known() if own.rescue else self._ask_to_rescue(able[0])
+        if said:
+            own.print(f"motley: {said}")
+
+    def _ask_to_rescue(self, line: socket.socket) -> str:
+        """What another rank says that it has saved."""
+        messages = self._others[line].messages
+        with contextlib.suppress(OSError):
+            line.sendall(encode({"rescue": True}))
+            line.settimeout(HOLD_S)
+            while data := line.recv(65536):
+                for message in messages.feed(data):
+                    if "rescued" in message:
+                        return str(message["rescued"])
+        return ""
 
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
@@ -146,6 +175,8 @@ class AllRanksWatch:
             self._own.leave(message["stop"])
         elif "done" in message:
             status.done = True
+        elif "rescuer" in message:
+            status.rescues = True
         elif "event" in message:
             self._writer.write(partial(self._on_event, message["event"]))
         elif "fault" in message:

@@ -60,6 +60,8 @@ class FirstRankWatch:
                 with contextlib.suppress(OSError):
                     self._hear()
                 self._end(self._silent or died(0, self._host, own.step))
+            if own.held.is_set():
+                continue
             quiet = own.awake.seconds - self._heard_at
             if quiet > HEARTBEAT_TIMEOUT_S + (0 if self._speaks else _STANDBY_FIRST_S):
                 # Should rank 0 come back, it need not say again what we say now.
@@ -76,6 +78,10 @@ class FirstRankWatch:
             for message in self._messages.feed(data):
                 if "stop" in message:
                     own.leave(message["stop"])
+                elif "hold" in message:
+                    own.held.set()
+                elif "rescue" in message:
+                    self._line.sendall(encode({"rescued": own.save_what_is_known()}))
                 elif "finish" in message:
                     own.finished.set()
                 elif message["heartbeat"]:
@@ -91,4 +97,6 @@ class FirstRankWatch:
             self._own.print(line_of(fault))
             with contextlib.suppress(Exception):
                 self._on_fault(fault)
+            if said := self._own.save_what_is_known():
+                self._own.print(f"motley: {said}")
         self._own.leave(1)
