@@ -28,7 +28,8 @@ from report_words import verdict
 from run_steps import median, read_training, title
 
 from motley.errors import MotleyError
-from motley.records.run_folder import RunFolder, find_gpu_logs, find_runs
+from motley.records.gpu_csv import find_gpu_logs
+from motley.records.run_folder import RunFolder, find_runs
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows

@@ -59,6 +59,20 @@ def _has_header(path: Path) -> bool:
         return file.readline().endswith(b"\n")
 
 
+def find_gpu_logs(paths: list[Path]) -> list[Path]:
+    """Every GPU log at or under ``paths``: ours (gpu.<host>.csv) and the lab's (metrics.csv)."""
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_file():
+            found.add(path)
+        found |= {file for file in path.rglob("*.csv") if _is_gpu_log(file)}
+    return sorted(found)
+
+
+def _is_gpu_log(path: Path) -> bool:
+    return path.name == "metrics.csv" or path.name.startswith("gpu.")
+
+
 @dataclass(frozen=True)
 class GpuSample:
     """One row of a GPU log, ours or the lab's; None where the file has no value.

@@ -4,14 +4,25 @@ Whoever goes on writing begins a line of its own, and whoever reads leaves out w
 a crash, a full disk or a power cut costs the line that it hit, and none of those after it.
 """
 
+import contextlib
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from motley.errors import MotleyError
+
 JsonDict = dict[str, Any]
+_NO_ROOM = "free some disk, or choose another one with --logs DIR"
+_NO_FILES = "raise the limit with ulimit -n, or see what keeps so many files open"
+_FIXES = {
+    errno.ENOSPC: _NO_ROOM, errno.EDQUOT: _NO_ROOM,
+    errno.EMFILE: _NO_FILES, errno.ENFILE: _NO_FILES,
+}  # fmt: skip
 
 
 def open_to_append(path: Path, newline: str | None = None) -> TextIO:
@@ -27,6 +38,22 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
             if before.read() != b"\n":
                 file.write("\n")
     return file
+
+
+def gone(path: Path) -> MotleyError:
+    """What is said of a file that a running program writes to, and that is not there any more."""
+    return MotleyError(
+        f"{path} is gone: it was removed, moved or replaced while the run went on; put the run's "
+        "folder back if it was moved, and continue with --resume auto, else begin anew"
+    )
+
+
+def unwritable(path: Path, error: OSError) -> MotleyError:
+    """What is said of a file that cannot be written to."""
+    if isinstance(error, FileNotFoundError):
+        return gone(path)
+    fix = _FIXES.get(error.errno or 0, "see to the disk of the run's folder")
+    return MotleyError(f"cannot write {path}: {error.strerror}; {fix}, then --resume auto")
 
 
 def to_json(value: Any) -> str:
@@ -49,17 +76,28 @@ class JsonLines:
     """Appends JSON objects to a file, a line each; every line reaches the file when written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_to_append(path)
+        self._path, self._file = path, open_to_append(path)
 
     def write(self, record: Any) -> None:
-        """Append a mapping or a dataclass instance (of flat fields)."""
+        """Append a mapping or a dataclass instance (of flat fields).
+
+        Raises:
+            MotleyError: the disk is full, or the file was removed, moved or replaced.
+        """
         if not isinstance(record, Mapping):
             record = {field.name: getattr(record, field.name) for field in fields(record)}
-        self._file.write(to_json(record) + "\n")
+        try:
+            self._file.write(to_json(record) + "\n")
+            there = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        if not there:
+            raise gone(self._path)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, without what could not be written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -81,3 +119,16 @@ def read_json_lines(path: Path) -> Iterator[JsonDict]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def keep_lines(path: Path, steps: int) -> None:
+    """Keep the records of the first ``steps`` steps; one that tells no step is of none."""
+    kept = [
+        to_json(record)
+        for record in read_json_lines(path)
+        if isinstance(record.get("step"), int) and record["step"] < steps
+    ]
+    if path.exists():
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(path)
