@@ -35,6 +35,7 @@ matplotlib.rcParams.update(
         "legend.frameon": False,
         "lines.linewidth": 1.3,
         "savefig.dpi": 150,
+        "text.parse_math": False,  # a "$" in the name of a run or a host is no formula
     }
 )
 

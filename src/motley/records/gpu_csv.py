@@ -12,6 +12,8 @@ from typing import Any
 from motley.errors import MotleyError
 from motley.records.lines import open_to_append
 
+csv.field_size_limit(2**30)  # a field of more than 128 KiB is one too; lines are read whole anyway
+
 # The lab's own eleven columns first, in its own order and spelling, so that its old
 # plots read our files and ours read its.
 LAB_GPU_COLUMNS = (

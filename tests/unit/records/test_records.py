@@ -95,6 +95,14 @@ def test_a_torn_row_of_a_gpu_log_costs_itself_alone(folder: RunFolder, torn: int
     assert [sample.step for sample in read_gpu_log(path)] == [2, 3]
 
 
+def test_a_long_field_of_a_gpu_log_is_read(folder: RunFolder) -> None:
+    log = folder.gpu_log("a")
+    for name in ("EPYC", "x" * 200_000):
+        log.write({"Timestamp": "2026-11-21 03:12:44.120", "CPU_Name": name})
+    log.close()
+    assert [len(sample.name) for sample in read_gpu_log(folder.path / "gpu.a.csv")] == [4, 200_000]
+
+
 def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None:
     with folder.steps(0) as lines:
         for number in range(5):
