@@ -4,6 +4,7 @@ else a run needs of its host."""
 import json
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,3 +61,14 @@ def test_a_run_folder_that_is_removed_in_mid_run_is_said(jobs: Jobs) -> None:
         shutil.rmtree(folder)
         line = the_line_of(job.result(60))
     assert ".jsonl is gone: it was removed, moved or replaced" in line and "step " in line
+
+
+def test_a_master_port_that_is_taken_is_refused_in_a_line(jobs: Jobs) -> None:
+    words = (*NOISE, "--max-steps", 2, "--logs", jobs.logs)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = the_line_of(jobs.run(2, *words, MASTER_PORT=str(port)))
+    assert f"MASTER_PORT={port} cannot be used on" in line and "another program listens" in line
+    assert not jobs.logs.exists()
+    done = jobs.run(2, *words, MASTER_PORT=str(port))
+    assert done.code == 0, done.output
