@@ -40,7 +40,7 @@ ROOMS = {
         "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store transfer find_run run initial",
+    "checkpoint": "store transfer find_run run initial verify",
     "measure": "device all_reduce links",
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (

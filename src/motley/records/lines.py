@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -73,17 +73,21 @@ def finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends JSON objects to a file, a line each; every line reaches the file when written."""
+    """Appends JSON objects to a file, a line each; every line reaches the file when written.
+
+    Raises:
+        MotleyError: the disk is full, or the file was removed, moved or replaced.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, open_to_append(path)
+        self._path = path
+        try:
+            self._file = open_to_append(path)
+        except OSError as error:
+            raise unwritable(path, error) from None
 
     def write(self, record: Any) -> None:
-        """Append a mapping or a dataclass instance (of flat fields).
-
-        Raises:
-            MotleyError: the disk is full, or the file was removed, moved or replaced.
-        """
+        """Append a mapping or a dataclass instance (of flat fields)."""
         if not isinstance(record, Mapping):
             record = {field.name: getattr(record, field.name) for field in fields(record)}
         try:
@@ -106,8 +110,12 @@ class JsonLines:
         self.close()
 
 
-def read_json_lines(path: Path) -> Iterator[JsonDict]:
-    """Read the objects of a file; lines that are none are left out, and named."""
+def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> Iterator[JsonDict]:
+    """Read the objects of a file; lines that are none are left out, and named.
+
+    Args:
+        torn: called with their numbers, from 1, in place of naming them.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -115,7 +123,10 @@ def read_json_lines(path: Path) -> Iterator[JsonDict]:
             try:
                 record = json.loads(line.decode())
             except (ValueError, RecursionError):
-                print(f"motley: {path}, line {number} is cut short; left out")
+                if torn is None:
+                    print(f"motley: {path}, line {number} is cut short; left out")
+                else:
+                    torn(number)
                 continue
             if isinstance(record, dict):
                 yield record

@@ -29,7 +29,6 @@ from motley.records.lines import (
     keep_lines,
     read_json_lines,
     to_json,
-    unwritable,
 )
 
 
@@ -155,12 +154,12 @@ class RunFolder:
 
     def lock(self) -> TextIO:
         """Take the folder for this process; see :func:`take_folder`."""
+        busy = f"the run folder {self.path} is in use by another run"
         return take_folder(
-            self.path,
-            f"the run folder {self.path} is in use by another run",
+            self.path, busy,
             "wait for it, end it to take its place, or choose another name with --run NAME (if "
             f"that host is gone for good and the lock stays, remove {self.path / '.lock'})",
-        )
+        )  # fmt: skip
 
     # -- run.json
 
@@ -225,12 +224,7 @@ class RunFolder:
 
         ``{"time": 1763693554.1, "event": "overflow", "step": 3, "loss_scale": 65536.0}``
         """
-        path = self.path / "events.jsonl"
-        try:
-            lines = JsonLines(path)
-        except OSError as error:
-            raise unwritable(path, error) from None
-        with lines:
+        with JsonLines(self.path / "events.jsonl") as lines:
             lines.write({"time": time.time(), "event": kind, **content})
 
     def forget_after(self, step: int, rank: int, ranks: Sequence[int]) -> None:
@@ -255,6 +249,10 @@ class RunFolder:
             ]
             for rank in self._ranks()
         }
+
+    def record_files(self) -> list[Path]:
+        """Its files of lines: steps, evaluations, events."""
+        return sorted(self.path.glob("*.jsonl"))
 
     def _ranks(self) -> list[int]:
         """Ranks that have step records here."""
