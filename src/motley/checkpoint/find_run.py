@@ -8,7 +8,7 @@ from pathlib import Path
 from motley.checkpoint.store import checkpoints_at
 from motley.config.options import Config
 from motley.errors import MotleyError
-from motley.records.run_folder import find_runs
+from motley.records.run_folder import RunFolder, find_runs
 
 
 def find_run(config: Config) -> tuple[Path, list[Path]]:
@@ -24,6 +24,13 @@ def find_run(config: Config) -> tuple[Path, list[Path]]:
             f"the run folder {path} is a symbolic link, to {path.resolve()}; name that one by "
             "--logs DIR and --run NAME, or by --resume PATH"
         )
+    if found and (continued := run_of(found[0])):
+        try:
+            RunFolder(continued).read_run()
+        except MotleyError as error:
+            print(
+                f"motley: {error}; its checkpoints are used, and who does how much is planned anew"
+            )
     return path, found
 
 

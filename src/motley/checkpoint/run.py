@@ -1,5 +1,6 @@
 """The life of a run: its folder and lock, what it continues from, its events, how it ends."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -57,14 +58,10 @@ class Run:
 
     def read_continued(self) -> dict[str, Any]:
         """run.json of the run that is continued; empty for a fresh start, or if it is gone or
-        damaged, which is said."""
-        if self._continued is None:
-            return {}
-        try:
-            return self._continued.read_run()
-        except MotleyError as error:
-            print(f"motley: {error}; the run goes on from its checkpoints, and is planned anew")
-            return {}
+        damaged."""
+        with contextlib.suppress(MotleyError):  # find_run says it
+            return self._continued.read_run() if self._continued else {}
+        return {}
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """Those of the run that is continued, then this run's own."""

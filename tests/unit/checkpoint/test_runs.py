@@ -10,7 +10,7 @@ import torch
 
 from motley.checkpoint.find_run import find_run, new_folder
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints, checkpoints_at
+from motley.checkpoint.store import Checkpoints
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.records.run_folder import RunFolder
@@ -69,10 +69,12 @@ def test_a_run_of_ones_own_that_is_damaged_goes_on_from_its_checkpoints(
 ) -> None:
     damaged = make_run(tmp_path, "bad", 2.0, "failed")
     (damaged / "run.json").write_text("")
+    for words in (("--run", "bad", "--resume", "auto"), ("--resume", str(damaged))):
+        path, checkpoints = find_run(config(tmp_path, *words))
+        said = capsys.readouterr().out
+        assert f"{damaged / 'run.json'} is damaged" in said and "its checkpoints are used" in said
     world: Any = SimpleNamespace(rank=0)
-    run = Run(RunFolder(damaged), checkpoints_at(damaged), world)
-    assert run.read_continued() == {}
-    assert "is damaged" in (said := capsys.readouterr().out) and "from its checkpoints" in said
+    assert Run(RunFolder(path), checkpoints, world).read_continued() == {}
 
 
 def test_runs_of_the_same_second_get_a_number(tmp_path: Path) -> None:
