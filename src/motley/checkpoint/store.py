@@ -12,6 +12,8 @@
       latest                    the name of the newest folder, written last, for people
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
+Only folders of these exact names are ours: whatever else lies there is left alone, and never taken
+for a checkpoint unless --resume names it.
 A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed.
 torch.load and safetensors read a flipped bit without a word, so nothing is loaded but bytes that
 the manifest vouches for; a damaged checkpoint is named and the one before it is used.
@@ -21,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Collection, Container, Iterator, Mapping
@@ -32,6 +35,8 @@ from torch import Tensor
 
 from motley.errors import MotleyError
 
+_NAME = re.compile(r"step_([0-9]{8,})")
+_HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.[0-9]+")
 _PARTS = ("model", "optimizer", "ranks")
 _MORE = ("ema", "ema_numbers")  # of a run that averages
 _FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
@@ -85,8 +90,7 @@ class Checkpoints:
                 f"{free_bytes(self.path) / 2**20:.0f} MiB are free; free "
                 "some disk, or choose another with --logs DIR, then continue with --resume"
             ) from None
-        older = [folder for folder in self.found() if folder.name <= final.name]
-        for old in older[self._keep :]:
+        for old in self.found(progress["step"])[self._keep :]:
             shutil.rmtree(old)
         return final
 
@@ -104,8 +108,12 @@ class Checkpoints:
         Args:
             until: those of this step, and before; None: all.
         """
-        last = "step_~" if until is None else f"step_{until:08d}"
-        return sorted((f for f in self.path.glob("step_*") if f.name <= last), reverse=True)
+        steps = {folder: step_of(folder) for folder in self.path.glob("step_*")}
+        found = {
+            folder: step for folder, step in steps.items()
+            if step is not None and (until is None or step <= until)
+        }  # fmt: skip
+        return sorted(found, key=lambda folder: found[folder], reverse=True)
 
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
@@ -135,7 +143,15 @@ class Checkpoints:
     def sweep(self) -> None:
         """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
         for leftover in self.path.glob(".step_*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            if _HALF_WRITTEN.fullmatch(leftover.name):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None for what is none of ours: a file, a link, a folder of
+    another name."""
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
 
 def load_checkpoint(
@@ -251,11 +267,12 @@ def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints that ``--resume PATH`` means, the preferred one first.
 
     Args:
-        path: one checkpoint's folder, ``checkpoints/``, or a run folder.
+        path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.
     """
-    if path.is_dir() and path.name.startswith("step_"):
-        older = [other for other in Checkpoints(path.parent, 1).found() if other.name < path.name]
-        return [path, *older]
+    if (step := step_of(path)) is not None:
+        return [path, *Checkpoints(path.parent, 1).found(step - 1)]
+    if (path / "manifest.json").is_file():
+        return [path]
     for place in (path / "checkpoints", path):
         if found := Checkpoints(place, 1).found():
             return found
