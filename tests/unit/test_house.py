@@ -24,7 +24,7 @@ ROOMS = {
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog launcher_reaper own_rank "
-        "background_writer watch_first watch_all supervisor world __main__"
+        "background_writer start_watch watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
     "data": (

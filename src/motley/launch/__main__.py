@@ -10,8 +10,11 @@ import gc
 import runpy
 import sys
 
+from motley.launch.process import die_with_parent
+
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
     gc.disable()
+    die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
     runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

@@ -61,6 +61,17 @@ class LauncherReaper:
             self._process.wait()
 
 
+def reap_after_this_process(pid: int) -> None:
+    """End a launcher, should it hang, once this process has ended."""
+    launcher = psutil.Process(pid)
+    if _is_for_one_job(launcher):
+        subprocess.Popen(
+            [sys.executable, "-m", "motley.launch.launcher_reaper", str(pid)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+
+
 def _is_for_one_job(launcher: psutil.Process) -> bool:
     if launcher.name() == "prted":  # may also be of a prte that serves many jobs
         return any("prterun-" in word for word in launcher.cmdline())
