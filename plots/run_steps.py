@@ -10,7 +10,7 @@ from motley.errors import MotleyError
 from motley.records.lines import JsonDict
 from motley.records.run_folder import EpochRecord, RunFolder
 
-UNFINISHED = ("failed", "running")
+UNFINISHED = ("failed", "running", "stopped")
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,9 @@ class RunFolder:
     def write_run(self, content: Mapping[str, Any]) -> None:
         """Replace run.json in one piece.
 
-        At least ``status`` (running, finished or failed), ``result``, ``config``, ``task``,
-        ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
-        "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
+        At least ``status`` (running, finished, stopped or failed), ``result``, ``config``,
+        ``task``, ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.97,
+        ...}, "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
         """
         write_json(self.path / "run.json", content)
 
