@@ -32,6 +32,7 @@ _SURVIVE = {
 _NO_MACHINE = {  # of faults that would come again with any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",
+    FaultKind.STOPPED: "somebody has stopped it",
 }
 _CODE = {signal.SIGINT: 130, signal.SIGTERM: 143}
 

@@ -35,6 +35,8 @@ class FaultKind(StrEnum):
     HOST_LOST = "host lost"
     HANG = "hang"
     KILLED = "killed"
+    LAUNCHER_LOST = "launcher lost"
+    STOPPED = "stopped"  # by who started it, or who may stop it
     REFUSED = "refused"  # it is the user's to change
     ERROR = "error"
 
@@ -131,6 +133,9 @@ class Fault:
 
     def line(self) -> str:
         """The one line that a user reads."""
+        if self.kind in (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST):  # nobody's of the ranks
+            at = "" if self.step is None else f" at step {self.step}"
+            return f"{self.error}{at}; {self.advice}"
         at = "before the first step" if self.step is None else f"step {self.step}"
         return "; ".join(
             part
@@ -178,12 +183,66 @@ def _advice(text: str) -> str:
     return ""
 
 
-def died(rank: int, host: str, step: int | None) -> Fault:
-    """The connection to a rank broke without a word."""
+_CRASHES = (
+    (FaultKind.SEGFAULT, "Segmentation fault|Bus error"),
+    (FaultKind.ABORTED, "Aborted"),
+    (FaultKind.ILLEGAL_INSTRUCTION, "Illegal instruction"),
+)
+
+
+def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
+    """The connection to a rank broke without a word of Motley's.
+
+    Args:
+        said: by Python's fault handler, if anything.
+    """
+    if crash := re.search(r"Fatal Python error: (.+)", said):
+        kind = next((kind for kind, name in _CRASHES if re.search(name, crash[1])), FaultKind.ERROR)
+        return Fault(
+            rank, host, step, f"crashed in compiled code: {crash[1]}",
+            "its traceback above names the call, and so the library, that crashed",
+            said[:_MOST_DETAILS], kind=kind,
+        )  # fmt: skip
     return Fault(
         rank, host, step, "died without a word (killed, or it left early)",
-        f"see the kernel's log (dmesg) on {host} for its out-of-memory killer",
+        f"see its output above, and the kernel's log (dmesg) on {host} for its out-of-memory "
+        "killer",
         kind=FaultKind.KILLED,
+    )  # fmt: skip
+
+
+def stopped(step: int | None, number: int, by: str) -> Fault:
+    """The launcher was told to end, and has told the ranks.
+
+    Args:
+        number: of the signal that came to the ranks; ``by``: its name, and who may have sent it.
+    """
+    return Fault(
+        0, "", step, f"stopped by {by}", "continue with --resume auto",
+        kind=FaultKind.STOPPED, signal=number, echo=True,
+    )  # fmt: skip
+
+
+def launcher_killed(host: str, launcher: str, step: int | None) -> Fault:
+    """The launcher ended before the ranks did, which end with it.
+
+    Args:
+        launcher: its name and process.
+    """
+    return Fault(
+        0, host, step, f"the launcher was killed ({launcher} on {host})",
+        f"see the kernel's log (dmesg) on {host}, or who has killed it; continue with "
+        "--resume auto",
+        kind=FaultKind.LAUNCHER_LOST,
+    )  # fmt: skip
+
+
+def daemon_killed(rank: int, host: str, daemon: str) -> Fault:
+    """The launcher's daemon on a host ended before the ranks there did, which end with it."""
+    return Fault(
+        rank, host, None, f"the launcher's daemon on {host} ({daemon}) was killed, and its ranks "
+        "with it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
+        kind=FaultKind.HOST_LOST,
     )  # fmt: skip
 
 

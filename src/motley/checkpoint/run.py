@@ -16,6 +16,7 @@ from motley.checkpoint.find_run import find_run, new_folder, run_of
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
+from motley.launch.fault_record import record_fault
 from motley.launch.same_code import version
 from motley.launch.world import World
 from motley.records.run_folder import RunFolder
@@ -78,6 +79,7 @@ class Run:
         world.once_per_node(self.folder.create)
         world.from_first(self._take)
         world.supervisor.on_fault = self.fail
+        world.supervisor.records_in(self.folder.path)
         world.supervisor.on_event = self._record
         if self._first:
             self.folder.write_run(
@@ -145,16 +147,7 @@ class Run:
 
     def fail(self, fault: Fault) -> None:
         """Record the first cause of the end, where this rank sees the run's records."""
-        if not (self.folder.path / "run.json").exists():
-            return
-        fields = {
-            "rank": fault.rank, "host": fault.host, "step": fault.step, "kind": fault.kind,
-            "phase": fault.phase, "error": fault.error,
-        }  # fmt: skip
-        try:  # first what others go by, whatever else fails
-            self.folder.update_run(status="failed", failure=fields, ended=time.time())
-        finally:
-            self.folder.event("fault", **fields, details=fault.details)
+        record_fault(self.folder, fault)
 
     def tell_result(self, result: Mapping[str, Any]) -> None:
         """What the run came to, from the first rank that trains."""

@@ -88,8 +88,9 @@ class OwnRank:
         return due
 
     def print(self, text: str) -> None:
-        """Say a line to the user, also where mpirun passes nothing on any more."""
-        if self.reaper and self.reaper.say(text if self.stopped else "") and self.stopped:
+        """Say last words to the user, also where mpirun passes nothing on any more."""
+        line = text if self.stopped else ""
+        if self.reaper and self.reaper.tell(line=line, fault=None, ended=True) and self.stopped:
             return
         with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
             print(text, file=sys.stderr, flush=True)
@@ -106,6 +107,8 @@ class OwnRank:
 
     def leave(self, code: int) -> NoReturn:
         """End now: the main thread may be stuck in a collective that never returns."""
+        if self.reaper:
+            self.reaper.tell(ended=True)
         with self._rescuing:  # not before it has saved what it can
             try:
                 with contextlib.suppress(Exception):  # the job must end, whatever the disk does

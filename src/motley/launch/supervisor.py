@@ -11,18 +11,21 @@ the first cause in one line and ends the job. A rank that hears nothing of rank 
                             <------------ {"heartbeat": null}, or who may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
+    Fatal Python error: ... ------------> the same, with a crash's traceback
     {"event": {...}}        ------------> recorded, by a thread of its own
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}
 """
 
 import contextlib
+import faulthandler
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.faults import Fault, Phase, fault_of
@@ -82,10 +85,10 @@ class Supervisor:
             first_here: this is the lowest rank of its machine.
         """
         own, self._standby = self._own, self._own.rank == standby
-        own.reaper = LauncherReaper() if first_here else None
         own.catch_signals()
         watch: AllRanksWatch | FirstRankWatch
         if own.rank == 0:
+            own.reaper = LauncherReaper(own.rank, own.host) if first_here else None
             self._writer = BackgroundWriter()
             watch = AllRanksWatch(
                 own, self._handshakes, self._writer, self._record_fault, self._record_event
@@ -95,6 +98,8 @@ class Supervisor:
             line = socket.create_connection((address, port), timeout=30)
             line.sendall(greeting(token, own.rank, own.host))
             line.settimeout(None)
+            faulthandler.enable(line.fileno())  # a crash's traceback: rank 0 then knows of it
+            own.reaper = LauncherReaper(own.rank, own.host, line) if first_here else None
             watch = FirstRankWatch(own, line, host, standby, self._record_fault)
         self._watching = True
         threading.Thread(target=self._guard, args=(watch,), name="supervisor", daemon=True).start()
@@ -117,6 +122,11 @@ class Supervisor:
 
     def _record_event(self, event: dict[str, Any]) -> None:
         self.on_event(event)
+
+    def records_in(self, folder: Path) -> None:
+        """Where rank 0 records the run; for who has to, should rank 0 be killed."""
+        if self._own.rank == 0 and self._own.reaper:
+            self._own.reaper.tell(folder=str(folder.absolute()))
 
     # -- what a rank says
 

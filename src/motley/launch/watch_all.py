@@ -1,6 +1,7 @@
 """Rank 0's thread: hears all ranks, judges who failed first, and ends the job in one line."""
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
@@ -10,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from motley.faults import Fault, FaultKind, died
+from motley.faults import Fault, FaultKind, died, stopped
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes
 from motley.launch.messages import encode
@@ -26,8 +27,9 @@ from motley.launch.watchdog import (
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
 HOLD_S = 60.0  # that a rescue may take
 # Faults after which what the others hold is right, and worth to be saved.
-RESCUED = {*FaultKind} - {FaultKind.NOT_FINITE, FaultKind.REFUSED}
-_NOW_S = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+RESCUED = {*FaultKind} - {FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED}
+_SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+_DAEMON_S = 0.1  # for a rank's end without a word, which may be that of all ranks of its host
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -54,6 +56,7 @@ class AllRanksWatch:
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.host)
         self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
+        self._signalled: set[int] = set()  # ranks that a stop signal came to
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -137,7 +140,10 @@ class AllRanksWatch:
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
         self._tell_all({"heartbeat": asdict(silent) if silent else None})
         if self._own.reaper:
-            self._own.reaper.say(line_of(silent) if silent else "")
+            suspect = silent or (self._pending[1] if self._pending else None)
+            self._own.reaper.tell(
+                fault=asdict(suspect) if suspect else None, step=self._last_step()
+            )
         if fault := self._watchdog.silent(statuses[1:]) or self._watchdog.stuck(statuses):
             self.end_job(fault)
 
@@ -163,10 +169,12 @@ class AllRanksWatch:
         if not data:
             self._selector.unregister(line)
             line.close()
-            if self._pending is None or self._pending[1].rank != status.rank:
+            spoke = self._pending is not None and self._pending[1].rank == status.rank
+            if not spoke and status.rank not in self._signalled:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 step = None if status.heartbeat.step is None else self._last_step()
-                self.end_job(died(status.rank, status.host, step))
+                said = status.messages.last_words
+                self._suspect(died(status.rank, status.host, step, said), _DAEMON_S)
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
@@ -181,19 +189,28 @@ class AllRanksWatch:
             self._writer.write(partial(self._on_event, message["event"]))
         elif "fault" in message:
             fault = Fault.read(message["fault"])
+            if fault.kind is FaultKind.HOST_LOST:  # by what outlived its ranks, and knows no step
+                fault = replace(fault, step=self._last_step())
             if not fault.echo:
                 self.end_job(fault)
             self._suspect(fault, FIRST_CAUSE_S)
         elif "signal" in message:
             self._own.stopped = True
-            name = signal.Signals(message["signal"]).name
-            _, where = whereabouts(self._statuses())
-            fault = Fault(
-                status.rank, status.host, self._last_step(), f"stopped by {name}, when {where}",
-                "continue with --resume auto", echo=True, kind=FaultKind.KILLED,
-                signal=message["signal"],
-            )  # fmt: skip
-            self._suspect(fault, _NOW_S)
+            self._signalled.add(status.rank)
+            self._suspect(self._stopped(status, message["signal"]), _SIGNAL_S)
+
+    def _stopped(self, status: RankStatus, number: int) -> Fault:
+        """By a signal: the launcher sends it to all ranks at once, when it is told to end."""
+        name = signal.Signals(number).name
+        if 0 in self._signalled or len(self._signalled) > 1:
+            slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
+            return stopped(self._last_step(), number, f"you{slurm} ({name} from the launcher)")
+        _, where = whereabouts(self._statuses())
+        return Fault(
+            status.rank, status.host, self._last_step(),
+            f"stopped by {name}, which came to this rank alone, when {where}",
+            "continue with --resume auto", echo=True, kind=FaultKind.KILLED, signal=number,
+        )  # fmt: skip
 
     def _last_step(self) -> int | None:
         """The step that training is at; rank 0 itself may be left out of it."""
@@ -203,12 +220,21 @@ class AllRanksWatch:
     def _suspect(self, fault: Fault, within_s: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""
         deadline = time.monotonic() + within_s
-        if self._pending is None:
-            self._pending = (deadline, fault)
-        else:
-            self._pending = (min(deadline, self._pending[0]), self._pending[1])
+        if self._pending is not None:
+            fault = max(self._pending[1], fault, key=_weight)  # the first of equals
+            deadline = min(deadline, self._pending[0])
+        self._pending = (deadline, fault)
+        if self._own.reaper:  # should we be killed before we have said it
+            self._own.reaper.tell(fault=asdict(fault))
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._others:
             with contextlib.suppress(OSError):
                 line.sendall(encode(message))
+
+
+def _weight(fault: Fault) -> int:
+    """A death counts more than an echo of it, and that more than the launcher's stop for it."""
+    if fault.signal:
+        return int(fault.kind is FaultKind.STOPPED)  # a second rank was told, too
+    return 2 if fault.echo else 3

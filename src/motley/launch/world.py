@@ -24,6 +24,7 @@ from motley.launch.process import (
     stop_usage,
 )
 from motley.launch.same_code import compare_code
+from motley.launch.start_watch import StartWatch
 from motley.launch.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -50,10 +51,13 @@ def run(
     die_with_parent()
     keep_caches_local(os.environ)
     try:
+        watch = None if launched else StartWatch()
         world = World(launched or MpiRanks())
         world.connect(packages)
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
+    if watch:
+        watch.joined()
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
     try:
         main(world)

@@ -166,9 +166,9 @@ class RunFolder:
     def write_run(self, content: Mapping[str, Any], keep_room: bool = False) -> None:
         """Replace run.json in one piece.
 
-        At least ``status`` (running, finished or failed), ``result``, ``config``, ``task``,
-        ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
-        "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
+        At least ``status`` (running, finished, stopped or failed), ``result``, ``config``,
+        ``task``, ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.97,
+        ...}, "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
 
         Args:
             keep_room: on the disk, and a descriptor, so that it can be replaced once more whatever
