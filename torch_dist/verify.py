@@ -2,7 +2,7 @@
 
     python torch_dist/verify.py logs/RUN
     python torch_dist/verify.py logs/RUN/checkpoints/step_00000120
-    python torch_dist/verify.py logs/*
+    python torch_dist/verify.py logs/*/
 
 Reads every byte of the checkpoints and compares it with the hashes that were saved. Names each
 damaged file; --resume auto takes the newest checkpoint that is whole. Needs no GPU. Exit code: 0 if

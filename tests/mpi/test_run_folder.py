@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import Done, Jobs, wait_until
 from long_runs import steps_done
-from project import DDP
+from project import DDP, ROOT
 
 pytestmark = pytest.mark.mpi
 
@@ -72,3 +72,43 @@ def test_a_master_port_that_is_taken_is_refused_in_a_line(jobs: Jobs) -> None:
     assert not jobs.logs.exists()
     done = jobs.run(2, *words, MASTER_PORT=str(port))
     assert done.code == 0, done.output
+
+
+def test_a_run_whose_run_json_is_damaged_goes_on_and_says_so(jobs: Jobs) -> None:
+    run = jobs.train(1, DDP, "x", "--max-steps", 2, "--shares", "equal")
+    (run.folder / "run.json").write_text("")
+    again = jobs.train(1, DDP, "x", "--max-steps", 4, "--shares", "equal", "--resume", "auto")
+    assert "run.json is damaged" in again.done.output
+    assert "its checkpoints are used" in again.done.output
+    assert [step["step"] for step in again.steps()] == [0, 1, 2, 3]
+    assert status(run.folder) == "finished"
+
+
+LEAKS = """
+import itertools, os
+
+_CALLS, _KEPT = itertools.count(), []
+
+
+def _leak():
+    try:
+        while next(_CALLS) > 22_000:  # in the second epoch
+            _KEPT.append(os.dup(0))
+    except OSError:
+        pass
+"""
+
+
+def test_where_no_file_can_be_opened_any_more_the_run_has_failed(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    task = (ROOT / "examples" / "my_task.py").read_text()
+    path = tmp_path / "mine.py"
+    found = '        return {"x": x'
+    assert found in task
+    path.write_text(task.replace(found, f"        _leak()\n{found}") + LEAKS)
+    done = jobs.fork(1, DDP, "--task", path, "--shares", "1", "--logs", jobs.logs, "--run", "x",
+                     "--batch-size", 500, "--epochs", 3)  # fmt: skip
+    assert done.code != 0 and "Too many open files" in done.output, done.output
+    assert "ulimit -n" in done.output
+    assert status(jobs.logs / "x") == "failed"

@@ -34,6 +34,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from motley.errors import MotleyError
+from motley.records.lines import fix_for
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.[0-9]+")
@@ -84,12 +85,13 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError) and "SafetensorError" not in type(error).__name__:
                 raise
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            raise MotleyError(
-                f"cannot save the checkpoint {final}: {error}; it takes {size / 2**20:.0f} MiB and "
-                f"{free_bytes(self.path) / 2**20:.0f} MiB are free; free "
-                "some disk, or choose another with --logs DIR, then continue with --resume"
-            ) from None
+            size, free = sum(t.nbytes for t in tensors.values()), free_bytes(self.path)
+            room = (
+                f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free; free some "
+                "disk, or choose another with --logs DIR"
+            )
+            wrong = f"cannot save the checkpoint {final}: {error}; {fix_for(error, room)}"
+            raise MotleyError(f"{wrong}, then continue with --resume") from None
         for old in self.found(progress["step"])[self._keep :]:
             shutil.rmtree(old)
         return final
@@ -108,12 +110,11 @@ class Checkpoints:
         Args:
             until: those of this step, and before; None: all.
         """
-        steps = {folder: step_of(folder) for folder in self.path.glob("step_*")}
-        found = {
-            folder: step for folder, step in steps.items()
-            if step is not None and (until is None or step <= until)
-        }  # fmt: skip
-        return sorted(found, key=lambda folder: found[folder], reverse=True)
+        folders = self.path.glob("step_*")
+        found = [(step, folder) for folder in folders if (step := step_of(folder)) is not None]
+        return [
+            folder for step, folder in sorted(found, reverse=True) if until is None or step <= until
+        ]
 
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
@@ -148,8 +149,7 @@ class Checkpoints:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None for what is none of ours: a file, a link, a folder of
-    another name."""
+    """Of a checkpoint's folder; None of a file, a link, and what has another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 

@@ -75,6 +75,8 @@ def _of_checkpoint(folder: Path) -> Finding:
     try:
         tensors, progress = load_checkpoint(folder)
     except MotleyError as error:
+        if not folder.exists():
+            return Finding(f"{folder}: removed meanwhile, for a newer one")
         return Finding(str(error), damaged=True)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
     return Finding(f"{folder}: whole, step {progress['step']}, {size:,.1f} MiB")

@@ -19,10 +19,6 @@ from motley.errors import MotleyError
 JsonDict = dict[str, Any]
 _NO_ROOM = "free some disk, or choose another one with --logs DIR"
 _NO_FILES = "raise the limit with ulimit -n, or see what keeps so many files open"
-_FIXES = {
-    errno.ENOSPC: _NO_ROOM, errno.EDQUOT: _NO_ROOM,
-    errno.EMFILE: _NO_FILES, errno.ENFILE: _NO_FILES,
-}  # fmt: skip
 
 
 def open_to_append(path: Path, newline: str | None = None) -> TextIO:
@@ -52,8 +48,14 @@ def unwritable(path: Path, error: OSError) -> MotleyError:
     """What is said of a file that cannot be written to."""
     if isinstance(error, FileNotFoundError):
         return gone(path)
-    fix = _FIXES.get(error.errno or 0, "see to the disk of the run's folder")
+    room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = fix_for(error, _NO_ROOM if room else "see to the disk of the run's folder")
     return MotleyError(f"cannot write {path}: {error.strerror}; {fix}, then --resume auto")
+
+
+def fix_for(error: Exception, others: str) -> str:
+    """What to do about an error of writing: ``others``, unless it is not the disk's."""
+    return _NO_FILES if "too many open files" in str(error).lower() else others
 
 
 def to_json(value: Any) -> str:
