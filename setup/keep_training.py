@@ -22,7 +22,8 @@ from motley.cluster.ssh import connect
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
-from motley.records.run_folder import RunFolder, take_folder
+from motley.records.folder_lock import take_folder
+from motley.records.run_folder import RunFolder
 
 _ASK_S = 15.0  # in which a host answers, or ssh has given up
 # Open MPI 5: who is left when a rank dies saves what it holds, and ends by itself.
@@ -84,8 +85,8 @@ def main(words: Sequence[str]) -> int:
     line.folder.parent.mkdir(parents=True, exist_ok=True)
     place = line.folder.parent / f".keep.{line.folder.name}"
     place.mkdir(exist_ok=True)
-    busy = f"another keep_training.sh keeps {line.folder} alive; stop it first, or choose another "
-    with take_folder(place, busy + "--run NAME"):
+    busy = f"{line.folder} is kept alive by another keep_training.sh"
+    with take_folder(place, busy, "stop it first, or choose another --run NAME"):
         try:
             return keep(line, options.restarts)
         finally:
