@@ -223,26 +223,17 @@ def stopped(step: int | None, number: int, by: str) -> Fault:
     )  # fmt: skip
 
 
-def launcher_killed(host: str, launcher: str, step: int | None) -> Fault:
+def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     """The launcher ended before the ranks did, which end with it.
+
+    mpirun also ends so, at once and with status 0, when a daemon of its is killed.
 
     Args:
         launcher: its name and process.
     """
     return Fault(
-        0, host, step, f"the launcher was killed ({launcher} on {host})",
-        f"see the kernel's log (dmesg) on {host}, or who has killed it; continue with "
-        "--resume auto",
-        kind=FaultKind.LAUNCHER_LOST,
-    )  # fmt: skip
-
-
-def daemon_killed(rank: int, host: str, daemon: str) -> Fault:
-    """The launcher's daemon on a host ended before the ranks there did, which end with it."""
-    return Fault(
-        rank, host, None, f"the launcher's daemon on {host} ({daemon}) was killed, and its ranks "
-        "with it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
-        kind=FaultKind.HOST_LOST,
+        0, host, step, f"the launcher ({launcher} on {host}) was killed, or it gave up a host that "
+        "it names above", "continue with --resume auto", kind=FaultKind.LAUNCHER_LOST,
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def test_a_killed_launcher_is_named_and_leaves_nothing(jobs: Jobs) -> None:
     job.kill()
     output, _ = job.communicate(timeout=10)
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
-    assert re.search(r"the launcher was killed \(\w+, process \d+ on .*\) at step \d+; ", line)
+    assert re.search(r"the launcher \(\w+, process \d+ on .*\) was killed, .* at step \d+; ", line)
     assert line.endswith("continue with --resume auto")
     wait_until(lambda: not processes_of(str(jobs.logs)), 3)
     wait_until(lambda: not any(path.exists() for path in files), 3)

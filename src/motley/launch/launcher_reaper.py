@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +20,9 @@ from typing import Any, TextIO
 import psutil
 
 from motley.errors import MotleyError
-from motley.faults import Fault, FaultKind, daemon_killed, died, launcher_killed
+from motley.faults import Fault, FaultKind, died, launcher_gone
 from motley.launch.fault_record import record_fault
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
-from motley.launch.messages import encode
 from motley.records.run_folder import RunFolder
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
@@ -33,14 +31,9 @@ _TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
 
 
 class LauncherReaper:
-    """A rank's end of it; does nothing under another launcher than mpirun.
+    """A rank's end of it; does nothing under another launcher than mpirun."""
 
-    Args:
-        line: the rank's connection to rank 0, which is then held open by this process too: it
-            says there that the launcher's daemon has died, and its ranks with it.
-    """
-
-    def __init__(self, rank: int, host: str, line: socket.socket | None = None) -> None:
+    def __init__(self, rank: int, host: str) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._told: dict[str, Any] = {}
         launcher = psutil.Process().parent()
@@ -54,10 +47,10 @@ class LauncherReaper:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "motley.launch.launcher_reaper", str(launcher.pid)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
-                start_new_session=True, pass_fds=[line.fileno()] if line else [],
+                start_new_session=True,
             )  # fmt: skip
         self.tell(
-            rank=rank, host=host, connection=line.fileno() if line else None,
+            rank=rank, host=host,
             launcher=f"{launcher.name()}, process {launcher.pid}",
             segments=segments_of_this_job(), session=session_folder(launcher.pid, os.environ),
         )  # fmt: skip
@@ -97,7 +90,6 @@ class _Told:
     rank: int = 0
     host: str = ""
     launcher: str = ""
-    connection: int | None = None
     line: str = ""
     fault: dict[str, Any] | None = None
     step: int | None = None
@@ -152,10 +144,8 @@ def _main() -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         launcher = psutil.Process(int(sys.argv[1]))
         told, launcher_first = _listen(launcher.pid)
-        if launcher_first and not told.ended:
-            _tell_of_launcher(told)
-        if told.connection is not None:
-            os.close(told.connection)  # so that rank 0 hears of the rank's end
+        if launcher_first and told.rank == 0 and not (told.ended or told.fault):
+            told.fault = asdict(launcher_gone(told.host, told.launcher, told.step))
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher)
         fault = Fault.read(told.fault) if told.fault else None
@@ -190,16 +180,6 @@ def _listen(launcher: int) -> tuple[_Told, bool]:
                 told = replace(told, **json.loads(line))
             if not data:
                 return told, first
-
-
-def _tell_of_launcher(told: _Told) -> None:
-    """Say who has ended all; ranks die with their launcher, as each asks the kernel to."""
-    if told.connection is not None:
-        fault = daemon_killed(told.rank, told.host, told.launcher)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(told.connection)) as line:
-            line.sendall(b"\n" + encode({"fault": asdict(fault)}))  # after half a line, say
-    elif not told.fault and not told.line:
-        told.fault = asdict(launcher_killed(told.host, told.launcher, told.step))
 
 
 def _record(folder: RunFolder, fault: Fault) -> None:

@@ -85,10 +85,10 @@ class Supervisor:
             first_here: this is the lowest rank of its machine.
         """
         own, self._standby = self._own, self._own.rank == standby
+        own.reaper = LauncherReaper(own.rank, own.host) if first_here else None
         own.catch_signals()
         watch: AllRanksWatch | FirstRankWatch
         if own.rank == 0:
-            own.reaper = LauncherReaper(own.rank, own.host) if first_here else None
             self._writer = BackgroundWriter()
             watch = AllRanksWatch(
                 own, self._handshakes, self._writer, self._record_fault, self._record_event
@@ -99,7 +99,6 @@ class Supervisor:
             line.sendall(greeting(token, own.rank, own.host))
             line.settimeout(None)
             faulthandler.enable(line.fileno())  # a crash's traceback: rank 0 then knows of it
-            own.reaper = LauncherReaper(own.rank, own.host, line) if first_here else None
             watch = FirstRankWatch(own, line, host, standby, self._record_fault)
         self._watching = True
         threading.Thread(target=self._guard, args=(watch,), name="supervisor", daemon=True).start()

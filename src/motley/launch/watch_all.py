@@ -29,7 +29,6 @@ HOLD_S = 60.0  # that a rescue may take
 # Faults after which what the others hold is right, and worth to be saved.
 RESCUED = {*FaultKind} - {FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED}
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
-_DAEMON_S = 0.1  # for a rank's end without a word, which may be that of all ranks of its host
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -174,7 +173,7 @@ class AllRanksWatch:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 step = None if status.heartbeat.step is None else self._last_step()
                 said = status.messages.last_words
-                self._suspect(died(status.rank, status.host, step, said), _DAEMON_S)
+                self.end_job(died(status.rank, status.host, step, said))
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
@@ -189,8 +188,6 @@ class AllRanksWatch:
             self._writer.write(partial(self._on_event, message["event"]))
         elif "fault" in message:
             fault = Fault.read(message["fault"])
-            if fault.kind is FaultKind.HOST_LOST:  # by what outlived its ranks, and knows no step
-                fault = replace(fault, step=self._last_step())
             if not fault.echo:
                 self.end_job(fault)
             self._suspect(fault, FIRST_CAUSE_S)
@@ -234,7 +231,5 @@ class AllRanksWatch:
 
 
 def _weight(fault: Fault) -> int:
-    """A death counts more than an echo of it, and that more than the launcher's stop for it."""
-    if fault.signal:
-        return int(fault.kind is FaultKind.STOPPED)  # a second rank was told, too
-    return 2 if fault.echo else 3
+    """A failure counts more than the launcher's stop for it, and that more than one rank's."""
+    return 2 if not fault.signal else int(fault.kind is FaultKind.STOPPED)
