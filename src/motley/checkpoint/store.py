@@ -4,8 +4,7 @@
       step_00000120/
         model.safetensors       timm's names: timm.create_model(..., checkpoint_path=...) reads it
         optimizer.safetensors   <parameter>.<slot>
-        ema.safetensors         the parameters' average, by timm's names; with --model-ema
-        ema_numbers.safetensors how many steps are in it
+        ema.safetensors, ema_numbers.safetensors    --model-ema: the average, and its steps
         ranks.safetensors       <rank>.<what that rank alone holds>
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
@@ -26,6 +25,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,12 @@ from motley.errors import MotleyError
 from motley.records.lines import fix_for
 
 _NAME = re.compile(r"step_([0-9]{8,})")
-_HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.[0-9]+")
+_HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?")  # by a process, and thread
 _PARTS = ("model", "optimizer", "ranks")
 _MORE = ("ema", "ema_numbers")  # of a run that averages
 _FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
 _MORE_FILES = {f"{part}.safetensors" for part in _MORE}
 _MOST_MANIFEST = 65_536  # bytes; one has 500
-# Of progress.json.
 _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
 
 
@@ -70,7 +69,8 @@ class Checkpoints:
             MotleyError: the disk is full or not writable; nothing is left behind.
         """
         final = self.path / f"step_{progress['step']:08d}"
-        temporary = self.path / f".{final.name}.{os.getpid()}"
+        # A thread's own: a state may be rescued while it is saved.
+        temporary = self.path / f".{final.name}.{os.getpid()}.{threading.get_ident()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.sweep()
@@ -142,9 +142,10 @@ class Checkpoints:
         pointer.replace(self.path / "latest")
 
     def sweep(self) -> None:
-        """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
+        """Remove what a crash of another process left half-written; the run's lock is held."""
         for leftover in self.path.glob(".step_*"):
-            if _HALF_WRITTEN.fullmatch(leftover.name):
+            found = _HALF_WRITTEN.fullmatch(leftover.name)
+            if found and int(found[1]) != os.getpid():
                 shutil.rmtree(leftover, ignore_errors=True)
 
 

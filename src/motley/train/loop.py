@@ -233,12 +233,12 @@ class Loop:
         self._rescue.changing()
         job.engine.sync_parameters()
         self._state = self._agreement.check(state)
+        self._rescue.whole(self._state)
         if self._state != state:
             return False
         if saves:
             save(job.engine, job.checkpoints, state, job.saved_config)
             self._agreement.saved(state)
-        self._rescue.whole(state)
         job.engine.clock.restart()
         return True
 
@@ -250,7 +250,8 @@ class Loop:
         return self._recorder.evaluation_at(self._state.step) or self._evaluate()
 
     def _evaluate(self) -> EpochRecord:
-        self._rescue.changing()
+        if self._job.engine.average is not None:  # it takes the parameters' place meanwhile
+            self._rescue.changing()
         evaluated = evaluate(self._world, self._job, self._plan, self._state)
         self._rescue.whole(self._state)
         self._recorder.epoch(evaluated)

@@ -21,7 +21,7 @@ from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.train.setup import Begun, Job
 
-_WAIT_S = 10.0  # for the training's thread to finish a step that it has begun to take
+_WAIT_S = 3.0  # for the training's thread to finish a step that it has begun to take
 _LOOK_S = 0.02  # between looks; longer than a GPU's step is under way unknown to the host
 
 
@@ -53,9 +53,9 @@ class Rescue:
         job, deadline = self._job, time.monotonic() + _WAIT_S
         while True:
             version, state = self._version, self._state
+            if state.step == 0 or self._is_saved(state.step):
+                return ""
             if version % 2 == 0:
-                if state.step == 0 or self._is_saved(state.step):
-                    return ""
                 found, scale = self._copy(), job.engine.scale.state_dict()
                 time.sleep(_LOOK_S)
                 if version == self._version:
