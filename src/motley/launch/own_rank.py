@@ -97,6 +97,7 @@ class OwnRank:
 
     def save_what_is_known(self) -> str:
         """Do :attr:`rescue`, whatever it raises; from the watching thread. What was done."""
+        self.write_last_words()  # first: whoever started this rank may soon end it
         if self.rescue is None:
             return ""
         with self._rescuing:
@@ -105,14 +106,18 @@ class OwnRank:
             except Exception as error:  # of a device that is gone, or a full disk
                 return f"the last step could not be saved: {error}"
 
+    def write_last_words(self) -> None:
+        """Do :attr:`last_words`; the job must end, whatever the disk does."""
+        with contextlib.suppress(Exception):
+            self.last_words()
+
     def leave(self, code: int) -> NoReturn:
         """End now: the main thread may be stuck in a collective that never returns."""
         if self.reaper:
             self.reaper.tell(ended=True)
         with self._rescuing:  # not before it has saved what it can
             try:
-                with contextlib.suppress(Exception):  # the job must end, whatever the disk does
-                    self.last_words()
+                self.write_last_words()
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:

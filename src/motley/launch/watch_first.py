@@ -86,6 +86,7 @@ class FirstRankWatch:
                     own.leave(message["stop"])
                 elif "hold" in message:
                     own.held.set()
+                    own.write_last_words()
                 elif "rescue" in message:
                     self._line.sendall(encode({"rescued": own.save_what_is_known()}))
                 elif "finish" in message:
