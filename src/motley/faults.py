@@ -215,7 +215,8 @@ def stopped(step: int | None, number: int, by: str) -> Fault:
     """The launcher was told to end, and has told the ranks.
 
     Args:
-        number: of the signal that came to the ranks; ``by``: its name, and who may have sent it.
+        number: of the signal that came to the ranks; ``by``: its name, who may have sent it,
+            and what the ranks were at.
     """
     return Fault(
         0, "", step, f"stopped by {by}", "continue with --resume auto",

@@ -94,7 +94,9 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     output, _ = job.communicate(timeout=10)
     assert job.returncode != 0
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
-    assert re.search(r"stopped by you \(.*\) at step \d+; continue with --resume auto", line)
+    assert re.search(
+        r"stopped by you \(.*\), when .* at step \d+; continue with --resume auto", line
+    )
     wait_until(lambda: not processes_of(str(jobs.logs)), 10)
     run = status(jobs)
     assert run["status"] == "stopped" and run["failure"]["kind"] == "stopped"

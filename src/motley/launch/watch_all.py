@@ -199,10 +199,11 @@ class AllRanksWatch:
     def _stopped(self, status: RankStatus, number: int) -> Fault:
         """By a signal: the launcher sends it to all ranks at once, when it is told to end."""
         name = signal.Signals(number).name
+        _, where = whereabouts(self._statuses())
         if 0 in self._signalled or len(self._signalled) > 1:
             slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
-            return stopped(self._last_step(), number, f"you{slurm} ({name} from the launcher)")
-        _, where = whereabouts(self._statuses())
+            by = f"you{slurm} ({name} from the launcher), when {where}"
+            return stopped(self._last_step(), number, by)
         return Fault(
             status.rank, status.host, self._last_step(),
             f"stopped by {name}, which came to this rank alone, when {where}",
