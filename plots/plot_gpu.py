@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from motley.errors import MotleyError
-from motley.records.run_folder import find_gpu_logs
+from motley.records.gpu_csv import find_gpu_logs
 
 FEW = 40  # samples: so few are shown as dots; epochs: more lines are a grey wall
 GREY, EPOCH = "0.55", "0.8"

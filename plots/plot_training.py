@@ -98,6 +98,7 @@ def draw_scale(ax: Axes, training: Training) -> None:
     ax.plot(training.values("step"), scale, color=LINE, drawstyle="steps-post", label="loss scale")
     mark_overflows(ax, training, scale)
     ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter(lambda value, _: f"2^{np.log2(value):.0f}" if value > 0 else "")
     ax.set_ylim(np.nanmin(scale) / 2, np.nanmax(scale) * 2)
     style.label_axes(ax, "step", "loss scale")
     style.legend_above(ax)

@@ -28,7 +28,8 @@ from report_words import verdict
 from run_steps import median, read_training, title
 
 from motley.errors import MotleyError
-from motley.records.run_folder import RunFolder, find_gpu_logs, find_runs
+from motley.records.gpu_csv import find_gpu_logs
+from motley.records.run_folder import RunFolder, find_runs
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
@@ -127,9 +128,15 @@ def _rate(rows: list[Row], name: str) -> str:
 
 def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
     """The section of runs that belong to no matrix."""
+    head = ["run", "status", "task", "ranks", "batch", "wire", "rate", "result"]
     rows, failed = [], []
     for run in runs:
-        about = run.read_run()
+        try:
+            about = run.read_run()
+        except MotleyError as error:
+            command.warn(error)
+            rows.append([run.path.name, "run.json is damaged", *[""] * (len(head) - 2)])
+            continue
         config, result = about.get("config") or {}, about.get("result") or {}
         failure = about.get("failure") or {}
         try:
@@ -149,7 +156,6 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
             if failure.get("step") is not None:
                 where += f", step {failure['step']}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
-    head = ["run", "status", "task", "ranks", "batch", "wire", "rate", "result"]
     finished = sum(row[1] == "finished" for row in rows)
     said = [f"{finished} of {len(rows)} runs finished."]
     return Section(

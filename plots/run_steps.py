@@ -10,7 +10,7 @@ from motley.errors import MotleyError
 from motley.records.lines import JsonDict
 from motley.records.run_folder import EpochRecord, RunFolder
 
-UNFINISHED = ("failed", "running")
+UNFINISHED = ("failed", "running", "stopped")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read_training(folder: RunFolder) -> Training:
 
 
 def title(training: Training) -> str:
-    """Run, model, data, ranks, result; ``failed`` or ``running`` where that is so."""
+    """Run, model, data, ranks, result; ``failed``, ``running`` or ``stopped`` where that is so."""
     run = training.run
     result, status = run.get("result") or {}, run.get("status")
     name = training.path.resolve().name + (f" ({status})" if status in UNFINISHED else "")

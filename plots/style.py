@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
-from motley.records.gpu_csv import read_gpu_log
-from motley.records.run_folder import find_gpu_logs, find_runs
+from motley.records.gpu_csv import find_gpu_logs, read_gpu_log
+from motley.records.run_folder import find_runs
 
 Array = NDArray[np.float64]
 
@@ -35,6 +35,7 @@ matplotlib.rcParams.update(
         "legend.frameon": False,
         "lines.linewidth": 1.3,
         "savefig.dpi": 150,
+        "text.parse_math": False,  # a "$" in the name of a run or a host is no formula
     }
 )
 

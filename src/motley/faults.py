@@ -35,6 +35,8 @@ class FaultKind(StrEnum):
     HOST_LOST = "host lost"
     HANG = "hang"
     KILLED = "killed"
+    LAUNCHER_LOST = "launcher lost"
+    STOPPED = "stopped"  # by who started it, or who may stop it
     REFUSED = "refused"  # it is the user's to change
     ERROR = "error"
 
@@ -131,6 +133,9 @@ class Fault:
 
     def line(self) -> str:
         """The one line that a user reads."""
+        if self.kind in (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST):  # nobody's of the ranks
+            at = "" if self.step is None else f" at step {self.step}"
+            return f"{self.error}{at}; {self.advice}"
         at = "before the first step" if self.step is None else f"step {self.step}"
         return "; ".join(
             part
@@ -169,17 +174,67 @@ def _advice(text: str) -> str:
     lower = text.lower()
     if says_no_memory(text):
         return "lower --micro-batch (the result stays the same)"
+    if "dataloader worker" in lower:
+        return "see to the host's memory and /dev/shm, or take fewer with --workers (0: none)"
+    if "too many open files" in lower:
+        return "raise the limit with ulimit -n"
     if "no space left" in lower:
         return "free some disk, or choose another one with --logs DIR"
     return ""
 
 
-def died(rank: int, host: str, step: int | None) -> Fault:
-    """The connection to a rank broke without a word."""
+_CRASHES = (
+    (FaultKind.SEGFAULT, "Segmentation fault|Bus error"),
+    (FaultKind.ABORTED, "Aborted"),
+    (FaultKind.ILLEGAL_INSTRUCTION, "Illegal instruction"),
+)
+
+
+def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
+    """The connection to a rank broke without a word of Motley's.
+
+    Args:
+        said: by Python's fault handler, if anything.
+    """
+    if crash := re.search(r"Fatal Python error: (.+)", said):
+        kind = next((kind for kind, name in _CRASHES if re.search(name, crash[1])), FaultKind.ERROR)
+        return Fault(
+            rank, host, step, f"crashed in compiled code: {crash[1]}",
+            "its traceback above names the call, and so the library, that crashed",
+            said[:_MOST_DETAILS], kind=kind,
+        )  # fmt: skip
     return Fault(
         rank, host, step, "died without a word (killed, or it left early)",
-        f"see the kernel's log (dmesg) on {host} for its out-of-memory killer",
+        f"see its output above, and the kernel's log (dmesg) on {host} for its out-of-memory "
+        "killer",
         kind=FaultKind.KILLED,
+    )  # fmt: skip
+
+
+def stopped(step: int | None, number: int, by: str) -> Fault:
+    """The launcher was told to end, and has told the ranks.
+
+    Args:
+        number: of the signal that came to the ranks; ``by``: its name, who may have sent it,
+            and what the ranks were at.
+    """
+    return Fault(
+        0, "", step, f"stopped by {by}", "continue with --resume auto",
+        kind=FaultKind.STOPPED, signal=number, echo=True,
+    )  # fmt: skip
+
+
+def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
+    """The launcher ended before the ranks did, which end with it.
+
+    mpirun also ends so, at once and with status 0, when a daemon of its is killed.
+
+    Args:
+        launcher: its name and process.
+    """
+    return Fault(
+        0, host, step, f"the launcher ({launcher} on {host}) was killed, or it gave up a host that "
+        "it names above", "continue with --resume auto", kind=FaultKind.LAUNCHER_LOST,
     )  # fmt: skip
 
 

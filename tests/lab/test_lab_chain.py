@@ -15,6 +15,8 @@ from jobs import Done
 from lab_door import NAMES, TESLA, Door, lab_up
 from lab_terminal import Terminal
 
+from motley.records.run_folder import RunFolder
+
 pytestmark = pytest.mark.mpi
 
 HEAD = NAMES[0]
@@ -150,14 +152,19 @@ def test_a_task_of_ones_own_ends_as_on_one_host_though_a_rank_was_killed(
     assert f"motley: rank 4 on {NAMES[4]}" in done.output and "died without a word" in done.output
     assert run_json(door, "killed")["status"] == "failed"
     said = at(door, HEAD, f"{five} torch_dist/train.py {words} --resume auto")
-    assert "step_00000008" in said
+    # Of the last step, if the others were quicker than mpirun, which ends them half a second later.
+    assert "step_00000011" in said or "step_00000008" in said
     one, many = run_json(door, "sums"), run_json(door, "killed")
     shares = many["plan"]["shares"]
     assert len(shares) == 5 and len(set(shares)) > 1 and sum(share > 0 for share in shares) > 1
     expected = losses(door, "sums", 0)
     assert len(expected) == 18 and expected[-1] < 0.97 * expected[0]
-    for rank in range(5):
-        assert losses(door, "killed", rank) == pytest.approx(expected, rel=2e-6)
+    assert losses(door, "killed", 0) == pytest.approx(expected, rel=2e-6)
+    folder = RunFolder(door.home(HEAD) / "motley" / "logs" / "killed")
+    for steps in folder.read_steps().values():  # who is killed does not write its last ones
+        assert len(steps) > 15
+        for step in steps:
+            assert step["loss"] == pytest.approx(expected[step["step"]], rel=2e-6)
     assert many["result"]["loss"] == pytest.approx(one["result"]["loss"], rel=2e-6)
 
 

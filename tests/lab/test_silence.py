@@ -1,11 +1,14 @@
 """A host or rank that falls silent is named within 30 s, all end, and a short pause is survived."""
 
 import contextlib
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import processes_of, wait_until
 from lab_door import Door, new_door
@@ -34,7 +37,7 @@ MARKS = (
 
 RUN = """
 export PATH={venv}/bin:$PATH OMP_NUM_THREADS=1
-cd {root} && mpirun --host {hosts} -x MOTLEY_VENV -x OMP_NUM_THREADS \\
+cd {root} && {before} mpirun --host {hosts} -x MOTLEY_VENV -x OMP_NUM_THREADS \\
   --prtemca oob_tcp_keepalive_time {time} --prtemca oob_tcp_keepalive_intvl {interval} \\
   --prtemca oob_tcp_keepalive_probes {probes} ./entry_cn.sh {words} 2>&1 | cat >~/{name}.out
 echo ${{PIPESTATUS[0]}}
@@ -63,6 +66,18 @@ def main(world):
 run(main)
 """
 
+# The last rank is not there yet.
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from motley.launch.world import run
+
+if os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+    (Path.home() / "early.begun").touch()
+    time.sleep(15)
+run(lambda world: None)
+"""
+
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
@@ -73,6 +88,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
         made.do("up", "--profile", profile)
         made.give_keys()
         made.on(NAMES[0], "sh", "-c", "cat >loop.py", stdin=LOOP)
+        made.on(NAMES[0], "sh", "-c", "cat >slow.py", stdin=SLOW)
         yield made
 
 
@@ -81,12 +97,18 @@ class LabJob:
 
     def __init__(
         self, lab: Door, name: str, keepalive: tuple[int, int, int], hosts: Sequence[str],
-        words: str, begun: str,
+        words: str, begun: str, before: str = "",
     ) -> None:  # fmt: skip
         self.lab, self.home, self.name = lab, lab.home(NAMES[0]), name
         when = dict(zip(("time", "interval", "probes"), keepalive, strict=True))
         text = RUN.format(
-            venv=venv(), root=ROOT, name=name, words=words, hosts=",".join(hosts), **when
+            venv=venv(),
+            root=ROOT,
+            name=name,
+            words=words,
+            hosts=",".join(hosts),
+            before=before,
+            **when,
         )
         self.process = lab.start("exec", NAMES[0], "--", "bash", "-c", text)
         self.begun = self.home / begun
@@ -124,6 +146,14 @@ class LabJob:
         return found
 
 
+def launcher_on(job: LabJob, host: str) -> int:
+    """The process that started the ranks of a host."""
+    ranks = (psutil.Process(pid) for pid in job.left(host))
+    parents = {rank.ppid() for rank in ranks if rank.cmdline()[1:3] == ["-m", "motley.launch"]}
+    (parent,) = parents
+    return parent
+
+
 def host_of(pid: int) -> str:
     """The lab's host that a process is on, as its kernel calls it."""
     uname = ["nsenter", "-t", str(pid), "-u", "uname", "-n"]
@@ -146,7 +176,8 @@ def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -
         goes_on(lambda: steps_done(folder))
     lab.do("freeze", NAMES[2])
     assert job.wait(35) != 0  # mpirun itself would wait for ever
-    (line,) = job.said
+    line, saved = job.said
+    assert saved.startswith("motley: saved as of step ")
     assert f"rank 2 on {NAMES[2]}, step " in line and "silent" in line
     run = RunFolder(folder).read_run()
     assert run["status"] == "failed"
@@ -184,4 +215,44 @@ def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
     lab.do("thaw", NAMES[0])
     assert job.wait(20) != 0
     assert len(job.said) == 1 and f"rank 0 on {NAMES[0]}" in job.said[0]
+    wait_until(lambda: not job.left(), 12)
+
+
+@pytest.mark.parametrize("what", ["daemon", "session"])
+def test_a_killed_daemon_or_its_ssh_is_no_ranks_fault(lab: Door, what: str) -> None:
+    job = loop(lab, what, LATE, NAMES[1]).begin()
+    pid = launcher_on(job, NAMES[1])
+    if what == "session":
+        (pid,) = (pid for pid in job.left(NAMES[0]) if psutil.Process(pid).name() == "ssh")
+    os.kill(pid, signal.SIGKILL)
+    job.wait(20)  # mpirun says 0 when it loses a host
+    wait_until(lambda: bool(job.said), 10)
+    print((job.home / f"{what}.out").read_text(errors="replace"), job.faults)
+    assert len(job.said) == 1 and "it gave up a host that it names above" in job.said[0]
+    assert "rank 0" not in job.said[0]
+    wait_until(lambda: not job.left(), 12)
+
+
+def test_a_killed_launcher_is_named_and_blames_no_host(lab: Door) -> None:
+    words = f"{DDP} --epochs 500 --batch-size 48 --hosts all --logs ~/logs --run nine"
+    job = LabJob(lab, "nine", LATE, NAMES, words, "logs/nine/steps.rank0.jsonl").begin()
+    os.kill(launcher_on(job, NAMES[0]), signal.SIGKILL)
+    assert job.wait(20) != 0
+    wait_until(lambda: not job.left(), 12)
+    wait_until(lambda: bool(job.said), 10)
+    assert len(job.said) == 1 and "the launcher (prterun, process " in job.said[0]
+    run = RunFolder(job.home / "logs" / "nine").read_run()
+    assert run["status"] == "failed"
+    assert isinstance(run["failure"], dict) and run["failure"]["kind"] == "launcher lost"
+
+
+def test_a_host_that_freezes_while_all_start_is_named(lab: Door) -> None:
+    job = LabJob(
+        lab, "early", LATE, NAMES, "~/slow.py", "early.begun", before="MOTLEY_START_TIMEOUT=5"
+    ).begin()
+    lab.do("freeze", NAMES[2])
+    assert job.wait(40) != 0
+    (line,) = job.said
+    assert f"those of {NAMES[0]} have" in line and f"other hosts ({', '.join(NAMES[1:])})" in line
+    lab.do("thaw", NAMES[2])
     wait_until(lambda: not job.left(), 12)

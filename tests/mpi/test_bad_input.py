@@ -81,7 +81,7 @@ def test_a_run_that_exists_or_is_in_use(jobs: Jobs) -> None:
     while "step 1/" not in holder.stdout.readline():
         assert holder.poll() is None
     line = refused(jobs, DDP, "--run", "busy", "--resume", "auto")
-    assert "is in use by another run" in line
+    assert re.search(r"is in use by another run, by process \d+ on \S+ since 20\d\d-", line), line
 
 
 def test_resuming_what_is_not_there_or_another_model(jobs: Jobs, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ from jobs import Jobs, processes_of, wait_until
 from long_runs import rank_process, start, status, steps_done
 from project import DDP, ZERO
 
+from motley.checkpoint.run import find_run
+from motley.config.options import Config
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
@@ -61,7 +64,8 @@ run(main)
         ("raise ValueError('bad thing')", "rank 1 on .*, step 7: ValueError: bad thing"),
         ("os._exit(0)", "rank 1 on .* died without a word"),
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
-        ("os.kill(os.getpid(), 11)", "rank 1 on .* died without a word"),
+        ("os.kill(os.getpid(), 11)", "rank 1 on .*: crashed .*: Segmentation fault; its traceback"),
+        ("os.abort()", "rank 1 on .*: crashed in compiled code: Aborted; its traceback above"),
         ("world.supervisor.tell({'kind': 'x'})", "rank 0 on .*: OSError: .*No space left"),
     ],
 )
@@ -76,21 +80,57 @@ def test_the_first_cause_is_named_and_not_its_echo(
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1
     assert re.search(says, lines[0])
+    if "crashed" in says:
+        assert "in main" in done.output.partition("Fatal Python error")[2]
     assert time.monotonic() - begun < 40
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_stopping_mpirun_leaves_nothing_running(jobs: Jobs, stop: signal.Signals) -> None:
+@pytest.mark.parametrize("stop", ["TERM", "HUP", "INT", "INT INT"])
+def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     job = start(jobs, DDP, ranks=2)
-    job.send_signal(stop)  # as Ctrl-C does, to mpirun
-    wait_until(lambda: not processes_of(str(jobs.logs)), 10)
+    for name in stop.split():
+        job.send_signal(signal.Signals[f"SIG{name}"])  # as Ctrl-C does, to mpirun
+        time.sleep(0.1)
     output, _ = job.communicate(timeout=10)
     assert job.returncode != 0
-    if stop != signal.SIGKILL:  # then nobody is left to say it
-        assert "if it is stopped: --run long --resume auto" in output
-        assert status(jobs)["status"] == "failed"
-        fault = RunFolder(jobs.logs / "long").read_events()[-1]
-        assert fault["event"] == "fault" and "stopped by SIG" in fault["error"]
+    (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
+    assert re.search(
+        r"stopped by you \(.*\), when .* at step \d+; continue with --resume auto", line
+    )
+    wait_until(lambda: not processes_of(str(jobs.logs)), 10)
+    run = status(jobs)
+    assert run["status"] == "stopped" and run["failure"]["kind"] == "stopped"
+    assert [e["event"] for e in RunFolder(jobs.logs / "long").read_events()].count("fault") == 1
+    again = find_run(Config(logs=str(jobs.logs), resume="auto"))
+    assert again[0] == jobs.logs / "long" and again[1]
+
+
+def test_a_signal_to_one_rank_is_not_the_users_stop(jobs: Jobs) -> None:
+    job = start(jobs, DDP)
+    os.kill(rank_process(jobs.logs, 2), signal.SIGTERM)
+    done = jobs.wait(job, 10)
+    assert done.code != 0
+    (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert "rank 2 on" in line and "stopped by SIGTERM, which came to this rank alone" in line
+    assert status(jobs)["status"] == "failed"
+
+
+def test_a_killed_launcher_is_named_and_leaves_nothing(jobs: Jobs) -> None:
+    job = start(jobs, DDP, ranks=2)
+    maps = Path(f"/proc/{rank_process(jobs.logs, 0)}/maps").read_text()
+    files = {Path(path) for path in re.findall(r"/dev/shm/sm_segment\.\S+", maps)}
+    assert len(files) == 2 and all(path.exists() for path in files)
+    job.kill()
+    output, _ = job.communicate(timeout=10)
+    (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
+    assert re.search(r"the launcher \(\w+, process \d+ on .*\) was killed, .* at step \d+; ", line)
+    assert line.endswith("continue with --resume auto")
+    wait_until(lambda: not processes_of(str(jobs.logs)), 3)
+    wait_until(lambda: not any(path.exists() for path in files), 3)
+    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob(f"ompi*/pid.{job.pid}")), 3)
+    assert not (Path(tempfile.gettempdir()) / f"ompi.{job.pid}").exists()
+    run = status(jobs)
+    assert run["status"] == "failed" and run["failure"]["kind"] == "launcher lost"
 
 
 @pytest.mark.slow

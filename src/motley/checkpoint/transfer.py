@@ -34,11 +34,24 @@ def save(
     tensors = dict(state.tensors)
     for rank, part in enumerate(own):
         tensors |= {f"ranks.{rank}.{name}": value for name, value in part.items()}
-    progress = {
-        **asdict(position), "ranks": len(own), "scale": engine.scale.state_dict(), "config": config,
-        "optimizer": state.plain,
-    }  # fmt: skip
+    progress = progress_of(position, len(own), engine.scale.state_dict(), config, state.plain)
     checkpoints.save(tensors, progress)
+
+
+def progress_of(
+    position: TrainState,
+    ranks: int,
+    scale: dict[str, Any],
+    config: dict[str, Any],
+    optimizer: dict[str, Any],
+) -> dict[str, Any]:
+    """What a checkpoint tells besides tensors.
+
+    Args:
+        ranks: whose own state it has. scale, optimizer: their states.
+    """
+    return {**asdict(position), "ranks": ranks, "scale": scale, "config": config,
+            "optimizer": optimizer}  # fmt: skip
 
 
 def resume(

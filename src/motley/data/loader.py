@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from motley.config.options import Config
 from motley.data.batch import Batch, Tensors
-from motley.data.loader_memory import PREFETCH, Free, bytes_of, workers_that_fit
+from motley.data.loader_memory import PREFETCH, Free, bytes_of, explained, workers_that_fit
 from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.source import Samples, UnreadableSample, read
 from motley.errors import MotleyError
@@ -87,6 +87,14 @@ class _Keyed(Dataset[_Sample]):
             weights,
             tuple(name for each in samples for name in each.unreadable),
         )
+
+    def shared_batch(self, samples: list[_Sample]) -> Batch:
+        """The same, where other processes see it. Done later, by the thread that passes it on, an
+        error would be printed, and the batch waited for until the run is taken for stuck."""
+        batch = self.batch(samples)
+        for tensor in (*batch.data.values(), *([] if batch.weights is None else [batch.weights])):
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        return batch
 
     def _check_rows(self, data: Tensors, n: int) -> None:
         for name, value in data.items():
@@ -185,7 +193,7 @@ class Loader:
             dataset,
             batch_sampler=keys,
             num_workers=self._workers,
-            collate_fn=dataset.batch,
+            collate_fn=dataset.shared_batch if self._workers else dataset.batch,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_start_worker if self._workers else None,
             # Fork: what a worker gets need not be pickled. A generator of its own: else each
@@ -194,7 +202,8 @@ class Loader:
             generator=torch.Generator(),
             prefetch_factor=PREFETCH if self._workers else None,
         )
-        return (OnGpu if self._device.type == "cuda" else Batches)(iter(loader), self._device)
+        batches = explained(iter(loader), self._workers)
+        return (OnGpu if self._device.type == "cuda" else Batches)(batches, self._device)
 
 
 class Batches:

@@ -1,7 +1,9 @@
 """How many loader processes a host's memory has room for: a sample may be of a gigabyte."""
 
+import re
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -16,6 +18,9 @@ _TOGETHER = 2  # with them: what is computed, and what is being copied for the G
 PREFETCH = 2  # batches that each process makes ahead
 _OF_EACH = PREFETCH + 1  # and the samples that the last is made of
 _SHARED = "/dev/shm"  # through which they are passed
+# As torch says it of a process that is short of it, or is killed for writing where there is none.
+_NO_ROOM = re.compile(r"shared memory\(shm\)|Bus error|unable to (allocate|resize|mmap|open).*shm")
+_DIED = re.compile(r"DataLoader worker \(pid.*(killed|exited)")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ def held(workers: int) -> int:
     return _OF_EACH * workers + _TOGETHER if workers else _ALONE
 
 
+def shared(workers: int) -> int:
+    """Micro-batches in /dev/shm at once: those made ahead, and what is computed and copied."""
+    return PREFETCH * workers + _TOGETHER if workers else 0
+
+
 def workers_that_fit(
     wanted: int, sample: float, micro_batch: int, free: Callable[[], Free]
 ) -> tuple[int, str]:
@@ -66,10 +76,10 @@ def workers_that_fit(
         return wanted, ""
     there = free()
     for workers in range(wanted, -1, -1):
-        if held(workers) * batch <= there.memory and workers * PREFETCH * batch <= there.shared:
+        if held(workers) * batch <= there.memory and shared(workers) * batch <= there.shared:
             if workers == wanted:
                 return wanted, ""
-            least = held(wanted) * batch, wanted * PREFETCH * batch
+            least = held(wanted) * batch, shared(wanted) * batch
             scarce = "memory" if least[0] > there.memory else _SHARED
             return workers, (
                 f"{workers} loader processes in place of {wanted}: {micro_batch} samples of "
@@ -84,6 +94,26 @@ def workers_that_fit(
         f"{_text(there.memory)}; "
         + (f"--micro-batch {fits} fits" if fits else "no sample fits: take fewer ranks a host")
     )
+
+
+def explained(batches: Iterator[Batch], workers: int) -> Iterator[Batch]:
+    """The same batches; MotleyError where a loader process had no room for its own, or died."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        text = str(error)
+        no_room = _NO_ROOM.search(text)
+        if not no_room and not _DIED.search(text):
+            raise
+        there, memory = shutil.disk_usage(_SHARED), psutil.virtual_memory()
+        raise MotleyError(
+            f"a loader process on {socket.gethostname()} "
+            + (f"found no room in {_SHARED}" if no_room else f"died: {text.splitlines()[0]}")
+            + f"; {shared(workers)} micro-batches are there at once with {workers} processes a "
+            f"rank, and {_text(there.free)} of {_text(there.total)} are free, of the memory "
+            f"{_text(memory.available)} of {_text(memory.total)}; take fewer with --workers (0: "
+            "none), a smaller --micro-batch, or make more room (of a container: --shm-size)"
+        ) from None
 
 
 def _text(size: float) -> str:

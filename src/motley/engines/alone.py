@@ -16,6 +16,7 @@ class AloneEngine(SynchronousEngine):
 
     traits = EngineTraits()
     loss_weight = 1
+    rescuable = True
     equal_micro_steps = False
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:

@@ -51,11 +51,13 @@ class EngineBase:
 
     traits: EngineTraits
     replicated = True
+    rescuable = False
     _sharding: Sharding | None = None
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         self._model, self._context = model, context
         self.scale, self.device = context.scale, context.device
+        self.on_change: Callable[[], None] = lambda: None
         self.clock = Clock(context.device)
         # Gloo copies to a GPU in a stream of its own, for which no future waits.
         self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
@@ -240,7 +242,7 @@ class EngineBase:
 
     def state(self) -> State:
         """See :class:`Engine`. All ranks hold the same, so rank 0 alone copies it."""
-        return self._whole_state(on_cpu) if dist.get_rank() == 0 else State()
+        return self.whole_state(on_cpu) if dist.get_rank() == 0 else State()
 
     def load_state(self, state: State) -> None:
         """See :class:`Engine`."""
@@ -260,13 +262,14 @@ class EngineBase:
 
     def alike(self) -> State:
         """See :class:`Engine`."""
-        return self._whole_state(Tensor.detach)
+        return self.whole_state(Tensor.detach)
 
     def load_alike(self, state: State) -> None:
         """See :class:`Engine`."""
         self.load_state(state)
 
-    def _whole_state(self, keep: Callable[[Tensor], Tensor]) -> State:
+    def whole_state(self, keep: Callable[[Tensor], Tensor]) -> State:
+        """See :class:`Engine`."""
         kept = self.memory.state(keep)
         tensors = model_state(self._model.net, keep) | self._average_state(keep) | kept.tensors
         return State(tensors, kept.plain)

@@ -32,6 +32,7 @@ class DdpEngine(SynchronousEngine):
 
     traits = EngineTraits(additions=(Addition.NUMBERS, Addition.BUCKETS))
     loss_weight = 1
+    rescuable = True
     equal_micro_steps = False
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:

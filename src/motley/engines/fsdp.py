@@ -99,7 +99,7 @@ class FsdpEngine(SynchronousEngine):
 
     def state(self) -> State:
         """See Engine."""
-        state = self._whole_state(on_cpu)
+        state = self.whole_state(on_cpu)
         return state if self._context.rank == 0 else State()
 
     def load_state(self, state: State) -> None:

@@ -5,7 +5,7 @@ backward, the wire, averaging, the loss scale, clipping, and the agreement of al
 on overflow. The loop owns data, plan, schedule, records and checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,6 +68,9 @@ class Engine(Protocol):
             and compute cannot be told from communication.
         replicated: each rank holds all parameters; else a part of them, and a pass through the
             model is one of all ranks.
+        rescuable: each rank holds the whole state between two steps, and :meth:`whole_state` reads
+            it without the others.
+        on_change: called when parameters begin to change, in :meth:`step`.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
         device: where the parameters are.
@@ -76,6 +79,8 @@ class Engine(Protocol):
     loss_weight: int
     equal_micro_steps: bool
     replicated: bool
+    rescuable: bool
+    on_change: Callable[[], None]
     clock: Clock
     optimizer: torch.optim.Optimizer
     device: torch.device
@@ -110,6 +115,13 @@ class Engine(Protocol):
         Returns:
             On rank 0, on the CPU: whole tensors, and what the optimizer keeps besides. Elsewhere
             it may be empty.
+        """
+
+    def whole_state(self, keep: Callable[[Tensor], Tensor]) -> State:
+        """What :meth:`state` gives, of this rank alone.
+
+        Args:
+            keep: what to take of each tensor.
         """
 
     def load_state(self, state: State) -> None:

@@ -69,6 +69,7 @@ class SynchronousEngine(EngineBase):
             self.optimizer.step()
             self._zero_gradients()
         copied()
+        self.on_change()
         rows = copy.tolist()
         overflow = not all(math.isfinite(row[1]) for row in rows)
         short = self._tell_short([row[3] for row in rows])

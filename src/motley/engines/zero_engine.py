@@ -60,6 +60,7 @@ class ZeroEngine(EngineBase):
                 "--stage 1"
             )
         self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
+        self.rescuable = self._stage == 0
         if not self.traits.mixes_precisions and len(set(context.precisions)) > 1:
             raise MotleyError(
                 f"ZeRO stage {self._stage} reduces gradients in the order in which they come, and "
@@ -206,6 +207,7 @@ class ZeroEngine(EngineBase):
         heard = all_gather([*told, gradient_norm(self._parameters)]).cpu()
         overflow = not bool(heard[:, 4].isfinite().all())
         correction = self._correction(heard.tolist())
+        self.on_change()
         if overflow:  # not even with no gradients: some optimizers count their steps
             self._engine.zero_grad()
         else:

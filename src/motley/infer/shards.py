@@ -84,6 +84,7 @@ class Shards:
         rows: list[list[str]] = []
         for number in range(self.count):
             path = self.path(number)
+            csv.field_size_limit(2**30)  # a prediction may well take more than the usual 128 KiB
             with path.open(newline="") as file:
                 shard = list(csv.reader(file))[1:]
             if len(shard) != len(self.items_of(number)):

@@ -6,12 +6,17 @@ none of them garbage: looking took a fifth of a short run. So Python does not lo
 ``motley.launch.world.run``, which sets these objects aside, nor when all is freed at the end.
 """
 
+import faulthandler
 import gc
 import runpy
 import sys
 
+from motley.launch.process import die_with_parent
+
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
+    faulthandler.enable()
     gc.disable()
+    die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
     runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

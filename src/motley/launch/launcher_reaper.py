@@ -2,28 +2,40 @@
 
 mpirun ends when its daemon on every host says so, and waits without end for one that is
 frozen or cut off; a daemon waits so for mpirun. And once mpirun is told to stop, it passes
-nothing on of what its ranks say and kills them, at once or after a tenth of a second.
+nothing on of what its ranks say and kills them, at once or after a tenth of a second. Where
+mpirun is killed itself, nobody else is left to say so, to record it, and to remove its files.
 """
 
 import contextlib
+import json
+import os
+import select
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import psutil
 
+from motley.errors import MotleyError
+from motley.faults import Fault, FaultKind, died, launcher_gone
+from motley.launch.fault_record import record_fault
+from motley.launch.job_files import remove, segments_of_this_job, session_folder
+from motley.records.run_folder import RunFolder
+
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
+_RECORD_AFTER_S = 0.5  # for a rank of another host, which records what it knows
 _TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
 
 
 class LauncherReaper:
     """A rank's end of it; does nothing under another launcher than mpirun."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, host: str) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._last = ""
+        self._told: dict[str, Any] = {}
         launcher = psutil.Process().parent()
         if launcher is None or not _is_for_one_job(launcher):
             return
@@ -37,21 +49,24 @@ class LauncherReaper:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
                 start_new_session=True,
             )  # fmt: skip
+        self.tell(
+            rank=rank, host=host,
+            launcher=f"{launcher.name()}, process {launcher.pid}",
+            segments=segments_of_this_job(), session=session_folder(launcher.pid, os.environ),
+        )  # fmt: skip
 
-    def say(self, line: str) -> bool:
-        """What to say, where mpirun's own errors go, when this rank and mpirun are gone.
-
-        The last line counts; an empty one means nothing.
+    def tell(self, **news: Any) -> bool:
+        """What it should know when this rank and mpirun are gone; see :class:`_Told`.
 
         Returns:
-            Whether there is such a process to say it.
+            Whether there is such a process.
         """
         if self._process is None or self._process.stdin is None:
             return False
-        if line != self._last:
+        if any(self._told.get(name) != value for name, value in news.items()):
             with contextlib.suppress(OSError):
-                print(line, file=self._process.stdin, flush=True)
-        self._last = line
+                print(json.dumps(news), file=self._process.stdin, flush=True)
+        self._told.update(news)
         return True
 
     def dismiss(self) -> None:
@@ -59,6 +74,40 @@ class LauncherReaper:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+
+@dataclass
+class _Told:
+    """What a rank has told.
+
+    Attributes:
+        line: to say, where mpirun's own errors go; empty means nothing.
+        fault: what ends the job, as far as is known, until it is said. step: that training is at.
+        ended: the rank leaves by itself. folder: of the run; on rank 0.
+        segments, session: see motley.launch.job_files.
+    """
+
+    rank: int = 0
+    host: str = ""
+    launcher: str = ""
+    line: str = ""
+    fault: dict[str, Any] | None = None
+    step: int | None = None
+    ended: bool = False
+    folder: str | None = None
+    segments: str = ""
+    session: str = ""
+
+
+def reap_after_this_process(pid: int) -> None:
+    """End a launcher, should it hang, once this process has ended."""
+    launcher = psutil.Process(pid)
+    if _is_for_one_job(launcher):
+        subprocess.Popen(
+            [sys.executable, "-m", "motley.launch.launcher_reaper", str(pid)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def _is_for_one_job(launcher: psutil.Process) -> bool:
@@ -94,11 +143,58 @@ def _gone(process: psutil.Process, limit_s: float) -> bool:
 def _main() -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         launcher = psutil.Process(int(sys.argv[1]))
-        last = sys.stdin.read().removesuffix("\n").rpartition("\n")[2]  # until the rank has ended
+        told, launcher_first = _listen(launcher.pid)
+        if launcher_first and told.rank == 0 and not (told.ended or told.fault):
+            told.fault = asdict(launcher_gone(told.host, told.launcher, told.step))
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher)
-        if last:
-            print(last, file=sys.stderr, flush=True)
+        fault = Fault.read(told.fault) if told.fault else None
+        if told.folder:
+            _record(RunFolder(told.folder), fault or died(told.rank, told.host, told.step))
+        if told.line or fault:
+            line = told.line or (f"motley: {fault.line()}" if fault else "")
+            print(line, file=sys.stderr, flush=True)
+        if _gone(launcher, 0):
+            remove(told.segments, told.session)
+
+
+def _listen(launcher: int) -> tuple[_Told, bool]:
+    """All that the rank says until it has ended, and whether its launcher has ended before it.
+
+    A rank that dies of its launcher does so within milliseconds, so both may be seen at once.
+    """
+    told, rest, first = _Told(), b"", False
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):  # an older kernel
+        poll.register(os.pidfd_open(launcher), select.POLLIN)
+    while True:
+        ready = [fd for fd, _ in poll.poll()]
+        first = first or any(ready)
+        if any(ready):  # any but 0
+            poll.unregister(max(ready))
+        if 0 in ready:
+            data = os.read(0, 65536)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                told = replace(told, **json.loads(line))
+            if not data:
+                return told, first
+
+
+def _record(folder: RunFolder, fault: Fault) -> None:
+    """Unless somebody has; another host's rank, which lost rank 0, knows less than this."""
+    time.sleep(_RECORD_AFTER_S)
+    run = folder.read_run()
+    failure = run.get("failure") or {}
+    knows_less = (
+        fault.kind is not FaultKind.KILLED
+        and failure.get("rank") == 0
+        and (failure.get("kind") == FaultKind.KILLED)
+    )
+    if run.get("status") == "running" or knows_less:
+        with contextlib.suppress(MotleyError), folder.lock():  # another run has it already
+            record_fault(folder, fault)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 
 # Of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
 MOST_BYTES = 1 << 20
+_MOST_WORDS = 16_384  # bytes; Python's fault handler says a tenth of it for each thread
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -16,9 +17,14 @@ class Messages:
     """The messages of one connection, out of pieces of bytes.
 
     A line that is too long or no JSON object is dropped: it takes no memory, and ends nothing.
+
+    Attributes:
+        last_words: lines that are no JSON object, the first few; Python's fault handler writes
+            some into the connection of a rank that crashes.
     """
 
     def __init__(self) -> None:
+        self.last_words = ""
         self._rest = b""
         self._dropping = False  # the rest of a line that was too long
 
@@ -29,8 +35,11 @@ class Messages:
             lines, self._dropping = lines[1:], False
         if len(self._rest) > MOST_BYTES:
             self._rest, self._dropping = b"", True
-        found = (_decode(line) for line in lines if len(line) <= MOST_BYTES)
-        return [message for message in found if isinstance(message, dict)]
+        found = [(line, _decode(line)) for line in lines if len(line) <= MOST_BYTES]
+        for line, message in found:
+            if not isinstance(message, dict) and len(self.last_words) + len(line) < _MOST_WORDS:
+                self.last_words += line.decode(errors="replace") + "\n"
+        return [message for _, message in found if isinstance(message, dict)]
 
 
 def _decode(line: bytes) -> Any:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -27,6 +28,9 @@ class OwnRank:
         finished: all ranks are done.
         stopped: some rank was, by a signal.
         reaper: on the lowest rank of each machine.
+        rescue: saves what this rank knows before it ends, and says what it did; None: it cannot.
+        last_words: writes what this rank has not written yet, before it ends with the job.
+        held: rank 0 waits for a rescue, and ends this rank after it.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -38,6 +42,10 @@ class OwnRank:
         self.finished = threading.Event()
         self.stopped = False
         self.reaper: LauncherReaper | None = None
+        self.rescue: Callable[[], str] | None = None
+        self.last_words: Callable[[], None] = lambda: None
+        self.held = threading.Event()
+        self._rescuing = threading.RLock()
         self._next_heartbeat = 0.0
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
@@ -80,19 +88,40 @@ class OwnRank:
         return due
 
     def print(self, text: str) -> None:
-        """Say a line to the user, also where mpirun passes nothing on any more."""
-        if self.reaper and self.reaper.say(text if self.stopped else "") and self.stopped:
+        """Say last words to the user, also where mpirun passes nothing on any more."""
+        line = text if self.stopped else ""
+        if self.reaper and self.reaper.tell(line=line, fault=None, ended=True) and self.stopped:
             return
         with contextlib.suppress(OSError):  # mpirun may be gone, and its pipe with it
             print(text, file=sys.stderr, flush=True)
 
+    def save_what_is_known(self) -> str:
+        """Do :attr:`rescue`, whatever it raises; from the watching thread. What was done."""
+        self.write_last_words()  # first: whoever started this rank may soon end it
+        if self.rescue is None:
+            return ""
+        with self._rescuing:
+            try:
+                return self.rescue()
+            except Exception as error:  # of a device that is gone, or a full disk
+                return f"the last step could not be saved: {error}"
+
+    def write_last_words(self) -> None:
+        """Do :attr:`last_words`; the job must end, whatever the disk does."""
+        with contextlib.suppress(Exception):
+            self.last_words()
+
     def leave(self, code: int) -> NoReturn:
         """End now: the main thread may be stuck in a collective that never returns."""
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+        if self.reaper:
+            self.reaper.tell(ended=True)
+        with self._rescuing:  # not before it has saved what it can
+            try:
+                self.write_last_words()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
 
 
 def line_of(fault: Fault) -> str:

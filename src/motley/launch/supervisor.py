@@ -11,18 +11,21 @@ the first cause in one line and ends the job. A rank that hears nothing of rank 
                             <------------ {"heartbeat": null}, or who may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
+    Fatal Python error: ... ------------> the same, with a crash's traceback
     {"event": {...}}        ------------> recorded, by a thread of its own
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}
 """
 
 import contextlib
+import faulthandler
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.faults import Fault, Phase, fault_of
@@ -30,7 +33,7 @@ from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes, greeting
 from motley.launch.launcher_reaper import LauncherReaper
 from motley.launch.own_rank import OwnRank, line_of
-from motley.launch.watch_all import FIRST_CAUSE_S, AllRanksWatch
+from motley.launch.watch_all import FIRST_CAUSE_S, HOLD_S, AllRanksWatch
 from motley.launch.watch_first import FirstRankWatch
 from motley.launch.watchdog import Heartbeat
 
@@ -49,7 +52,7 @@ class Supervisor:
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self._own = OwnRank(rank, size, host)
         self._writer: BackgroundWriter | None = None  # on rank 0
-        self._watching = False
+        self._watching = self._standby = False
 
     @property
     def step(self) -> int | None:
@@ -81,8 +84,8 @@ class Supervisor:
             standby: the rank that speaks when rank 0 cannot; best on another machine.
             first_here: this is the lowest rank of its machine.
         """
-        own = self._own
-        own.reaper = LauncherReaper() if first_here else None
+        own, self._standby = self._own, self._own.rank == standby
+        own.reaper = LauncherReaper(own.rank, own.host) if first_here else None
         own.catch_signals()
         watch: AllRanksWatch | FirstRankWatch
         if own.rank == 0:
@@ -95,6 +98,7 @@ class Supervisor:
             line = socket.create_connection((address, port), timeout=30)
             line.sendall(greeting(token, own.rank, own.host))
             line.settimeout(None)
+            faulthandler.enable(line.fileno())  # a crash's traceback: rank 0 then knows of it
             watch = FirstRankWatch(own, line, host, standby, self._record_fault)
         self._watching = True
         threading.Thread(target=self._guard, args=(watch,), name="supervisor", daemon=True).start()
@@ -117,6 +121,11 @@ class Supervisor:
 
     def _record_event(self, event: dict[str, Any]) -> None:
         self.on_event(event)
+
+    def records_in(self, folder: Path) -> None:
+        """Where rank 0 records the run; for who has to, should rank 0 be killed."""
+        if self._own.rank == 0 and self._own.reaper:
+            self._own.reaper.tell(folder=str(folder.absolute()))
 
     # -- what a rank says
 
@@ -147,6 +156,25 @@ class Supervisor:
             if own.reaper:
                 own.reaper.dismiss()
 
+    def before_end(self, last_words: Callable[[], None]) -> None:
+        """Have what this rank has not written be written before it ends with the job; from another
+        thread, while its own may be stuck."""
+        self._own.last_words = last_words
+
+    def can_rescue(self, save: Callable[[], str], first: bool) -> None:
+        """Have the state be saved before the job ends by another rank's fault.
+
+        Args:
+            save: does it, from another thread, while this rank's own may be stuck in a collective;
+                says what was done.
+            first: this is the rank that saves. Any other, the standby, does so where rank 0, and
+                with it the first, is gone.
+        """
+        if first or self._standby:
+            self._own.rescue = save
+        if first and self._own.rank:
+            self._own.say({"rescuer": True})
+
     def tell(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
         self._own.say({"event": event})
@@ -159,5 +187,7 @@ class Supervisor:
         fault = fault_of(error, own.rank, own.host, own.step)
         own.say({"fault": asdict(replace(fault, phase=own.heartbeat.phase.key))})
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
+        if own.held.is_set():
+            time.sleep(HOLD_S)
         traceback.print_exception(error)
         own.leave(1)

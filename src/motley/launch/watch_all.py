@@ -1,6 +1,7 @@
 """Rank 0's thread: hears all ranks, judges who failed first, and ends the job in one line."""
 
 import contextlib
+import os
 import selectors
 import signal
 import socket
@@ -10,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from motley.faults import Fault, FaultKind, died
+from motley.faults import Fault, FaultKind, died, stopped
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes
 from motley.launch.messages import encode
@@ -24,7 +25,10 @@ from motley.launch.watchdog import (
 )
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
-_NOW_S = 0.0  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+HOLD_S = 60.0  # that a rescue may take
+# Faults after which what the others hold is right, and worth to be saved.
+RESCUED = {*FaultKind} - {FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED}
+_SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -51,6 +55,7 @@ class AllRanksWatch:
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.host)
         self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
+        self._signalled: set[int] = set()  # ranks that a stop signal came to
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -97,9 +102,35 @@ class AllRanksWatch:
         if fault.details:
             self._own.print(fault.details)
         self._own.print(line_of(fault))
+        if fault.kind in RESCUED and not fault.signal:
+            self._rescue(fault.rank)
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
+
+    def _rescue(self, lost: int) -> None:
+        """Have the state saved, here or by a rank that can, while the others wait."""
+        own = self._own
+        able = [line for line, status in self._others.items()
+                if status.rescues and status.rank != lost]  # fmt: skip
+        if not able and own.rescue is None:
+            return
+        self._tell_all({"hold": True})
+        said = own.save_what_is_known() if own.rescue else self._ask_to_rescue(able[0])
+        if said:
+            own.print(f"motley: {said}")
+
+    def _ask_to_rescue(self, line: socket.socket) -> str:
+        """What another rank says that it has saved."""
+        messages = self._others[line].messages
+        with contextlib.suppress(OSError):
+            line.sendall(encode({"rescue": True}))
+            line.settimeout(HOLD_S)
+            while data := line.recv(65536):
+                for message in messages.feed(data):
+                    if "rescued" in message:
+                        return str(message["rescued"])
+        return ""
 
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
@@ -108,7 +139,10 @@ class AllRanksWatch:
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
         self._tell_all({"heartbeat": asdict(silent) if silent else None})
         if self._own.reaper:
-            self._own.reaper.say(line_of(silent) if silent else "")
+            suspect = silent or (self._pending[1] if self._pending else None)
+            self._own.reaper.tell(
+                fault=asdict(suspect) if suspect else None, step=self._last_step()
+            )
         if fault := self._watchdog.silent(statuses[1:]) or self._watchdog.stuck(statuses):
             self.end_job(fault)
 
@@ -134,10 +168,12 @@ class AllRanksWatch:
         if not data:
             self._selector.unregister(line)
             line.close()
-            if self._pending is None or self._pending[1].rank != status.rank:
+            spoke = self._pending is not None and self._pending[1].rank == status.rank
+            if not spoke and status.rank not in self._signalled:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 step = None if status.heartbeat.step is None else self._last_step()
-                self.end_job(died(status.rank, status.host, step))
+                said = status.messages.last_words
+                self.end_job(died(status.rank, status.host, step, said))
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
@@ -146,6 +182,8 @@ class AllRanksWatch:
             self._own.leave(message["stop"])
         elif "done" in message:
             status.done = True
+        elif "rescuer" in message:
+            status.rescues = True
         elif "event" in message:
             self._writer.write(partial(self._on_event, message["event"]))
         elif "fault" in message:
@@ -155,14 +193,22 @@ class AllRanksWatch:
             self._suspect(fault, FIRST_CAUSE_S)
         elif "signal" in message:
             self._own.stopped = True
-            name = signal.Signals(message["signal"]).name
-            _, where = whereabouts(self._statuses())
-            fault = Fault(
-                status.rank, status.host, self._last_step(), f"stopped by {name}, when {where}",
-                "continue with --resume auto", echo=True, kind=FaultKind.KILLED,
-                signal=message["signal"],
-            )  # fmt: skip
-            self._suspect(fault, _NOW_S)
+            self._signalled.add(status.rank)
+            self._suspect(self._stopped(status, message["signal"]), _SIGNAL_S)
+
+    def _stopped(self, status: RankStatus, number: int) -> Fault:
+        """By a signal: the launcher sends it to all ranks at once, when it is told to end."""
+        name = signal.Signals(number).name
+        _, where = whereabouts(self._statuses())
+        if 0 in self._signalled or len(self._signalled) > 1:
+            slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
+            by = f"you{slurm} ({name} from the launcher), when {where}"
+            return stopped(self._last_step(), number, by)
+        return Fault(
+            status.rank, status.host, self._last_step(),
+            f"stopped by {name}, which came to this rank alone, when {where}",
+            "continue with --resume auto", echo=True, kind=FaultKind.KILLED, signal=number,
+        )  # fmt: skip
 
     def _last_step(self) -> int | None:
         """The step that training is at; rank 0 itself may be left out of it."""
@@ -172,12 +218,19 @@ class AllRanksWatch:
     def _suspect(self, fault: Fault, within_s: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""
         deadline = time.monotonic() + within_s
-        if self._pending is None:
-            self._pending = (deadline, fault)
-        else:
-            self._pending = (min(deadline, self._pending[0]), self._pending[1])
+        if self._pending is not None:
+            fault = max(self._pending[1], fault, key=_weight)  # the first of equals
+            deadline = min(deadline, self._pending[0])
+        self._pending = (deadline, fault)
+        if self._own.reaper:  # should we be killed before we have said it
+            self._own.reaper.tell(fault=asdict(fault))
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._others:
             with contextlib.suppress(OSError):
                 line.sendall(encode(message))
+
+
+def _weight(fault: Fault) -> int:
+    """A failure counts more than the launcher's stop for it, and that more than one rank's."""
+    return 2 if not fault.signal else int(fault.kind is FaultKind.STOPPED)

@@ -3,6 +3,7 @@
 import contextlib
 import selectors
 import socket
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -11,6 +12,8 @@ from motley.launch.messages import Messages, encode
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 
+# After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
+STOP_S = 0.2
 _STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
 
 
@@ -36,6 +39,7 @@ class FirstRankWatch:
         self._on_fault = on_fault
         self._messages = Messages()
         self._silent: Fault | None = None  # of the rank that rank 0 has not heard for a while
+        self._leaves: tuple[float, int] | None = None  # by a signal: when, with which status
         self._heard_at = own.awake.look()
 
     def run(self) -> None:
@@ -45,13 +49,15 @@ class FirstRankWatch:
         selector.register(self._line, selectors.EVENT_READ)
         selector.register(own.wake_read, selectors.EVENT_READ)
         while not own.finished.is_set():
-            selector.select(own.heartbeat_in())
+            selector.select(STOP_S / 4 if self._leaves else own.heartbeat_in())
             own.awake.look()
             try:
                 self._hear()  # before speaking: rank 0 may have said stop, and left
                 for number in own.signals():
                     self._line.sendall(encode({"signal": number}))
-                    own.leave(128 + number)
+                    self._leaves = self._leaves or (time.monotonic() + STOP_S, 128 + number)
+                if self._leaves and time.monotonic() > self._leaves[0]:
+                    own.leave(self._leaves[1])
                 while own.outbox:
                     self._line.sendall(encode(own.outbox.pop(0)))
                 if own.heartbeat_due():
@@ -60,6 +66,8 @@ class FirstRankWatch:
                 with contextlib.suppress(OSError):
                     self._hear()
                 self._end(self._silent or died(0, self._host, own.step))
+            if own.held.is_set():
+                continue
             quiet = own.awake.seconds - self._heard_at
             if quiet > HEARTBEAT_TIMEOUT_S + (0 if self._speaks else _STANDBY_FIRST_S):
                 # Should rank 0 come back, it need not say again what we say now.
@@ -76,6 +84,11 @@ class FirstRankWatch:
             for message in self._messages.feed(data):
                 if "stop" in message:
                     own.leave(message["stop"])
+                elif "hold" in message:
+                    own.held.set()
+                    own.write_last_words()
+                elif "rescue" in message:
+                    self._line.sendall(encode({"rescued": own.save_what_is_known()}))
                 elif "finish" in message:
                     own.finished.set()
                 elif message["heartbeat"]:
@@ -91,4 +104,6 @@ class FirstRankWatch:
             self._own.print(line_of(fault))
             with contextlib.suppress(Exception):
                 self._on_fault(fault)
+            if said := self._own.save_what_is_known():
+                self._own.print(f"motley: {said}")
         self._own.leave(1)

@@ -92,6 +92,7 @@ class RankStatus:
 
     Attributes:
         heard: when, in rank 0's waking seconds.
+        rescues: it can save the state, for rank 0 cannot.
     """
 
     rank: int
@@ -99,6 +100,7 @@ class RankStatus:
     heard: float = 0.0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     done: bool = False
+    rescues: bool = False
     messages: Messages = field(default_factory=Messages, repr=False)
 
 

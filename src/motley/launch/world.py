@@ -4,6 +4,7 @@ Every script starts through :func:`run`.
 """
 
 import atexit
+import errno
 import gc
 import os
 import socket
@@ -23,6 +24,7 @@ from motley.launch.process import (
     stop_usage,
 )
 from motley.launch.same_code import compare_code
+from motley.launch.start_watch import StartWatch
 from motley.launch.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -49,10 +51,13 @@ def run(
     die_with_parent()
     keep_caches_local(os.environ)
     try:
+        watch = None if launched else StartWatch()
         world = World(launched or MpiRanks())
         world.connect(packages)
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
+    if watch:
+        watch.joined()
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
     try:
         main(world)
@@ -97,6 +102,7 @@ class World:
         self.nodes: list[NodeFacts] = []
         self.network: Network
         self._written: set[str] = set()  # variables of join_group
+        self._leader: int | None = None  # of the group that was joined last
         self.supervisor = Supervisor(self.rank, self.size, self.host)
 
     def __repr__(self) -> str:
@@ -145,6 +151,7 @@ class World:
         """Compare code and exchange facts with all ranks, choose the shared subnet, hold the
         supervisor."""
         compare_code(self.host, self.allgather, packages)  # first: the rest may differ between two
+        port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
         told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))
         self.nodes = [node for node, _ in told]
         machines = {
@@ -209,14 +216,22 @@ class World:
                 "MASTER_ADDR is set, and rank 0's machine does not train: unset it, or name that "
                 f"machine, {self.nodes[0].host}, in --hosts too"
             )
+        asked = port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
+        wrong = ""
         if self.rank == leader:
             self._reserved = reserve_port(self.network.address)
-        offers = self.allgather(
-            (self.network.address, self._reserved.getsockname()[1]) if self.rank == leader else None
-        )
-        offer = offers[leader]
-        assert offer is not None
-        return offer
+            if asked is not None and self._leader != leader:  # else it may be in use by our last
+                wrong = why_not_free(asked)
+        self._leader = leader
+        reserved = self._reserved.getsockname()[1] if self.rank == leader else 0
+        offers = self.allgather((self.network.address, asked or reserved, wrong))
+        address, port, wrong = offers[leader]
+        if wrong:
+            raise MotleyError(
+                f"MASTER_PORT={port} cannot be used on {self.nodes[leader].host}: {wrong}; choose "
+                "another, or unset MASTER_PORT, and a free one is taken"
+            )
+        return address, port
 
 
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
@@ -228,6 +243,40 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
                 f"the environment says {name}={found}, but the launcher started this as "
                 f"{name}={value}; unset {name} (a launcher inside a launcher?)"
             )
+
+
+def port_of_user(said: Sequence[str | None]) -> int | None:
+    """The MASTER_PORT that the users of some ranks set, which all are to take; None: nobody did.
+
+    Args:
+        said: by rank.
+
+    Raises:
+        MotleyError: it is no port, or not the same on all.
+    """
+    ports = {text: rank for rank, text in enumerate(said) if text is not None}
+    for text, rank in ports.items():
+        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65535):
+            raise MotleyError(
+                f"MASTER_PORT={text!r}, as rank {rank} has it, is no port: set it to a number from "
+                "1 to 65535, or unset it, and a free one is taken"
+            )
+    if len({int(text) for text in ports}) > 1:
+        words = " and ".join(f"{text} on rank {rank}" for text, rank in ports.items())
+        raise MotleyError(f"MASTER_PORT is {words}: set it to one port on all, or unset it")
+    return int(next(iter(ports))) if ports else None
+
+
+def why_not_free(port: int) -> str:
+    """Why nobody can listen on a port of this machine; empty if one can."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            return "another program listens there" if taken else str(error.strerror)
+    return ""
 
 
 def reserve_port(address: str) -> socket.socket:

@@ -12,6 +12,8 @@ from typing import Any
 from motley.errors import MotleyError
 from motley.records.lines import open_to_append
 
+csv.field_size_limit(2**30)  # a field of more than 128 KiB is one too; lines are read whole anyway
+
 # The lab's own eleven columns first, in its own order and spelling, so that its old
 # plots read our files and ours read its.
 LAB_GPU_COLUMNS = (
@@ -57,6 +59,20 @@ def _has_header(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.readline().endswith(b"\n")
+
+
+def find_gpu_logs(paths: list[Path]) -> list[Path]:
+    """Every GPU log at or under ``paths``: ours (gpu.<host>.csv) and the lab's (metrics.csv)."""
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_file():
+            found.add(path)
+        found |= {file for file in path.rglob("*.csv") if _is_gpu_log(file)}
+    return sorted(found)
+
+
+def _is_gpu_log(path: Path) -> bool:
+    return path.name == "metrics.csv" or path.name.startswith("gpu.")
 
 
 @dataclass(frozen=True)

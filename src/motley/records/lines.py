@@ -4,14 +4,21 @@ Whoever goes on writing begins a line of its own, and whoever reads leaves out w
 a crash, a full disk or a power cut costs the line that it hit, and none of those after it.
 """
 
+import contextlib
+import errno
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
+from motley.errors import MotleyError
+
 JsonDict = dict[str, Any]
+_NO_ROOM = "free some disk, or choose another one with --logs DIR"
+_NO_FILES = "raise the limit with ulimit -n, or see what keeps so many files open"
 
 
 def open_to_append(path: Path, newline: str | None = None) -> TextIO:
@@ -27,6 +34,28 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
             if before.read() != b"\n":
                 file.write("\n")
     return file
+
+
+def gone(path: Path) -> MotleyError:
+    """What is said of a file that a running program writes to, and that is not there any more."""
+    return MotleyError(
+        f"{path} is gone: it was removed, moved or replaced while the run went on; put the run's "
+        "folder back if it was moved, and continue with --resume auto, else begin anew"
+    )
+
+
+def unwritable(path: Path, error: OSError) -> MotleyError:
+    """What is said of a file that cannot be written to."""
+    if isinstance(error, FileNotFoundError):
+        return gone(path)
+    room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = fix_for(error, _NO_ROOM if room else "see to the disk of the run's folder")
+    return MotleyError(f"cannot write {path}: {error.strerror}; {fix}, then --resume auto")
+
+
+def fix_for(error: Exception, others: str) -> str:
+    """What to do about an error of writing: ``others``, unless it is not the disk's."""
+    return _NO_FILES if "too many open files" in str(error).lower() else others
 
 
 def to_json(value: Any) -> str:
@@ -46,20 +75,35 @@ def finite(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends JSON objects to a file, a line each; every line reaches the file when written."""
+    """Appends JSON objects to a file, a line each; every line reaches the file when written.
+
+    Raises:
+        MotleyError: the disk is full, or the file was removed, moved or replaced.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open_to_append(path)
+        self._path = path
+        try:
+            self._file = open_to_append(path)
+        except OSError as error:
+            raise unwritable(path, error) from None
 
     def write(self, record: Any) -> None:
         """Append a mapping or a dataclass instance (of flat fields)."""
         if not isinstance(record, Mapping):
             record = {field.name: getattr(record, field.name) for field in fields(record)}
-        self._file.write(to_json(record) + "\n")
+        try:
+            self._file.write(to_json(record) + "\n")
+            there = os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except OSError as error:
+            raise unwritable(self._path, error) from None
+        if not there:
+            raise gone(self._path)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, without what could not be written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> "JsonLines":
         return self
@@ -68,8 +112,12 @@ class JsonLines:
         self.close()
 
 
-def read_json_lines(path: Path) -> Iterator[JsonDict]:
-    """Read the objects of a file; lines that are none are left out, and named."""
+def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> Iterator[JsonDict]:
+    """Read the objects of a file; lines that are none are left out, and named.
+
+    Args:
+        torn: called with their numbers, from 1, in place of naming them.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -77,7 +125,23 @@ def read_json_lines(path: Path) -> Iterator[JsonDict]:
             try:
                 record = json.loads(line.decode())
             except (ValueError, RecursionError):
-                print(f"motley: {path}, line {number} is cut short; left out")
+                if torn is None:
+                    print(f"motley: {path}, line {number} is cut short; left out")
+                else:
+                    torn(number)
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def keep_lines(path: Path, steps: int) -> None:
+    """Keep the records of the first ``steps`` steps; one that tells no step is of none."""
+    kept = [
+        to_json(record)
+        for record in read_json_lines(path)
+        if isinstance(record.get("step"), int) and record["step"] < steps
+    ]
+    if path.exists():
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(path)

@@ -11,8 +11,6 @@ An unknown value is empty (null in JSON), never 0. A line that a crash cut short
 alone: see motley.records.lines.
 """
 
-import fcntl
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,8 +19,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley.errors import MotleyError
+from motley.records.folder_lock import is_free, take_folder
 from motley.records.gpu_csv import GpuLog
-from motley.records.lines import JsonDict, JsonLines, finite, read_json_lines, to_json
+from motley.records.json_file import Reserve, read_json, write_json
+from motley.records.lines import (
+    JsonDict,
+    JsonLines,
+    gone,
+    keep_lines,
+    read_json_lines,
+    to_json,
+)
 
 
 @dataclass(frozen=True)
@@ -114,24 +121,6 @@ class EpochRecord:
         return {name: value for name, value in line.items() if name not in known}
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file in one piece."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(finite(content), indent=1, default=str) + "\n")
-    temporary.replace(path)
-
-
-def read_json(path: Path) -> JsonDict:
-    """Read :func:`write_json`'s file; FileNotFoundError, or MotleyError if it is damaged."""
-    try:
-        content: JsonDict = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise MotleyError(f"{path} is damaged: {error}") from None
-    return content
-
-
 class RunFolder:
     """The folder of one run, ``DIR/NAME``: opens writers and finds files.
 
@@ -141,7 +130,13 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.checkpoints = self.path / "checkpoints"
+        self._reserve: Reserve | None = None
+        self._written: Mapping[str, Any] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """See motley.checkpoint.store."""
+        return self.path / "checkpoints"
 
     def create(self) -> None:
         """Make the folder; raise MotleyError if that is not possible."""
@@ -159,29 +154,47 @@ class RunFolder:
 
     def lock(self) -> TextIO:
         """Take the folder for this process; see :func:`take_folder`."""
+        busy = f"the run folder {self.path} is in use by another run"
         return take_folder(
-            self.path,
-            f"the run folder {self.path} is in use by another run; wait for it, or choose another "
-            "name with --run NAME",
-        )
+            self.path, busy,
+            "wait for it, end it to take its place, or choose another name with --run NAME (if "
+            f"that host is gone for good and the lock stays, remove {self.path / '.lock'})",
+        )  # fmt: skip
 
     # -- run.json
 
-    def write_run(self, content: Mapping[str, Any]) -> None:
+    def write_run(self, content: Mapping[str, Any], keep_room: bool = False) -> None:
         """Replace run.json in one piece.
 
-        At least ``status`` (running, finished or failed), ``result``, ``config``, ``task``,
-        ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.975, ...},
-        "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
+        At least ``status`` (running, finished, stopped or failed), ``result``, ``config``,
+        ``task``, ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.97,
+        ...}, "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
+
+        Args:
+            keep_room: on the disk, and a descriptor, so that it can be replaced once more whatever
+                else fails.
         """
-        write_json(self.path / "run.json", content)
+        if keep_room:
+            self._reserve = Reserve(self.path / "run.json", content)
+        write_json(self.path / "run.json", content, None if keep_room else self._reserve)
+        self._written = content
+        if self._reserve is not None and not keep_room:
+            self._reserve.give_back()
+            self._reserve = None
 
     def read_run(self) -> JsonDict:
-        """Read run.json; an empty dict if there is none."""
+        """Read run.json; an empty dict if there is none, MotleyError if it is damaged. A run that
+        is said to be running is ``stopped`` if nobody holds its lock.
+        """
         try:
             content = read_json(self.path / "run.json")
         except FileNotFoundError:
             return {}
+        for name in ("config", "result", "failure", "plan", "task"):
+            if not isinstance(content.get(name), dict | None):
+                raise MotleyError(f"{self.path / 'run.json'} is damaged: its {name} is no object")
+        if content.get("status") == "running" and is_free(self.path):
+            content["status"] = "stopped"
         model = (content.get("config") or {}).get("model")
         if model and "task" not in content:  # of an older version, which knew images alone
             title = f"{model} on {content['config'].get('dataset', 'images')}"
@@ -190,8 +203,11 @@ class RunFolder:
         return content
 
     def update_run(self, **changes: Any) -> None:
-        """Change some fields of run.json."""
-        self.write_run({**self.read_run(), **changes})
+        """Change some fields of run.json, which it has; MotleyError if it is gone."""
+        path = self.path / "run.json"
+        if not path.exists():
+            raise gone(path)
+        self.write_run({**(self._written or self.read_run()), **changes})
 
     # -- jsonl
 
@@ -219,10 +235,10 @@ class RunFolder:
         first = rank == ranks[0]
         gone = [other for other in self._ranks() if other not in ranks] if first else []
         for mine in (rank, *gone):
-            _keep_lines(self.path / f"steps.rank{mine}.jsonl", step)
+            keep_lines(self.path / f"steps.rank{mine}.jsonl", step)
             (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
         if first:
-            _keep_lines(self.path / "epochs.jsonl", step + 1)
+            keep_lines(self.path / "epochs.jsonl", step + 1)
 
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""
@@ -233,6 +249,10 @@ class RunFolder:
             ]
             for rank in self._ranks()
         }
+
+    def record_files(self) -> list[Path]:
+        """Its files of lines: steps, evaluations, events."""
+        return sorted(self.path.glob("*.jsonl"))
 
     def _ranks(self) -> list[int]:
         """Ranks that have step records here."""
@@ -263,41 +283,10 @@ class RunFolder:
         return GpuLog(self.path / f"gpu.{host}.csv")
 
 
-def take_folder(folder: Path, busy: str) -> TextIO:
-    """Take a folder for this process; the lock goes when the returned file is closed.
-
-    The kernel drops it when the process ends, however it ends.
-
-    Args:
-        busy: what to say where another process has it.
-    """
-    file = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise MotleyError(busy) from None
-    return file
-
-
 def find_runs(paths: list[Path]) -> list[RunFolder]:
     """Every run folder at or under ``paths``, oldest name first."""
     found = {file.parent for path in paths for file in path.rglob("run.json")}
     return [RunFolder(path) for path in sorted(found)]
-
-
-def find_gpu_logs(paths: list[Path]) -> list[Path]:
-    """Every GPU log at or under ``paths``: ours (gpu.<host>.csv) and the lab's (metrics.csv)."""
-    found: set[Path] = set()
-    for path in paths:
-        if path.is_file():
-            found.add(path)
-        found |= {file for file in path.rglob("*.csv") if _is_gpu_log(file)}
-    return sorted(found)
-
-
-def _is_gpu_log(path: Path) -> bool:
-    return path.name == "metrics.csv" or path.name.startswith("gpu.")
 
 
 def _of_older_version(line: JsonDict) -> JsonDict:
@@ -305,16 +294,3 @@ def _of_older_version(line: JsonDict) -> JsonDict:
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")
     return line
-
-
-def _keep_lines(path: Path, steps: int) -> None:
-    """Keep the records of the first ``steps`` steps; one that tells no step is of none."""
-    kept = [
-        to_json(record)
-        for record in read_json_lines(path)
-        if isinstance(record.get("step"), int) and record["step"] < steps
-    ]
-    if path.exists():
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        temporary.replace(path)

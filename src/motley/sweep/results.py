@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from motley.errors import MotleyError
-from motley.records.run_folder import (
-    RunFolder,
-    read_json,
-    take_folder,
-    write_json,
-)
+from motley.records.folder_lock import take_folder
+from motley.records.json_file import read_json, write_json
+from motley.records.run_folder import RunFolder
 from motley.sweep.cells import Cell, Matrix
 from motley.sweep.outcome import DONE, Outcome, judge
 
@@ -53,8 +50,8 @@ class BaselineFolder:
         self.cells.mkdir(parents=True, exist_ok=True)
         lock = take_folder(
             self.path,
-            f"{self.path} is in use by another baseline_measure.py; wait for it, or choose another "
-            "folder with --out",
+            f"{self.path} is in use by another baseline_measure.py",
+            "wait for it, or choose another folder with --out",
         )
         write_json(file, ours)
         return lock

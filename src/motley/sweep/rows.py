@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from motley.records.gpu_csv import read_gpu_log
+from motley.records.gpu_csv import find_gpu_logs, read_gpu_log
 from motley.records.lines import JsonDict
-from motley.records.run_folder import (
-    RunFolder,
-    find_gpu_logs,
-)
+from motley.records.run_folder import RunFolder
 from motley.sweep.cells import REFERENCE, Cell
 from motley.sweep.outcome import DONE, Outcome
 from motley.sweep.results import BaselineFolder

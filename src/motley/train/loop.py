@@ -46,6 +46,7 @@ from motley.train.recovery import (
     rebalance,
     shrink_micro_batches,
 )
+from motley.train.rescue import Rescue, arm_rescue
 from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
@@ -80,9 +81,10 @@ def train(
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
     run.start(records_of(config, group, plan, planned, engine_factory.traits, job))
+    shared = run.is_shared()
     print_summary(world, run, group, planned, plan, config)
     if begun is not None:
-        train_begun(world, run, group, begun)
+        train_begun(world, run, group, begun, shared)
     else:  # this rank is left out, and waits for the others
         model = None  # its memory is of use to others
         release()
@@ -90,14 +92,20 @@ def train(
             run.finish()
 
 
-def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun) -> None:
-    """Train a job to its end, and record it; every rank that trains calls it."""
+def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, shared: bool) -> None:
+    """Train a job to its end, and record it; every rank that trains calls it.
+
+    Args:
+        shared: all ranks see the disk of the run's folder.
+    """
     begun.take_over()
+    rescue = arm_rescue(world, begun, shared)
     release_groups()  # those that were measured
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
+    world.supervisor.before_end(recorder.last_words)
     with gpu_logger(world, group, run.folder, lambda: recorder.progress, interval), recorder:
-        evaluated = Loop(world, job, recorder, begun.state).run()
+        evaluated = Loop(world, job, recorder, begun.state, rescue).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_process_group()
     if group.rank == 0:
@@ -122,12 +130,15 @@ class Loop:
 
     Args:
         state: where it stands.
+        rescue: hears of what changes.
     """
 
-    def __init__(self, world: World, job: Job, recorder: Recorder, state: TrainState) -> None:
+    def __init__(
+        self, world: World, job: Job, recorder: Recorder, state: TrainState, rescue: Rescue
+    ) -> None:
         self._world, self._job, self._recorder = world, job, recorder
         self._agreement = Agreement(job, recorder)
-        self._state = state
+        self._state, self._rescue = state, rescue
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
         job.engine.clock.on_phase = lambda phase: self._say(phase, recorder.timeout_s)
 
@@ -159,6 +170,7 @@ class Loop:
         """One global batch: this rank's micro-batches, then one step of all ranks; returns the
         indices of this rank's samples too."""
         job, indices = self._job, list[int]()
+        self._rescue.whole(self._state)
         self._world.supervisor.step = self._state.step
         job.schedule.step_update(job.length.updates(self._state))  # type: ignore[arg-type]
         for micro_batch, last in micro_batches:
@@ -180,6 +192,7 @@ class Loop:
         rate = rate_of(job.engine.optimizer)
         timed = self._recorder.step(before, rate, batch, result)
         self._state = job.length.after(before, batch.global_batch)
+        self._rescue.whole(self._state)
         if not self._save():
             return False  # from the checkpoint again
         changed = self._replan(timed) or bool(result.oom_ranks)
@@ -217,8 +230,10 @@ class Loop:
             return True
         self._say(Phase.SAVE)
         self._recorder.flush()
+        self._rescue.changing()
         job.engine.sync_parameters()
         self._state = self._agreement.check(state)
+        self._rescue.whole(self._state)
         if self._state != state:
             return False
         if saves:
@@ -235,7 +250,10 @@ class Loop:
         return self._recorder.evaluation_at(self._state.step) or self._evaluate()
 
     def _evaluate(self) -> EpochRecord:
+        if self._job.engine.average is not None:  # it takes the parameters' place meanwhile
+            self._rescue.changing()
         evaluated = evaluate(self._world, self._job, self._plan, self._state)
+        self._rescue.whole(self._state)
         self._recorder.epoch(evaluated)
         return evaluated
 

@@ -129,6 +129,11 @@ class Recorder:
         self._complete(tuple(ready for (ready,) in all_gather_floats([own])))
         self.write()
 
+    def last_words(self) -> None:
+        """Write what was taken, though the others' times are not known: the run ends now."""
+        self._complete(())
+        self.write()
+
     def _complete(self, ready_s: tuple[float, ...]) -> Timed | None:
         """The step that waits is due, now that each rank's ``ready_s`` is known."""
         self.write()
@@ -228,7 +233,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         """Close all files and take the progress bar away."""
         with contextlib.suppress(RuntimeError):  # of a device that fails: it was said already
-            self.write()
+            self.last_words()
         self._reporter.close()
         self._close()
         if self._board is not None:

@@ -93,8 +93,9 @@ class Begun:
 
     def take_over(self) -> None:
         """Make the run's folder this run's, on the rank that writes."""
+        place = self.job.checkpoints.path = self.job.run.folder.checkpoints  # since it has begun
         if self.budget is not None:
-            print(f"  {self.budget.sentence()}", flush=True)
+            print(f"  {dataclasses.replace(self.budget, folder=place).sentence()}", flush=True)
             self.job.checkpoints.set_aside_after(self.state.step)
 
 

@@ -1,4 +1,4 @@
-"""Training that fails in the middle of a step, on the last rank.
+"""Training that fails in the middle of a step, on the last rank or ``--on`` another.
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
 
@@ -33,10 +33,13 @@ class Failing(DdpEngine):
 
     failure: str
     step_of_it: int
+    rank: int | None
     _steps = 0
 
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
-        if self._steps >= self.step_of_it and self._context.rank == self._context.size - 1:
+        last_rank = self._context.size - 1
+        here = self._context.rank == (last_rank if self.rank is None else self.rank)
+        if here and self._steps >= self.step_of_it:
             FAILURES[self.failure]()
         self._steps += last
         return super()._accumulate(batch, last)
@@ -46,8 +49,9 @@ def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--fail", choices=FAILURES, required=True)
     own.add_argument("--step", type=int, default=3)
+    own.add_argument("--on", type=int)
     given, rest = own.parse_known_args()
-    Failing.failure, Failing.step_of_it = given.fail, given.step
+    Failing.failure, Failing.step_of_it, Failing.rank = given.fail, given.step, given.on
     config = read_config(training_parser(""), rest)
     run(lambda world: train(world, config, Failing))
 

@@ -225,6 +225,30 @@ def test_a_later_one_never_costs_the_one_just_saved(tmp_path: Path) -> None:
     assert saved in checkpoints_at(tmp_path)
 
 
+def test_only_what_is_named_as_ours_is_ours(tmp_path: Path) -> None:
+    """Rotation neither deletes nor stumbles over what a user has put there; no resume takes it."""
+    (first,) = save(tmp_path, 1)
+    copied = shutil.copytree(first, tmp_path / "step_00000040-good")
+    (tmp_path / "step_00000030.tar").write_text("theirs")
+    (tmp_path / "step_00000020").symlink_to(shutil.copytree(first, tmp_path.parent / "elsewhere"))
+    (tmp_path / "step_7").mkdir()
+    (tmp_path / ".step_mine").mkdir()
+    theirs = {"step_00000040-good", "step_00000030.tar", "step_00000020", "step_7", ".step_mine"}
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.set_aside_after(1)
+    last = checkpoints.save(TENSORS, {"step": 41})
+    assert checkpoints_at(tmp_path) == [last]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == theirs | {"step_00000041", "latest"}
+    assert checkpoints_at(copied) == [copied], "but whoever names it means it"
+
+
+def test_steps_past_eight_digits_are_the_newest(tmp_path: Path) -> None:
+    older, newer = save(tmp_path, 99_999_999, 100_000_000)
+    assert checkpoints_at(tmp_path) == [newer, older]
+    assert Checkpoints(tmp_path, 1).found(99_999_999) == [older]
+
+
 def test_what_a_crash_left_half_written_is_swept_and_never_loaded(tmp_path: Path) -> None:
     (tmp_path / ".step_00000009.77").mkdir()
     save(tmp_path, 1)

@@ -1,12 +1,20 @@
 """Loader processes: as many as the host's memory has room for."""
 
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from project import ROOT
 
 from motley.data.batch import Batch
-from motley.data.loader_memory import PREFETCH, Free, bytes_of, held, workers_that_fit
+from motley.data.loader_memory import Free, bytes_of, explained, held, workers_that_fit
+from motley.data.loader_memory import shared as shared_batches
 from motley.errors import MotleyError
 
 GIB = 2.0**30
@@ -27,7 +35,7 @@ def test_what_is_held_fits_and_one_more_would_not(
         return
 
     def fits(count: int) -> bool:
-        return held(count) * batch <= memory and count * PREFETCH * batch <= shared
+        return held(count) * batch <= memory and shared_batches(count) * batch <= shared
 
     assert fits(workers) and workers <= wanted
     assert bool(note) == (workers < wanted)
@@ -39,8 +47,8 @@ def test_fewer_processes_and_too_large_a_micro_batch_are_explained() -> None:
     assert workers == 2
     assert "2 loader processes in place of 4: 2 samples of 0.80 GiB" in note
     assert "free memory is 16.00 GiB" in note
-    workers, note = workers_that_fit(4, GIB / 100, 2, lambda: Free(99 * GIB, GIB / 16))
-    assert workers == 1 and "/dev/shm is 0.06 GiB" in note
+    workers, note = workers_that_fit(4, GIB / 100, 2, lambda: Free(99 * GIB, GIB / 12))
+    assert workers == 1 and "/dev/shm is 0.08 GiB" in note
     with pytest.raises(MotleyError, match=r"8 samples of 0.80 GiB .* 3 of them.*--micro-batch 4 f"):
         workers_that_fit(0, 0.8 * GIB, 8, lambda: Free(10 * GIB, 0))
     with pytest.raises(MotleyError, match="no sample fits: take fewer ranks a host"):
@@ -53,3 +61,60 @@ def test_a_sample_is_as_large_as_its_part_of_the_example() -> None:
     assert workers_that_fit(3, 0.0, 9, pytest.fail) == (3, ""), "nothing is asked of the host"
     here, half = Free.here(1), Free.here(2)
     assert 0 < half.memory < 0.6 * here.memory and half.shared < here.shared
+
+
+LOADING = """
+import sys, torch
+from motley.comm.modes.numbers import EXACT
+from motley.data.loader import Loader
+from motley.errors import MotleyError
+from motley.plan.plan import Plan
+from motley.tasks.find import task_of
+from motley.train.command_line import read_config, training_parser
+
+words = ["--dataset", "synthetic", "--model", "vit_tiny_patch16_224", "--img-size", "224"]
+config = read_config(training_parser("test"), [*words, "--workers", "2", "--eval-samples", "64"])
+loader = Loader(task_of(config), config, 0, torch.device("cpu"))  # of unknown samples
+try:
+    print(sum(map(len, loader.test_batches(Plan(16, (1.0,), (16,), EXACT)))))
+except MotleyError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a /dev/shm this small")
+@pytest.mark.parametrize("size", ["1m", "64m"])
+def test_a_loader_process_without_room_is_explained_and_nobody_waits(size: str) -> None:
+    mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", mount, "bash", sys.executable, "-c", LOADING], timeout=60,
+        text=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    if size == "64m":
+        assert done.stdout == "64\n"
+        return
+    assert f"a loader process on {socket.gethostname()} found no room in /dev/shm" in done.stdout
+    assert "6 micro-batches are there at once with 2 processes a rank" in done.stdout
+    assert "of 1.00 MiB are free" in done.stdout and "--workers (0: none)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Killed. \nmore", r"died: .* Killed. ;"),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "died: DataLoader worker"),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It", "no room in /dev/shm"),
+        ("Caught RuntimeError in DataLoader worker process 0.\nunable to mmap 9 bytes from file "
+         "</torch_1>: shm", "no room in /dev/shm"),
+    ],
+)  # fmt: skip
+def test_the_death_of_a_loader_process_is_explained(text: str, says: str) -> None:
+    def dying(error: RuntimeError) -> Iterator[Batch]:
+        raise error
+        yield
+
+    with pytest.raises(MotleyError, match=says):
+        next(explained(dying(RuntimeError(text)), 2))
+    with pytest.raises(RuntimeError, match="something else"):
+        next(explained(dying(RuntimeError("something else")), 2))

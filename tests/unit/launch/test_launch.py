@@ -10,7 +10,12 @@ from motley.cluster.facts import read_node
 from motley.errors import MotleyError
 from motley.launch.mpi import check_slurm
 from motley.launch.process import keep_caches_local, launched_rank
-from motley.launch.world import reserve_port, set_rank_variables
+from motley.launch.world import (
+    port_of_user,
+    reserve_port,
+    set_rank_variables,
+    why_not_free,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,26 @@ def test_a_reserved_port_is_nobodys_but_can_be_listened_on() -> None:
             store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             store.bind(("", port))
             store.listen()
+
+
+@pytest.mark.parametrize("text", ["", "0", "65536", "-1", "29500.0", "http", "\u0663", "9" * 5000])
+def test_a_master_port_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(MotleyError, match=r"as rank 1 has it, is no port: .* from 1 to 65535"):
+        port_of_user([None, text])
+
+
+def test_a_master_port_of_some_ranks_is_that_of_all() -> None:
+    assert port_of_user([None, None]) is None
+    assert port_of_user(["29500", None, "29500"]) == 29500
+    with pytest.raises(MotleyError, match="29500 on rank 0 and 29501 on rank 2: set it to one"):
+        port_of_user(["29500", None, "29501"])
+
+
+def test_a_port_that_somebody_listens_on_is_not_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert why_not_free(port) == "another program listens there"
+    assert why_not_free(port) == ""
 
 
 def test_caches_go_to_a_folder_that_nobody_else_can_write(

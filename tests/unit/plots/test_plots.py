@@ -273,3 +273,23 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
         assert outside not in page
     done = python("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")
     assert done.returncode == 0 and (tmp_path / "x" / "y" / "report.html").exists()
+
+
+@pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py", "report.py"])
+def test_names_that_look_like_formulas_are_drawn_as_they_are(script: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "logs" / r"a$\frac{$b")
+    write_gpu_log(run, r"host$\frac{$", gpu=True)
+    done = python(f"plots/{script}", tmp_path / "logs", "--out", tmp_path / "out")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for path in (tmp_path / "out").glob("*.png"):
+        assert_picture(path)
+
+
+def test_a_damaged_run_hides_no_other_in_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "good", status="running")  # and nobody holds its lock
+    write_run(tmp_path / "bad").path.joinpath("run.json").write_text("")
+    done = python("plots/report.py", tmp_path)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert f"{tmp_path / 'bad' / 'run.json'} is damaged" in done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "run.json is damaged" in page and ">stopped<" in page and ">running<" not in page

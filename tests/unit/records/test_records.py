@@ -1,8 +1,12 @@
 """Records: written, read back, and read up to where a crash cut them."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +17,9 @@ from hypothesis import strategies as st
 from project import ROOT
 
 from motley.errors import MotleyError
-from motley.records.gpu_csv import LAB_GPU_COLUMNS, read_gpu_log
-from motley.records.run_folder import RunFolder, StepRecord, find_gpu_logs, to_json
+from motley.records.gpu_csv import LAB_GPU_COLUMNS, find_gpu_logs, read_gpu_log
+from motley.records.lines import to_json
+from motley.records.run_folder import RunFolder, StepRecord
 
 
 def step(number: int, **changes: object) -> StepRecord:
@@ -90,6 +95,14 @@ def test_a_torn_row_of_a_gpu_log_costs_itself_alone(folder: RunFolder, torn: int
     assert [sample.step for sample in read_gpu_log(path)] == [2, 3]
 
 
+def test_a_long_field_of_a_gpu_log_is_read(folder: RunFolder) -> None:
+    log = folder.gpu_log("a")
+    for name in ("EPYC", "x" * 200_000):
+        log.write({"Timestamp": "2026-11-21 03:12:44.120", "CPU_Name": name})
+    log.close()
+    assert [len(sample.name) for sample in read_gpu_log(folder.path / "gpu.a.csv")] == [4, 200_000]
+
+
 def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None:
     with folder.steps(0) as lines:
         for number in range(5):
@@ -113,12 +126,112 @@ def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> Non
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == b"locked\n"
-        with pytest.raises(MotleyError, match="in use by another run"):
+        who = rf"by process {other.pid} on {os.uname().nodename} since 20\d\d-.*; wait for it"
+        with pytest.raises(MotleyError, match=f"in use by another run, {who}"):
             folder.lock()
+        folder.write_run({"status": "running"})
+        assert folder.read_run()["status"] == "running"
     finally:
         other.kill()
         other.wait()
+    assert folder.read_run()["status"] == "stopped"
+    with folder.lock():
+        assert folder.read_run()["status"] == "running"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', '{"since": 1e99, "pid": 1}'])
+def test_a_lock_that_does_not_say_whose_it_is_is_a_lock(folder: RunFolder, content: str) -> None:
+    with folder.lock():
+        (folder.path / ".lock").write_text(content)
+        with pytest.raises(MotleyError, match="in use by another run; wait for it"):
+            folder.lock()
+
+
+def test_a_disk_without_locks_refuses_nobody_and_calls_no_run_stopped(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     folder.lock().close()
+    folder.write_run({"status": "running"})
+    assert folder.read_run()["status"] == "running"
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_records_that_are_gone_are_said_at_the_next_one(folder: RunFolder, how: str) -> None:
+    folder.write_run({"status": "running"})
+    lines = folder.steps(0)
+    lines.write(step(0))
+    if how == "removed":
+        shutil.rmtree(folder.path)
+    else:
+        folder.path.rename(folder.path.with_name("elsewhere"))
+    if how == "replaced":
+        folder.create()
+        (folder.path / "steps.rank0.jsonl").write_text("")
+    with pytest.raises(MotleyError, match=r"steps.rank0.jsonl is gone: .*--resume auto"):
+        lines.write(step(1))
+    with pytest.raises(MotleyError, match=r"run.json is gone"):
+        folder.update_run(status="finished")
+    if how != "replaced":
+        with pytest.raises(MotleyError, match=r"events.jsonl is gone"):
+            folder.event("x")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk this small")
+def test_a_full_disk_is_said_and_the_status_is_written(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", tmp_path], check=True)
+    try:
+        folder = RunFolder(tmp_path / "run")
+        folder.create()
+        folder.write_run({"status": "running", "facts": "x" * 5000}, keep_room=True)
+        lines = folder.steps(0)
+        with pytest.raises(OSError, match="No space left"), (tmp_path / "other").open("wb") as file:
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        with pytest.raises(MotleyError, match=r"steps.rank0.*No space left.*free some disk"):
+            for number in range(99):
+                lines.write(step(number))
+        lines.close()
+        folder.update_run(status="failed", failure={"error": "e" * 10_000})
+        assert shutil.disk_usage(tmp_path).free < 2**17
+        assert folder.read_run()["status"] == "failed"
+        assert RunFolder(folder.path).read_run()["facts"] == "x" * 5000
+        assert {path.name for path in folder.path.iterdir()} == {"run.json", "steps.rank0.jsonl"}
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_where_descriptors_are_used_up_it_is_said_and_the_status_is_written(
+    folder: RunFolder,
+) -> None:
+    folder.write_run({"status": "running"}, keep_room=True)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (folder.path / "x").open("w") as file:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno() + 1, before[1]))
+        taken = []
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    taken.append(os.dup(file.fileno()))
+            with pytest.raises(MotleyError, match=r"events.jsonl: Too many open files; .*ulimit"):
+                folder.event("fault")
+            folder.update_run(status="failed")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for each in taken:
+                os.close(each)
+    assert folder.read_run() == {"status": "failed"}
+
+
+def test_the_room_that_is_kept_is_given_back(folder: RunFolder) -> None:
+    folder.write_run({"status": "running"}, keep_room=True)
+    assert len(list(folder.path.iterdir())) == 2
+    folder.update_run(status="finished")
+    assert {path.name for path in folder.path.iterdir()} == {"run.json"}
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""An mpirun line as a user types it, and the same without some hosts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from motley.cluster.hostfile import Host, read_hosts
+from motley.errors import MotleyError
+
+_MPI = ("mpirun", "mpiexec", "prterun", "orterun")
+_LAUNCHERS = (*_MPI, "srun")
+_RANKS = ("-np", "--np", "-n", "--n")
+_HOSTFILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile")
+_ENTRY = "entry_cn.sh"
+_BY_RANK = ("--shares", "--precision", "--micro-batch")  # options with one value a rank
+_EXAMPLE = "mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh"
+
+
+@dataclass(frozen=True)
+class LaunchLine:
+    """The line.
+
+    Attributes:
+        words: it. hosts: of its hostfile; empty: it names none.
+    """
+
+    words: tuple[str, ...]
+    hosts: tuple[Host, ...]
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> "LaunchLine":
+        """Read what a user typed; MotleyError if it is no line that starts a training."""
+        line = [word for word in words if word != "--"] if words[:1] == ["--"] else list(words)
+        if not line:
+            raise MotleyError(f"which line? As in: bash setup/keep_training.sh {_EXAMPLE}")
+        if Path(line[0]).name not in _LAUNCHERS:
+            raise MotleyError(
+                f"{line[0]} is no launcher ({', '.join(_LAUNCHERS)}); as in: {_EXAMPLE}"
+            )
+        if not any(Path(word).name == _ENTRY for word in line):
+            raise MotleyError(
+                f"the line has no ./{_ENTRY}, which starts each rank; as in: {_EXAMPLE}"
+            )
+        found = cls(tuple(line), ())
+        hostfile = found._launcher_value(_HOSTFILES)
+        return replace(found, hosts=read_hosts(hostfile)) if hostfile else found
+
+    @property
+    def _entry(self) -> int:
+        """Where the ranks' own words begin."""
+        return next(n for n, word in enumerate(self.words) if Path(word).name == _ENTRY) + 1
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self._value("--logs") or "logs") / str(self._value("--run"))
+
+    def named(self, usual: str) -> "LaunchLine":
+        """The same, with a name for the run's folder."""
+        return self if self._value("--run") else self._with_script()._with_option("--run", usual)
+
+    def resumed(self) -> "LaunchLine":
+        """The same, from the newest checkpoint."""
+        return self._with_option("--resume", "auto")
+
+    def with_hosts(self, alive: Sequence[Host], hostfile: Path) -> "LaunchLine":
+        """The same with some of its hosts alone.
+
+        Args:
+            hostfile: where these are to be written, if they are not all.
+        """
+        if len(alive) == len(self.hosts):
+            return self
+        names = {host.name for host in alive}
+        seats = [host.name for host in self.hosts for _ in range(host.slots)]
+        asked = self._launcher_value(_RANKS)
+        places = seats[: int(asked)] if asked and asked.isdigit() else seats
+        stay = [name in names for name in places]
+        line = list(self.words)
+        for flags, value in ((_HOSTFILES, str(hostfile)), (_RANKS, str(sum(stay)))):
+            for at, word in enumerate(line[: self._entry]):
+                if word in flags:
+                    line[at + 1] = value
+        if hostfile.parent.is_dir():
+            hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in alive))
+        found = replace(self, words=tuple(line))
+        for flag in _BY_RANK:
+            each = (found._value(flag) or "").split(",")
+            if len(each) == len(stay) > 1:
+                left = [value for value, stays in zip(each, stay, strict=True) if stays]
+                found = found._with_option(flag, ",".join(left))
+        return found
+
+    def _launcher_value(self, flags: Sequence[str]) -> str | None:
+        own = self.words[: self._entry]
+        return next((own[at + 1] for at, word in enumerate(own[:-1]) if word in flags), None)
+
+    def _value(self, flag: str) -> str | None:
+        """What the training script gets for an option."""
+        own = self.words[self._entry :]
+        for at, word in enumerate(own):
+            if word == flag and at + 1 < len(own):
+                return own[at + 1]
+            if word.startswith(f"{flag}="):
+                return word.partition("=")[2]
+        return None
+
+    def _with_option(self, flag: str, value: str) -> "LaunchLine":
+        own, line = list(self.words[self._entry :]), list(self.words[: self._entry])
+        for at, word in enumerate(own):
+            if word == flag:
+                own[at + 1] = value
+                break
+            if word.startswith(f"{flag}="):
+                own[at] = f"{flag}={value}"
+                break
+        else:
+            own += [flag, value]
+        return replace(self, words=(*line, *own))
+
+    def _with_script(self) -> "LaunchLine":
+        """The same, with the name of its script, which may be left out only without options."""
+        if len(self.words) > self._entry:
+            return self
+        return replace(self, words=(*self.words, "torch_dist/train_vit.py"))

@@ -1,0 +1,116 @@
+"""Which folder a run has, and what it continues from."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from motley.checkpoint.store import checkpoints_at
+from motley.config.options import Config
+from motley.errors import MotleyError
+from motley.records.run_folder import RunFolder, find_runs
+
+
+def find_run(config: Config) -> tuple[Path, list[Path]]:
+    """The run's folder, and the checkpoints that ``--resume`` finds for it."""
+    try:
+        path, found = _find_run(config, Path(config.logs))
+    except OSError as error:
+        raise MotleyError(
+            f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
+        ) from None
+    if path.is_symlink():
+        raise MotleyError(
+            f"the run folder {path} is a symbolic link, to {path.resolve()}; name that one by "
+            "--logs DIR and --run NAME, or by --resume PATH"
+        )
+    if found and (continued := run_of(found[0])):
+        try:
+            RunFolder(continued).read_run()
+        except MotleyError as error:
+            print(
+                f"motley: {error}; its checkpoints are used, and who does how much is planned anew"
+            )
+    return path, found
+
+
+def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
+    if not config.logs.strip():
+        raise MotleyError("--logs is empty; name a folder, or leave it out (default: logs)")
+    named = None if config.run is None else logs / _run_name(config.run)
+    if config.resume is None:
+        folder = named or _by_time(logs)
+        if (folder / "run.json").exists():
+            raise MotleyError(
+                f"the run folder {folder} exists; continue it with --resume auto, or choose "
+                "another name with --run NAME"
+            )
+        return folder, []
+    if config.resume != "auto":
+        found = checkpoints_at(Path(config.resume))
+        if not found:
+            raise MotleyError(
+                f"--resume {config.resume}: no checkpoint there; name a run folder, or a folder "
+                "checkpoints/step_... in one"
+            )
+        return named or run_of(found[0]) or _by_time(logs), found
+    if named:
+        return named, checkpoints_at(named)
+    return _newest_stopped(logs) or (_by_time(logs), [])
+
+
+def _newest_stopped(logs: Path) -> tuple[Path, list[Path]] | None:
+    """The run that was started last of those that have not finished, and have a checkpoint; one
+    that is in use is refused when it is taken."""
+    stopped: list[tuple[float, Path]] = []
+    for run in find_runs([logs]) if logs.exists() else []:
+        try:
+            content = run.read_run()
+        except MotleyError as error:
+            print(
+                f"motley: {error}; --resume auto passes this run over; --run {run.path.name} "
+                "--resume auto goes on from its checkpoints"
+            )
+            continue
+        started = content.get("started")
+        if content.get("status") != "finished":
+            stopped.append((started if isinstance(started, int | float) else 0.0, run.path))
+    for _, path in sorted(stopped, reverse=True):
+        if found := checkpoints_at(path):
+            return path, found
+    return None
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that has made it; None for a copy elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def _by_time(logs: Path) -> Path:
+    return next(path for path in _names(logs / time.strftime("%Y-%m-%d_%H-%M-%S"))
+                if not path.exists())  # fmt: skip
+
+
+def _names(path: Path) -> Iterator[Path]:
+    """A name, and with numbers after it."""
+    return (path.with_name(f"{path.name}-{n}") if n > 1 else path for n in itertools.count(1))
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder that nobody has, of this name or with a number after it."""
+    for each in _names(path):
+        try:
+            each.mkdir(parents=True)
+            return each
+        except OSError:
+            if not each.exists():  # RunFolder.create says what is wrong
+                return each
+    raise AssertionError("numbers do not end")
+
+
+def _run_name(name: str) -> str:
+    if not name:
+        raise MotleyError("--run is empty; give a name, or leave it out (default: the time)")
+    if name in (".", "..") or "/" in name or "\0" in name or "\n" in name:
+        raise MotleyError(f"--run {name!r} is a name, not a path; choose the place with --logs DIR")
+    return name

@@ -1,0 +1,196 @@
+"""Ends a job whose ranks do not all start: a small process beside each rank, until it has joined.
+
+A launcher waits without end for a rank that is stopped, or a host that is frozen, before it has
+joined the others, and so does MPI, inside of which no thread of Python's runs. So each rank that
+is ready to join has a process watch the time. It knows the ranks of its machine by their processes,
+and of the others nothing; who can name a rank speaks first, and the lowest rank of its machine.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from motley.errors import MotleyError
+from motley.launch.launcher_reaper import reap_after_this_process
+from motley.launch.process import die_with_parent, launched_rank
+
+TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
+_TIMEOUT_S = 120.0  # torch from a cold disk of a network takes one of them
+_TURN_S = 1.0  # between the ranks of a machine: who has spoken ends the others
+_OTHERS_S = 4.0  # for machines that can name a rank
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+class StartWatch:
+    """A rank's end of it: runs from here to :meth:`joined`; nothing for a rank alone.
+
+    Raises:
+        MotleyError: the variable holds no number of seconds.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        seconds = start_timeout(environ)
+        if _number(environ, _SIZES, 1) > 1 and seconds > 0:
+            command = [sys.executable, "-m", "motley.launch.start_watch", str(os.getpid())]
+            self._process = subprocess.Popen(
+                [*command, str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a launcher ends a rank's whole group, and it with it
+            )  # fmt: skip
+
+    def joined(self) -> None:
+        """All ranks have started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def start_timeout(environ: Mapping[str, str]) -> float:
+    """Seconds in which all ranks should start; 0: as long as it takes."""
+    said = environ.get(TIMEOUT_VARIABLE, str(_TIMEOUT_S))
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise MotleyError(
+            f"{TIMEOUT_VARIABLE}={said} is no number of seconds; write {_TIMEOUT_S:.0f}, say, or "
+            "0 to wait as long as it takes"
+        )
+    return seconds
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """A rank of this machine, as its kernel sees it.
+
+    Attributes:
+        stopped: by a signal or a debugger. ready: it has begun to join the others.
+    """
+
+    rank: int
+    pid: int
+    stopped: bool
+    ready: bool
+
+
+def siblings(pid: int) -> list[Sibling]:
+    """All ranks that the launcher of process ``pid`` has started here, in order."""
+    launcher = _stat(pid)[1]
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            state, parent = _stat(int(folder.name))
+            if parent != launcher:
+                continue
+            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environ = dict(word.split("=", 1) for word in words if "=" in word)
+            rank = _number(environ, _RANKS, -1)
+            if rank >= 0 and state != "Z":
+                ready = "/libmpi.so" in (folder / "maps").read_text(errors="replace")
+                found.append(Sibling(rank, int(folder.name), state in "Tt", ready))
+    return sorted(found, key=lambda sibling: sibling.rank)
+
+
+def words(
+    here: list[Sibling], local_size: int, size: int, host: str, hosts: list[str], seconds: float
+) -> str:
+    """What to say of a start that takes too long.
+
+    Args:
+        here: ranks of this machine, ``local_size`` of them if all are there.
+        hosts: the others, where this one knows them.
+    """
+    begin = f"not all ranks have started within {seconds:.0f} s: "
+    longer = f"give it longer with {TIMEOUT_VARIABLE}=600 (seconds)"
+    named = "; ".join(
+        f"rank {s.rank} on {host} (process {s.pid}) is "
+        + ("stopped" if s.stopped else "still reading its program")
+        for s in here
+        if s.stopped or not s.ready
+    )
+    if named:
+        slow = not all(s.stopped for s in here if s.stopped or not s.ready)
+        return begin + named + (f"; {longer}" if slow else "; start it again")
+    if len(here) < local_size:
+        return f"{begin}{local_size - len(here)} of {local_size} on {host} are gone; see above why"
+    if size == local_size:
+        return f"{begin}those of {host} wait for each other in MPI; see whether MPI works here"
+    others = sorted(set(range(size)) - {s.rank for s in here})
+    shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+    where = f" ({', '.join(hosts)})" if hosts else ""
+    return (
+        f"{begin}those of {host} have, so it is one of ranks {shown} on other hosts{where}, which "
+        "is frozen, off, cut off or slow; see which with: bash setup/test_cn_connection.sh, or "
+        + longer
+    )
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        digits = environ.get(name, "").partition("(")[0]
+        if digits.isdigit():
+            return int(digits)
+    return default
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and parent."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[1])
+
+
+def _other_hosts(launcher: int) -> Iterator[str]:
+    """Whom mpirun has started a daemon on by ssh, if this process's launcher is mpirun."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if _stat(int(folder.name))[1] == launcher:
+                command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                daemon = next((n for n, word in enumerate(command) if "prted" in word), 0)
+                if command[0].endswith("ssh") and daemon:
+                    yield command[daemon - 1]
+
+
+def _main() -> None:
+    pid, seconds = int(sys.argv[1]), float(sys.argv[2])
+    die_with_parent()
+    turn = _number(os.environ, ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"), launched_rank())
+    if _ends_within(seconds + _TURN_S * turn):
+        return
+    none_known = all(sibling.ready and not sibling.stopped for sibling in siblings(pid))
+    if none_known and _ends_within(_OTHERS_S):
+        return
+    _end(pid, seconds)
+
+
+def _ends_within(seconds: float) -> bool:
+    """Whether this rank does; nothing is said to this process, but its input ends with the rank."""
+    return bool(select.select([0], [], [], seconds)[0])
+
+
+def _end(pid: int, seconds: float) -> None:
+    """Say what is wrong, and end the job: a launcher ends it when a rank is killed."""
+    here, launcher = siblings(pid), _stat(pid)[1]
+    size, local = _number(os.environ, _SIZES, 1), _number(os.environ, _LOCAL_SIZES, len(here))
+    line = words(here, local, size, os.uname().nodename, [*_other_hosts(launcher)], seconds)
+    die_with_parent(0)  # from here on this process outlives the rank
+    with contextlib.suppress(OSError):
+        print(f"motley: {line}", file=sys.stderr, flush=True)
+    time.sleep(0.2)  # let the launcher pass it on
+    reap_after_this_process(launcher)
+    for sibling in here:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sibling.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,55 @@
+"""A rank that dies takes no finished step with it: the others save what they hold."""
+
+import pytest
+from jobs import Jobs, Trained
+from project import DDP, ZERO
+
+pytestmark = pytest.mark.mpi
+
+FAILING = "tests/support/drivers/failing.py"
+WORDS = ("--batch-size", 96, "--epochs", 2, "--precision", "fp32", "--shares", "3,2,1",
+         "--eval-samples", 60, "--model-ema", "--seed", 4)  # fmt: skip
+STEP = 7  # of an epoch of 15, at whose end alone there would be a checkpoint
+
+
+@pytest.fixture(scope="module")
+def unbroken(module_jobs: Jobs) -> Trained:
+    return module_jobs.train(3, DDP, "unbroken", *WORDS)
+
+
+@pytest.mark.parametrize(
+    ("lost", "then"),
+    [(2, (DDP,)), (0, (DDP,)), (1, (ZERO, "--stage", 1, "--shares", "1,2"))],
+    ids=["the last", "rank 0", "another engine goes on"],
+)
+def test_the_run_goes_on_from_the_last_finished_step(
+    module_jobs: Jobs, unbroken: Trained, lost: int, then: tuple[object, ...]
+) -> None:
+    name = f"lost {lost}"
+    place = ("--logs", module_jobs.logs, "--run", name)
+    done = module_jobs.fork(
+        3, FAILING, "--fail", "killed", "--step", STEP, "--on", lost, *place, *WORDS
+    )
+    assert done.code != 0
+    assert f"motley: saved as of step {STEP}" in done.output, done.output
+    folder = module_jobs.logs / name
+    assert [path.name for path in folder.glob("checkpoints/step_*")] == [f"step_{STEP:08d}"]
+    survivor = 1 if lost == 0 else 0
+    assert len((folder / f"steps.rank{survivor}.jsonl").read_text().splitlines()) == STEP
+    ranks = 2 if then[0] == ZERO else 3
+    run = module_jobs.train(ranks, then[0], name, *WORDS, *then[1:], "--resume", "auto")  # type: ignore[arg-type]
+    assert f"at step {STEP}" in run.done.output
+    found = [step["loss"] for step in run.steps(survivor)]
+    if ranks == 3:  # the same ranks: to the bit
+        assert found == unbroken.losses
+        assert run.run["result"]["ema_loss"] == unbroken.run["result"]["ema_loss"]
+    else:
+        assert found == pytest.approx(unbroken.losses, rel=2e-6)
+    assert [step["step"] for step in run.steps(survivor)] == list(range(30))
+
+
+def test_what_is_wrong_in_itself_is_not_saved(module_jobs: Jobs) -> None:
+    place = ("--logs", module_jobs.logs, "--run", "wild")
+    done = module_jobs.fork(2, DDP, *place, "--lr", 1e9, "--epochs", 3, "--warmup-epochs", 0)
+    assert done.code == 2 and "not finite" in done.output
+    assert "saved as of step" not in done.output

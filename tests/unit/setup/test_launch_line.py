@@ -1,0 +1,69 @@
+"""The line of keep_training.sh, without some of its hosts."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launch_line import LaunchLine
+
+from motley.errors import MotleyError
+
+HOSTS = "a slots=2\nb\nc slots=2\n"
+
+
+def parsed(folder: Path, *own: str, ranks: str = "5") -> LaunchLine:
+    (folder / "hosts.txt").write_text(HOSTS)
+    return LaunchLine.parse(
+        ["mpirun", "-np", ranks, "--hostfile", str(folder / "hosts.txt"), "./entry_cn.sh", *own]
+    )
+
+
+def test_a_hosts_ranks_and_what_is_said_of_each_go_with_it(tmp_path: Path) -> None:
+    own = ("torch_dist/train_vit.py", "--shares", "5,4,3,2,1", "--precision=fp32", "--lr", "1")
+    line = parsed(tmp_path, *own).named("now")
+    alive = [host for host in line.hosts if host.name != "b"]
+    left = line.with_hosts(alive, tmp_path / "left.txt").resumed()
+    assert left.words == (
+        "mpirun", "-np", "4", "--hostfile", str(tmp_path / "left.txt"), "./entry_cn.sh",
+        "torch_dist/train_vit.py", "--shares", "5,4,2,1", "--precision=fp32", "--lr", "1",
+        "--run", "now", "--resume", "auto",
+    )  # fmt: skip
+    assert (tmp_path / "left.txt").read_text() == "a slots=2\nc slots=2\n"
+    assert line.with_hosts(line.hosts, tmp_path / "other.txt") == line
+    assert left.folder == Path("logs/now")
+
+
+def test_a_script_that_is_left_out_is_named_before_its_options(tmp_path: Path) -> None:
+    words = parsed(tmp_path).named("now").words
+    assert words[-3:] == ("torch_dist/train_vit.py", "--run", "now")
+
+
+@given(lost=st.sets(st.sampled_from("abc"), max_size=2), ranks=st.integers(1, 5))
+def test_as_many_ranks_are_left_as_were_on_the_other_hosts(
+    tmp_path_factory: pytest.TempPathFactory, lost: set[str], ranks: int
+) -> None:
+    folder = tmp_path_factory.mktemp("line")
+    shares = ",".join("12345"[:ranks])
+    line = parsed(folder, "train.py", "--shares", shares, ranks=str(ranks))
+    left = line.with_hosts([h for h in line.hosts if h.name not in lost], folder / "left.txt")
+    seats = list("aabcc")[:ranks]
+    stay = [seat not in lost for seat in seats]
+    assert left.words[2] == (str(sum(stay)) if lost else str(ranks))
+    if ranks > 1:
+        kept = ",".join(each for each, stays in zip(shares.split(","), stay, strict=True) if stays)
+        assert left.words[-1] == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "which line?"),
+        (["ls", "-l"], "ls is no launcher"),
+        (["mpirun", "-np", "2", "python", "x.py"], r"no \./entry_cn\.sh"),
+        (["mpirun", "--hostfile", "/none", "./entry_cn.sh"], "/none does not exist"),
+    ],
+)
+def test_what_is_no_training_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        LaunchLine.parse(words)
