@@ -11,7 +11,6 @@ from torch import Tensor
 from motley.checkpoint.store import Checkpoints, newest_whole
 from motley.config.option import Decides, flag_of
 from motley.config.options import Config
-from motley.data.order import seed_of
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
@@ -88,8 +87,6 @@ def resume(
     if progress["config"]["loss_scale"] == now["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
     position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
-    # What no other rank has saved begins anew, and not as the run did: with other drop-out.
-    torch.manual_seed(seed_of(config.seed, dist.get_rank(), position.step))
     notes += engine.load_own_state(own)
     return position, [f"continuing from {source} at step {position.step}", *notes]
 

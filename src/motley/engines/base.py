@@ -19,10 +19,8 @@ from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (
     load_model_state,
-    load_random_state,
     model_state,
     on_cpu,
-    random_state,
 )
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
@@ -279,12 +277,10 @@ class EngineBase:
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""
-        return random_state(self._context.device)
+        return {}
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """See :class:`Engine`."""
-        if state:
-            load_random_state(state, self._context.device)
         return []
 
     def reconfigure(self, plan: Plan) -> None:

@@ -135,7 +135,7 @@ class Engine(Protocol):
         """Continue from another rank's :meth:`alike`."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone holds (random numbers, error feedback), on the CPU."""
+        """What this rank alone holds (error feedback of a wire mode), on the CPU."""
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """Continue from :meth:`own_state` of the same rank of as many ranks.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
@@ -18,6 +19,7 @@ from motley.checkpoint.transfer import save
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.data.batch import Batch
+from motley.data.order import seed_of
 from motley.engines.memory import release
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
@@ -172,6 +174,8 @@ class Loop:
         job, indices = self._job, list[int]()
         self._rescue.whole(self._state)
         self._world.supervisor.step = self._state.step
+        # Drop-out differs between ranks and steps, and a step that is taken again has its own.
+        torch.manual_seed(seed_of(job.config.seed, dist.get_rank(), self._state.step))
         job.schedule.step_update(job.length.updates(self._state))  # type: ignore[arg-type]
         for micro_batch, last in micro_batches:
             job.engine.clock.lap("data")

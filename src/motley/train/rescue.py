@@ -63,7 +63,7 @@ class Rescue:
             if time.monotonic() > deadline:
                 return "the last step could not be saved: it was not finished in time"
             time.sleep(_LOOK_S)
-        # Of no ranks: what each alone held, as its random numbers, is lost with it.
+        # Of no ranks: what each alone held, as its error feedback, is lost with it.
         progress = progress_of(state, 0, scale, job.saved_config, found.plain)
         job.checkpoints.save(found.tensors, progress)
         return f"saved as of step {state.step}"

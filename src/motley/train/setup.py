@@ -16,7 +16,6 @@ from motley.checkpoint.transfer import resume
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.data.loader import Loader
-from motley.data.order import seed_of
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
@@ -139,7 +138,6 @@ def assemble(
     plan = planned.plan
     most = max(plan.micro_batches[group.rank], default=0)
     loader = Loader(model.task, config, group.rank, group.device, model.example, most)
-    torch.manual_seed(seed_of(config.seed, group.rank))  # drop-out differs between ranks
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes = _loader_notes(loader, group)
     if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:

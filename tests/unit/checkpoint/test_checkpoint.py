@@ -23,7 +23,7 @@ TENSORS = {
     "model.head.weight": torch.arange(6.0).view(2, 3),
     "optimizer.head.weight.exp_avg": torch.ones(2, 3),
     "optimizer.head.weight.step": torch.tensor(3.0),
-    "ranks.0.rng.cpu": torch.get_rng_state(),
+    "ranks.0.wire.error": torch.ones(7),
 }
 
 
