@@ -192,7 +192,7 @@ def _record(folder: RunFolder, fault: Fault) -> None:
         and failure.get("rank") == 0
         and (failure.get("kind") == FaultKind.KILLED)
     )
-    if run.get("status") != "finished" and not failure or knows_less:
+    if (run.get("status") != "finished" and not failure) or knows_less:
         with contextlib.suppress(MotleyError), folder.lock():  # another run has it already
             record_fault(folder, fault)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.scheduler.scheduler import Scheduler
 
 from motley.checkpoint.run import Run
