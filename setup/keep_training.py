@@ -22,14 +22,11 @@ from motley.cluster.ssh import connect
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
+from motley.launch.survivors import SURVIVE
 from motley.records.folder_lock import take_folder
 from motley.records.run_folder import RunFolder
 
 _ASK_S = 15.0  # in which a host answers, or ssh has given up
-# Open MPI 5: who is left when a rank dies saves what it holds, and ends by itself.
-_SURVIVE = {
-    "PRTE_MCA_state_base_recoverable": "1", "PRTE_MCA_state_base_error_non_zero_exit": "0",
-}  # fmt: skip
 _NO_MACHINE = {  # of faults that would come again with any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",
@@ -164,7 +161,7 @@ def speed_of(line: LaunchLine, lost: Collection[str]) -> float | None:
 def start(line: LaunchLine, stop: Stop) -> int:
     """Run a line to its end; its status."""
     job = subprocess.Popen(
-        line.words, env={**os.environ, **_SURVIVE},
+        line.words, env={**os.environ, **SURVIVE},
         preexec_fn=partial(die_with_parent, signal.SIGTERM),
     )  # fmt: skip
     stop.job = job

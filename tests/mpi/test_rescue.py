@@ -48,6 +48,39 @@ def test_the_run_goes_on_from_the_last_finished_step(
     assert [step["step"] for step in run.steps(survivor)] == list(range(30))
 
 
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (2, ()),
+        (1, ()),
+        (2, ("--wire", "bf16")),
+        (2, ("--micro-batch", "40,20,9", "--hosts", "all", "--replan", "off")),
+    ],
+    ids=["the last", "one between", "another wire", "values for each rank"],
+)
+def test_those_who_are_left_go_on_by_themselves(
+    module_jobs: Jobs, unbroken: Trained, lost: int, words: tuple[object, ...]
+) -> None:
+    name = f"without {lost} {len(words)}"
+    place = ("--logs", module_jobs.logs, "--run", name)
+    fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", lost)
+    done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS, *words)
+    assert done.code == -9 and "on with 2 of 3 ranks" in done.output, done.output
+    run = Trained(module_jobs.logs / name, done)
+    assert run.run["status"] == "finished" and len(run.run["ranks"]) == 2
+    assert [step["step"] for step in run.steps()] == list(range(30))
+    near = {"rel": 2e-6} if "--wire" not in words else {"rel": 1e-3}
+    assert run.losses == pytest.approx(unbroken.losses, **near)
+    assert run.run["result"]["ema_loss"] == pytest.approx(
+        unbroken.run["result"]["ema_loss"], **near
+    )
+    (event,) = [event for event in run.events if event["event"] == "lost"]
+    assert event["rank"] == lost and event["step"] == STEP
+    before, after = [step for step in run.steps() if step["step"] in (STEP - 1, STEP)]
+    assert after["time"] - before["time"] < 5
+    assert sum(run.run["plan"]["counts"]) == after["n_global"] == 96
+
+
 def test_what_is_wrong_in_itself_is_not_saved(module_jobs: Jobs) -> None:
     place = ("--logs", module_jobs.logs, "--run", "wild")
     done = module_jobs.fork(2, DDP, *place, "--lr", 1e9, "--epochs", 3, "--warmup-epochs", 0)

@@ -24,7 +24,7 @@ ROOMS = {
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files "
-        "launcher_reaper own_rank "
+        "launcher_reaper survivors own_rank "
         "background_writer start_watch watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",
@@ -35,7 +35,7 @@ ROOMS = {
         "ghost_batch_norm blocks task classifiers corpus gpt hf_model hf_tokens lora "
         "hf_text states netcdf aurora_net builtin/* find model check scores"
     ),
-    "comm": "collectives reducer slow_rank power_sgd modes/*",
+    "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state average optimizer optimizer_state optimizer_trial gradients memory step_timer "
         "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
@@ -46,7 +46,7 @@ ROOMS = {
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
-        "rescue command_line loop script"
+        "rescue survivor evaluate command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }

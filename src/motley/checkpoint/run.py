@@ -53,6 +53,10 @@ class Run:
         world.from_first(lambda: run._take() if path.exists() else None)
         return run
 
+    def of_survivors(self, world: World) -> None:
+        """The same run, of those who are left; it continues from what they hold."""
+        self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
+
     def _take(self) -> None:
         if self._lock is None:
             self._lock = self.folder.lock()

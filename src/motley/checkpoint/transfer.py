@@ -1,6 +1,6 @@
 """Moves training state between ranks and checkpoints: gather, save, load, spread."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.checkpoint.store import Checkpoints, newest_whole
+from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.option import Decides, flag_of
 from motley.config.options import Config
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
+from motley.plan.plan import Plan
 from motley.tasks.find import identity_of
 
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank holds of a job, apart from its group.
+
+    Attributes:
+        state: where training stood. plan: how a full batch was split then.
+        found: parameters, optimizer and what belongs to them, on the CPU. scale: of the loss.
+    """
+
+    state: TrainState
+    plan: Plan
+    found: State
+    scale: dict[str, Any]
 
 
 def save(
@@ -89,6 +106,26 @@ def resume(
     position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
     notes += engine.load_own_state(own)
     return position, [f"continuing from {source} at step {position.step}", *notes]
+
+
+def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
+    """Continue from what each rank has kept of a group that has broken; all ranks call it.
+
+    Those who were a step ahead have it right: a step that one has finished is finished. Where all
+    have finished the same, theirs are equal to the bit, and nothing is sent.
+
+    Returns:
+        As :func:`resume`.
+    """
+    steps = [int(step) for (step,) in all_gather_floats([float(kept.state.step)])]
+    newest, state = steps.index(max(steps)), kept.found
+    position, plain, scale = all_gather_object((kept.state, state.plain, kept.scale))[newest]
+    if min(steps) < max(steps):
+        tensors = state.tensors if dist.get_rank() == newest else {}
+        state = State(spread(tensors, engine.device, newest), plain)
+    engine.load_state(state)
+    engine.scale.load_state_dict(scale)
+    return position, engine.load_own_state({})
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:

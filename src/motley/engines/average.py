@@ -30,10 +30,12 @@ class ParameterAverage:
     Attributes:
         tensors: the average, by name.
         numbers: ``updates``, steps that are in it, int64 [].
+        exchanged: it is in the parameters' place now.
     """
 
     def __init__(self, held: Callable[[], Named], decay: float, warmup: bool) -> None:
         self._held, self._decay, self._warmup = held, decay, warmup
+        self.exchanged = False
         self.begin()
 
     @torch.no_grad()
@@ -63,6 +65,14 @@ class ParameterAverage:
             before = average.clone()
             average.copy_(parameter)
             parameter.copy_(before)
+        self.exchanged = not self.exchanged
+
+    def put_back(self, state: dict[str, Tensor]) -> None:
+        """Have ``model.<name>`` and ``ema.<name>`` change places in a state that was taken while
+        they are exchanged."""
+        for name in self.tensors:
+            model, ema = f"model.{name}", f"ema.{name}"
+            state[model], state[ema] = state[ema], state[model]
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """``ema.<name>``, and ``ema_numbers.updates``; all ranks must call it.

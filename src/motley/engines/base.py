@@ -18,6 +18,7 @@ from motley.data.batch import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (
+    fill_tied,
     load_model_state,
     model_state,
     on_cpu,
@@ -56,6 +57,7 @@ class EngineBase:
         self._model, self._context = model, context
         self.scale, self.device = context.scale, context.device
         self.on_change: Callable[[], None] = lambda: None
+        self.on_same: Callable[[], None] = lambda: None
         self.clock = Clock(context.device)
         # Gloo copies to a GPU in a stream of its own, for which no future waits.
         self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
@@ -149,17 +151,23 @@ class EngineBase:
     def sync_parameters(self) -> None:
         """See :class:`Engine`. Parameters always are; what batch norms have seen is not."""
         if self._model.statistics:
-            self._model.statistics.unite()
+            self._model.statistics.unite(self.on_change)
+            self.on_same()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """See :class:`Engine`."""
-        assert self.average is not None
-        self.average.exchange()
+        self._exchange()
         try:
             yield
         finally:
-            self.average.exchange()
+            self._exchange()
+
+    def _exchange(self) -> None:
+        assert self.average is not None
+        self.on_change()
+        self.average.exchange()
+        self.on_same()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """See :class:`Engine`. In halves if memory does not do for the whole."""
@@ -270,6 +278,9 @@ class EngineBase:
         """See :class:`Engine`."""
         kept = self.memory.state(keep)
         tensors = model_state(self._model.net, keep) | self._average_state(keep) | kept.tensors
+        if self.average and self.average.exchanged:
+            self.average.put_back(tensors)
+            fill_tied(self._model.net, tensors)
         return State(tensors, kept.plain)
 
     def _average_state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

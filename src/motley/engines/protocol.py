@@ -70,7 +70,8 @@ class Engine(Protocol):
             model is one of all ranks.
         rescuable: each rank holds the whole state between two steps, and :meth:`whole_state` reads
             it without the others.
-        on_change: called when parameters begin to change, in :meth:`step`.
+        on_change: called when what belongs to the state begins to change.
+        on_same: called when it is as after the same step again; after :meth:`step` it is not.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
         device: where the parameters are.
@@ -81,6 +82,7 @@ class Engine(Protocol):
     replicated: bool
     rescuable: bool
     on_change: Callable[[], None]
+    on_same: Callable[[], None]
     clock: Clock
     optimizer: torch.optim.Optimizer
     device: torch.device

@@ -25,7 +25,11 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
-    """What a rank says first; it begins with :func:`_opening`."""
+    """What a rank says first; it begins with :func:`_opening`.
+
+    Args:
+        rank: -K: not rank K itself, but what outlives it on its host.
+    """
     return encode({"token": token, "rank": rank, "host": host})
 
 
@@ -38,6 +42,7 @@ class Arrival:
     """A rank that has said the token.
 
     Attributes:
+        rank: -K: what outlives rank K says that its host lives, and waits until the job ends.
         pending: what else it has said already. messages: for what it will say.
     """
 
@@ -140,10 +145,10 @@ class Handshakes:
             return None
         first, *pending = messages
         rank, host = first.get("rank"), str(first.get("host"))
-        if type(rank) is not int or rank not in self._awaited:
+        if type(rank) is not int or (rank >= 0 and rank not in self._awaited):
             self._hang_up(line)
             return None
-        self._awaited.remove(rank)
+        self._awaited.discard(rank)
         del self._strangers[line]
         line.settimeout(_SEND_S)
         return Arrival(line, rank, host, pending, stranger.messages)

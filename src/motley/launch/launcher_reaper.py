@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ import psutil
 from motley.errors import MotleyError
 from motley.faults import Fault, FaultKind, died, launcher_gone
 from motley.launch.fault_record import record_fault
+from motley.launch.handshakes import greeting
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
 from motley.records.run_folder import RunFolder
 
@@ -85,6 +87,7 @@ class _Told:
         fault: what ends the job, as far as is known, until it is said. step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
         segments, session: see motley.launch.job_files.
+        supervisor: of rank 0: address, port and token; on other ranks.
     """
 
     rank: int = 0
@@ -97,6 +100,7 @@ class _Told:
     folder: str | None = None
     segments: str = ""
     session: str = ""
+    supervisor: tuple[str, int, str] | None = None
 
 
 def reap_after_this_process(pid: int) -> None:
@@ -146,6 +150,8 @@ def _main() -> None:
         told, launcher_first = _listen(launcher.pid)
         if launcher_first and told.rank == 0 and not (told.ended or told.fault):
             told.fault = asdict(launcher_gone(told.host, told.launcher, told.step))
+        if told.supervisor and not (launcher_first or told.ended):
+            _witness(told.rank, told.host, *told.supervisor)
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher)
         fault = Fault.read(told.fault) if told.fault else None
@@ -156,6 +162,19 @@ def _main() -> None:
             print(line, file=sys.stderr, flush=True)
         if _gone(launcher, 0):
             remove(told.segments, told.session)
+
+
+def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
+    """Tell rank 0 that this host lives, though its rank does not, and wait while the others train:
+    mpirun's daemon serves their job still."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
+        line.sendall(greeting(token, -rank, host))
+        line.settimeout(None)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # rank 0's host may go too
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        line.recv(1)  # it says nothing; its end closes the connection
 
 
 def _listen(launcher: int) -> tuple[_Told, bool]:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from motley.faults import Fault
 from motley.launch.launcher_reaper import LauncherReaper
+from motley.launch.survivors import Survivors
 from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -31,6 +33,12 @@ class OwnRank:
         rescue: saves what this rank knows before it ends, and says what it did; None: it cannot.
         last_words: writes what this rank has not written yet, before it ends with the job.
         held: rank 0 waits for a rescue, and ends this rank after it.
+        keep: keeps the state apart from the group, to go on without a lost rank; None: it cannot.
+        free: has the training's thread leave a collective that waits for the lost rank.
+        group: how often this rank has gone on without others; what was said before is void.
+        standby: it speaks when rank 0 cannot.
+        survivors: with whom the training's thread is to go on, until it does; None: all is well.
+        gathered: what :meth:`Supervisor.gather` waits for; None: in vain.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -45,6 +53,13 @@ class OwnRank:
         self.rescue: Callable[[], str] | None = None
         self.last_words: Callable[[], None] = lambda: None
         self.held = threading.Event()
+        self.keep: Callable[[], None] | None = None
+        self.free: Callable[[], None] = lambda: None
+        self.group = 0
+        self.standby = False
+        self.survivors: Survivors | None = None
+        self.regrouped = threading.Event()
+        self.gathered = SimpleQueue[list[str] | None]()
         self._rescuing = threading.RLock()
         self._next_heartbeat = 0.0
         self.wake_read, self._wake_write = os.pipe()
@@ -71,6 +86,10 @@ class OwnRank:
         self.outbox.append(message)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
+
+    def say_of_group(self, message: dict[str, Any]) -> None:
+        """The same, of something that is void once a rank is lost."""
+        self.say({**message, "group": self.group})
 
     def heartbeat_message(self) -> dict[str, Any]:
         """The heartbeat of now."""
@@ -105,6 +124,31 @@ class OwnRank:
                 return self.rescue()
             except Exception as error:  # of a device that is gone, or a full disk
                 return f"the last step could not be saved: {error}"
+
+    def keep_state(self) -> str:
+        """Do :attr:`keep`, from the watching thread; why it cannot, empty if it has."""
+        try:
+            with self._rescuing:
+                if self.keep is None:
+                    return "it does not train yet"
+                self.keep()
+        except Exception as error:  # of a device that is gone, or of memory
+            return str(error)
+        return ""
+
+    def go_on(self, survivors: Survivors) -> None:
+        """Take the new number, and have the training's thread go on with those who are left."""
+        self.rank, self.size = survivors.ranks.index(self.rank), len(survivors.ranks)
+        self.standby = self.rank == survivors.standby
+        if self.reaper:
+            self.reaper.tell(rank=self.rank)
+        self.group += 1
+        self.held.clear()
+        self.survivors = survivors
+        self.regrouped.set()
+        with contextlib.suppress(Exception):  # then it stays there, and the job ends
+            self.free()
+        self.gathered.put(None)
 
     def write_last_words(self) -> None:
         """Do :attr:`last_words`; the job must end, whatever the disk does."""

@@ -15,15 +15,22 @@ the first cause in one line and ends the job. A rank that hears nothing of rank 
     {"event": {...}}        ------------> recorded, by a thread of its own
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}
+
+Where all can go on without a lost rank (survivors.py), the job does not end:
+
+                            <------------ {"keep": true}: the state, apart from the group
+    {"kept": ""}            ------------> from all? then {"regroup": {...}}: with whom
+    {"gather": value}       ------------> from all? then {"gathered": value} of each, to all
 """
 
 import contextlib
 import faulthandler
+import os
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,9 +40,20 @@ from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes, greeting
 from motley.launch.launcher_reaper import LauncherReaper
 from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.survivors import (
+    SURVIVES,
+    RankLostError,
+    Regrouping,
+    Survivors,
+    packed,
+    standby_of,
+    unpacked,
+)
 from motley.launch.watch_all import FIRST_CAUSE_S, HOLD_S, AllRanksWatch
 from motley.launch.watch_first import FirstRankWatch
 from motley.launch.watchdog import Heartbeat
+
+_LOOK_S = 0.2  # between looks whether a rank is lost, while this one waits for the others' end
 
 
 class Supervisor:
@@ -52,7 +70,7 @@ class Supervisor:
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self._own = OwnRank(rank, size, host)
         self._writer: BackgroundWriter | None = None  # on rank 0
-        self._watching = self._standby = False
+        self._watching = False
 
     @property
     def step(self) -> int | None:
@@ -74,32 +92,35 @@ class Supervisor:
         self._handshakes = Handshakes(listener, range(1, self._own.size))
         return self._handshakes.address[1], self._handshakes.token, self._own.host
 
-    def join(
-        self, address: str, listening: tuple[int, str, str], standby: int, first_here: bool
-    ) -> None:
+    def join(self, address: str, listening: tuple[int, str, str], machines: Sequence[int]) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``.
 
         Args:
             address: rank 0's. listening: what it has said of its port.
-            standby: the rank that speaks when rank 0 cannot; best on another machine.
-            first_here: this is the lowest rank of its machine.
+            machines: which machine each rank is on, by its lowest rank.
         """
-        own, self._standby = self._own, self._own.rank == standby
-        own.reaper = LauncherReaper(own.rank, own.host) if first_here else None
+        own = self._own
+        own.standby = own.rank == standby_of(machines)
+        own.reaper = None
+        if machines[own.rank] == own.rank:
+            own.reaper = LauncherReaper(own.rank, own.host)
         own.catch_signals()
         watch: AllRanksWatch | FirstRankWatch
         if own.rank == 0:
             self._writer = BackgroundWriter()
             watch = AllRanksWatch(
-                own, self._handshakes, self._writer, self._record_fault, self._record_event
-            )
+                own, self._handshakes, self._writer, self._record_fault, self._record_event,
+                Regrouping(machines, _survives()),
+            )  # fmt: skip
         else:
             port, token, host = listening
             line = socket.create_connection((address, port), timeout=30)
             line.sendall(greeting(token, own.rank, own.host))
             line.settimeout(None)
             faulthandler.enable(line.fileno())  # a crash's traceback: rank 0 then knows of it
-            watch = FirstRankWatch(own, line, host, standby, self._record_fault)
+            if own.reaper:
+                own.reaper.tell(supervisor=(address, port, token))
+            watch = FirstRankWatch(own, line, host, self._record_fault)
         self._watching = True
         threading.Thread(target=self._guard, args=(watch,), name="supervisor", daemon=True).start()
 
@@ -135,8 +156,12 @@ class Supervisor:
         Args:
             timeout_s: seconds in which some rank should move; see motley.launch.watchdog.
             detail: as in "rank 3 is measuring links", in place of the phase's own words.
+
+        Raises:
+            RankLostError: what this rank is at is void.
         """
         own = self._own
+        self.check_group()
         own.heartbeat = Heartbeat(own.step, phase, own.heartbeat.moves + 1, timeout_s, detail)
 
     def finish(self) -> None:
@@ -144,11 +169,13 @@ class Supervisor:
 
         Raises:
             Exception: what kept it from being recorded, on rank 0.
+            RankLostError: one of those that were not done.
         """
         own = self._own
         if not own.finished.is_set():
-            own.say({"done": True})
-            own.finished.wait()
+            own.say_of_group({"done": True})
+            while not own.finished.wait(_LOOK_S):
+                self.check_group()
             if self._writer is not None:
                 self._writer.flush()
                 if self._writer.error is not None:  # of what was told last
@@ -170,10 +197,59 @@ class Supervisor:
             first: this is the rank that saves. Any other, the standby, does so where rank 0, and
                 with it the first, is gone.
         """
-        if first or self._standby:
+        if first or self._own.standby:
             self._own.rescue = save
         if first and self._own.rank:
             self._own.say({"rescuer": True})
+
+    # -- going on without a lost rank
+
+    def can_regroup(self, keep: Callable[[], None], free: Callable[[], None]) -> None:
+        """Have this rank go on when another one is lost, once all can; see :meth:`survivors_of`.
+
+        Args:
+            keep: keeps the state apart from the group, from another thread, while this rank's own
+                may be stuck in a collective.
+            free: has that thread leave the collective, with whatever error; from the other one.
+        """
+        self._own.keep, self._own.free = keep, free
+        self._own.say_of_group({"regroups": True})
+
+    def check_group(self) -> None:
+        """Raise RankLostError if this rank is to go on without a lost one."""
+        if self._own.survivors is not None:
+            raise RankLostError(self._own.survivors.lost.line())
+
+    def survivors_of(self, error: BaseException) -> Survivors:
+        """With whom to go on after an error that a lost rank has led to; ends with the job where
+        it did not, or nobody can go on."""
+        own = self._own
+        if own.survivors is None and (own.keep is None or own.finished.is_set()):
+            raise error
+        if own.survivors is None:
+            fault = fault_of(error, own.rank, own.host, own.step)
+            own.say_of_group(_said(fault, own))
+            if not own.regrouped.wait(3 * FIRST_CAUSE_S) and own.held.is_set():
+                own.regrouped.wait(HOLD_S)
+        if own.survivors is None:
+            self._end_with(error)
+        survivors, own.survivors = own.survivors, None
+        own.regrouped.clear()
+        return survivors
+
+    def end_without_lost(self) -> None:
+        """End this process here, at the end of all, if a rank is lost: MPI would wait for it."""
+        if self._own.group:
+            self._own.leave(0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank, through rank 0; for those who go on."""
+        own = self._own
+        self.check_group()
+        own.say_of_group({"gather": packed(value)})
+        while (found := own.gathered.get()) is None:
+            self.check_group()  # else it is of a loss before
+        return [unpacked(text) for text in found]
 
     def tell(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
@@ -184,10 +260,21 @@ class Supervisor:
         own = self._own
         if not self._watching or own.finished.is_set():  # nobody listens
             raise error  # mpi4py's runner ends all ranks
-        fault = fault_of(error, own.rank, own.host, own.step)
-        own.say({"fault": asdict(replace(fault, phase=own.heartbeat.phase.key))})
+        own.say_of_group(_said(fault_of(error, own.rank, own.host, own.step), own))
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
         if own.held.is_set():
             time.sleep(HOLD_S)
+        self._end_with(error)
+
+    def _end_with(self, error: BaseException) -> NoReturn:
         traceback.print_exception(error)
-        own.leave(1)
+        self._own.leave(1)
+
+
+def _said(fault: Fault, own: OwnRank) -> dict[str, Any]:
+    return {"fault": asdict(replace(fault, phase=own.heartbeat.phase.key))}
+
+
+def _survives() -> bool:
+    """Whether mpirun lets ranks outlive one of them; setup/keep_training.sh has it do so."""
+    return os.environ.get(SURVIVES) == "1"

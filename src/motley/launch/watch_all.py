@@ -16,6 +16,7 @@ from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes
 from motley.launch.messages import encode
 from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.survivors import Regrouping, Survivors
 from motley.launch.watchdog import (
     SUSPECT_AFTER_S,
     Heartbeat,
@@ -39,6 +40,7 @@ class AllRanksWatch:
 
     Args:
         on_fault: records the first cause. on_event: records what a rank tells.
+        regrouping: of those who go on without a lost rank.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class AllRanksWatch:
         writer: BackgroundWriter,
         on_fault: Callable[[Fault], None],
         on_event: Callable[[dict[str, Any]], None],
+        regrouping: Regrouping,
     ) -> None:
+        self._regrouping, self._witnesses = regrouping, list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._on_fault, self._on_event = on_fault, on_event
         self._me = RankStatus(0, own.host)
@@ -70,10 +74,15 @@ class AllRanksWatch:
                 if isinstance(line, socket.socket) and line in self._others:
                     self._read(line)
             for new in self._handshakes.arrivals(ready, now):
+                if new.rank < 0:
+                    self._witnesses.append(new.line)
+                    self._regrouping.witness(-new.rank)
+                    continue
                 status = RankStatus(new.rank, new.host, now, messages=new.messages)
                 self._others[new.line] = status
                 for message in new.pending:
                     self._hear(status, message)
+            self._regroup()
             # Only now: whoever knows more may have said so while this process was stopped.
             if self._pending and time.monotonic() >= self._pending[0]:
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
@@ -132,6 +141,51 @@ class AllRanksWatch:
                         return str(message["rescued"])
         return ""
 
+    def _lose(self, fault: Fault) -> None:
+        """A rank is gone: have the others keep their state, or end the job."""
+        begun = self._regrouping.first is not None
+        if not self._regrouping.lose(fault, self._statuses()):
+            self.end_job(fault)
+        self._pending = None  # an echo of it
+        if not begun:
+            self._tell_all({"keep": True})
+            self._own.say({"kept": self._own.keep_state()})
+
+    def _kept(self, status: RankStatus, failure: str) -> None:
+        lost = self._regrouping.first
+        if failure and lost is not None:
+            self.end_job(lost)
+        self._regrouping.kept(status.rank)
+
+    def _regroup(self) -> None:
+        """Have those who are left go on as soon as all can; else end the job."""
+        left, first = self._statuses(), self._regrouping.first
+        if survivors := self._regrouping.survivors(left):
+            self._go_on(survivors)
+        elif first is not None and self._regrouping.overdue(left):
+            self.end_job(first)
+
+    def _go_on(self, survivors: Survivors) -> None:
+        """Those who are left form a group of their own."""
+        before, own = self._own.size, self._own
+        lost = survivors.lost
+        own.print(f"{line_of(lost)}; on with {len(survivors.ranks)} of {before} ranks")
+        content = {"rank": lost.rank, "host": lost.host, "step": lost.step, "error": lost.error}
+        self._writer.write(partial(self._on_event, {"kind": "lost", **content}))
+        self._regrouping.begin_anew(survivors)
+        self._tell_all({"regroup": survivors.message()})
+        for status in self._statuses():
+            status.rank = survivors.ranks.index(status.rank)
+            status.done = status.rescues = False
+        own.go_on(survivors)
+
+    def _gather(self, status: RankStatus, text: str) -> None:
+        values = self._regrouping.gather(status.rank, text)
+        if values is not None:
+            for value in values:
+                self._tell_all({"gathered": value})
+            self._own.gathered.put(values)
+
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
         statuses = self._statuses()
@@ -171,24 +225,34 @@ class AllRanksWatch:
             spoke = self._pending is not None and self._pending[1].rank == status.rank
             if not spoke and status.rank not in self._signalled:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
-                step = None if status.heartbeat.step is None else self._last_step()
+                trains = status.regroups or status.heartbeat.step is not None
+                step = self._last_step() if trains else None
                 said = status.messages.last_words
-                self.end_job(died(status.rank, status.host, step, said))
+                del self._others[line]
+                self._lose(died(status.rank, status.host, step, said))
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
             self._watchdog.hear(status, Heartbeat.read(message["heartbeat"]))
         elif "stop" in message:  # we were away, and another rank has spoken
             self._own.leave(message["stop"])
+        elif message.get("group", self._own.group) != self._own.group:
+            pass  # it is an echo of a loss that all have heard of
         elif "done" in message:
             status.done = True
+        elif "regroups" in message:
+            status.regroups = True
+        elif "kept" in message:
+            self._kept(status, message["kept"])
+        elif "gather" in message:
+            self._gather(status, message["gather"])
         elif "rescuer" in message:
             status.rescues = True
         elif "event" in message:
             self._writer.write(partial(self._on_event, message["event"]))
         elif "fault" in message:
             fault = Fault.read(message["fault"])
-            if not fault.echo:
+            if not fault.echo and self._regrouping.first is None:
                 self.end_job(fault)
             self._suspect(fault, FIRST_CAUSE_S)
         elif "signal" in message:
@@ -217,6 +281,8 @@ class AllRanksWatch:
 
     def _suspect(self, fault: Fault, within_s: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""
+        if self._regrouping.first is not None and not fault.signal:
+            return  # that is the cause
         deadline = time.monotonic() + within_s
         if self._pending is not None:
             fault = max(self._pending[1], fault, key=_weight)  # the first of equals

@@ -10,6 +10,7 @@ from typing import NoReturn
 from motley.faults import Fault, died, silent
 from motley.launch.messages import Messages, encode
 from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.survivors import Survivors
 from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
@@ -22,7 +23,6 @@ class FirstRankWatch:
 
     Args:
         line: the connection to rank 0. host: rank 0's.
-        standby: the rank that speaks when rank 0 cannot.
         on_fault: called on the standby, with the fault of rank 0.
     """
 
@@ -31,14 +31,13 @@ class FirstRankWatch:
         own: OwnRank,
         line: socket.socket,
         host: str,
-        standby: int,
         on_fault: Callable[[Fault], None],
     ) -> None:
         self._own, self._line, self._host = own, line, host
-        self._speaks = own.rank == standby
         self._on_fault = on_fault
         self._messages = Messages()
         self._silent: Fault | None = None  # of the rank that rank 0 has not heard for a while
+        self._gathered: list[str] = []
         self._leaves: tuple[float, int] | None = None  # by a signal: when, with which status
         self._heard_at = own.awake.look()
 
@@ -69,7 +68,7 @@ class FirstRankWatch:
             if own.held.is_set():
                 continue
             quiet = own.awake.seconds - self._heard_at
-            if quiet > HEARTBEAT_TIMEOUT_S + (0 if self._speaks else _STANDBY_FIRST_S):
+            if quiet > HEARTBEAT_TIMEOUT_S + (0 if own.standby else _STANDBY_FIRST_S):
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
                     self._line.sendall(encode({"stop": 1}))
@@ -87,6 +86,14 @@ class FirstRankWatch:
                 elif "hold" in message:
                     own.held.set()
                     own.write_last_words()
+                elif "keep" in message:
+                    own.held.set()
+                    self._line.sendall(encode({"kept": own.keep_state()}))
+                elif "regroup" in message:
+                    self._gathered = []
+                    own.go_on(Survivors.read(message["regroup"]))
+                elif "gathered" in message:
+                    self._take(message["gathered"])
                 elif "rescue" in message:
                     self._line.sendall(encode({"rescued": own.save_what_is_known()}))
                 elif "finish" in message:
@@ -98,9 +105,16 @@ class FirstRankWatch:
             if not data and not own.finished.is_set():
                 raise ConnectionError
 
+    def _take(self, text: str) -> None:
+        """One rank's value of those that are gathered; they come by rank."""
+        self._gathered.append(text)
+        if len(self._gathered) == self._own.size:
+            self._own.gathered.put(self._gathered)
+            self._gathered = []
+
     def _end(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
-        if self._speaks:
+        if self._own.standby:
             self._own.print(line_of(fault))
             with contextlib.suppress(Exception):
                 self._on_fault(fault)

@@ -4,6 +4,7 @@ Every script starts through :func:`run`.
 """
 
 import atexit
+import copy
 import errno
 import gc
 import os
@@ -26,6 +27,7 @@ from motley.launch.process import (
 from motley.launch.same_code import compare_code
 from motley.launch.start_watch import StartWatch
 from motley.launch.supervisor import Supervisor
+from motley.launch.survivors import SupervisedRanks, Survivors, machines_of
 
 T = TypeVar("T")
 
@@ -64,6 +66,7 @@ def run(
     except BaseException as error:  # SystemExit too: leaving early is a failure
         world.supervisor.fail(error)
     world.supervisor.finish()
+    world.supervisor.end_without_lost()
 
 
 def _end_with_thread(
@@ -163,9 +166,20 @@ class World:
         self.network = networks[self.machines[self.rank]]
         master = networks[self.machines[0]].address
         listening = self.from_first(lambda: self.supervisor.listen(master))
-        # Rank 0's standby should not freeze with its machine.
-        elsewhere = [rank for rank in range(self.size) if self.machines[rank] != 0]
-        self.supervisor.join(master, listening, min(elsewhere, default=1), self.first_here)
+        self.supervisor.join(master, listening, self.machines)
+
+    def without_lost(self, survivors: Survivors) -> "World":
+        """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""
+        ranks, world = survivors.ranks, copy.copy(self)
+        world.rank, world.size = ranks.index(self.rank), len(ranks)
+        world.machines = machines_of(self.machines, ranks)
+        world.nodes = [self.nodes[rank] for rank in ranks]
+        own = world.machines[world.rank]
+        here = [rank for rank in range(world.size) if world.machines[rank] == own]
+        world.local_size = len(here)
+        world._launched = SupervisedRanks(world.rank, world.size, here, self.supervisor.gather)
+        world._leader = None
+        return world
 
     def has_fixed_master(self) -> bool:
         """Whether some rank's user set MASTER_ADDR, which is then rank 0's; all call it."""

@@ -34,6 +34,18 @@ class PerRank(Generic[Value]):
             )
         return values
 
+    def only(self, ranks: Sequence[int]) -> "PerRank[Value]":
+        """The same for these ranks alone."""
+        if self.for_all:
+            return self
+        values = tuple(self.values[rank] for rank in ranks)
+        return PerRank(
+            self.flag,
+            ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values),
+            values,
+            False,
+        )
+
     def __str__(self) -> str:
         return self.text
 

@@ -86,6 +86,22 @@ class ProcessGroup:
             for reason, names in ranks.items()
         ]
 
+    def without_lost(self, ranks: Sequence[int]) -> "ProcessGroup":
+        """Those who are left of the launch, numbered anew; not joined yet.
+
+        Args:
+            ranks: their numbers so far, of which this one's is one; the place of each is its next.
+        """
+        workers = [
+            replace(worker, rank=ranks.index(worker.rank))
+            for worker in kept_workers(self.workers, ranks)
+        ]
+        left_out = [
+            replace(entry, rank=ranks.index(entry.rank))
+            for entry in self.left_out if entry.rank in ranks
+        ]  # fmt: skip
+        return replace(self, workers=tuple(workers), left_out=tuple(left_out))
+
     @property
     def precisions(self) -> tuple[str, ...]:
         """Precision of each rank."""
@@ -166,6 +182,12 @@ def shrink_group(
     rank = world.join_group([worker.rank for worker in workers])
     backend = _connect(world, rank, workers, group.device)
     return ProcessGroup(rank, workers, tuple(left_out), group.device, backend)
+
+
+def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
+    """Join a group of the same ranks anew; every rank of ``world``, which are those, calls it."""
+    rank = world.join_group([worker.rank for worker in group.workers])
+    return replace(group, rank=rank, backend=_connect(world, rank, group.workers, group.device))
 
 
 def check_nccl(world: World) -> None:

@@ -128,12 +128,17 @@ class GroupStatistics:
             for layer, m in zip(self._layers, each, strict=True)
         ])  # fmt: skip
 
-    def unite(self) -> None:
-        """Add up what all ranks have seen, into the layers' buffers; all ranks call it."""
+    def unite(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """Add up what all ranks have seen, into the layers' buffers; all ranks call it.
+
+        Args:
+            on_change: called before they change.
+        """
         if not self._layers:
             return
         told = torch.cat([self._own, self._share, self._own.new_tensor([float(self._steps)])])
         dist.all_reduce(told)
+        on_change()
         own, share = told[:-1].chunk(2)
         steps = round(float(told[-1]) / dist.get_world_size())
         parts = zip(self._layers, self._split(own), self._split(share), strict=True)

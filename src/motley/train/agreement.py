@@ -76,7 +76,10 @@ class Agreement:
         state = engine.alike()
         found = all_gather_object((state.plain, engine.scale.state_dict()))[right]
         plain, scale = found
-        engine.load_alike(State(spread(state.tensors, engine.device, right), plain))
+        taken = State(spread(state.tensors, engine.device, right), plain)
+        engine.on_change()
+        engine.load_alike(taken)
+        engine.on_same()
         engine.scale.load_state_dict(scale)
         self._tell(
             wrong, position,
@@ -92,6 +95,7 @@ class Agreement:
             f"{self._names([0])}'s, and no value is that of more than half of the ranks; all go "
             "back to the last checkpoint",
         )  # fmt: skip
+        job.engine.on_change()
         back, notes = job.resume(folders)
         for note in notes:
             self._recorder.note("resume", note)

@@ -5,8 +5,6 @@ each computed in micro-batches by every rank and finished by one step; a record 
 every step, an evaluation and a checkpoint after every epoch.
 """
 
-import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,13 +14,14 @@ import torch.distributed as dist
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
 from motley.checkpoint.transfer import save
-from motley.comm.collectives import all_gather_floats, release_groups
+from motley.comm.collectives import release_groups
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.order import seed_of
 from motley.engines.memory import release
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
+from motley.launch.survivors import Survivors
 from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
@@ -36,14 +35,14 @@ from motley.planner.process_group import (
     join_process_group,
     leave_process_group,
 )
-from motley.records.run_folder import EMA, EpochRecord
+from motley.records.run_folder import EpochRecord
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
+from motley.train.evaluate import evaluate
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import (
     check_numbers,
-    check_scores,
     readable,
     rebalance,
     shrink_micro_batches,
@@ -52,6 +51,7 @@ from motley.train.rescue import Rescue, arm_rescue
 from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
+from motley.train.survivor import Survivor
 
 
 def train(
@@ -71,37 +71,67 @@ def train(
     run = Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(task_of(config).prepare)
+    survivor, survivors = Survivor(world, config), None
+    while True:
+        try:
+            return train_with(survivor, survivors, run, engine_factory, make_model, monitor)
+        except Exception as error:
+            survivors = survivor.survivors_of(error)
+
+
+def train_with(
+    survivor: Survivor,
+    survivors: Survivors | None,
+    run: Run,
+    engine_factory: EngineFactory,
+    make_model: ModelFactory,
+    monitor: MonitorFactory,
+) -> None:
+    """Train to the end with all who are there.
+
+    Args:
+        survivors: of those that trained before; None: nobody is lost.
+    """
+    continuation = survivor.go_on(survivors) if survivors else None
+    world, config, traits = survivor.world, survivor.config, engine_factory.traits
     world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
-    group = join_process_group(world, config.precision, config.hosts)
+    if continuation is not None:
+        run.of_survivors(world)
+        group = continuation.group
+    else:
+        group = join_process_group(world, config.precision, config.hosts)
 
     # All that can be wrong with the options is said before the run's records are touched.
     model = open_model(group, config, make_model)
-    notes = [] if run.resume_from else load_initial(model, config)
-    group, planned = plan_batch(world, run, group, model, config, engine_factory.traits)
+    notes, kept = list[str](), None
+    if continuation is not None:
+        planned, kept = continuation.planned, continuation.kept
+    else:
+        notes = [] if run.resume_from else load_initial(model, config)
+        group, planned = plan_batch(world, run, group, model, config, traits)
     run.check_leader(group.workers[0].rank)
-    begun = begin(run, group, planned, config, engine_factory, model, monitor, notes)
+    begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, kept)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
-    run.start(records_of(config, group, plan, planned, engine_factory.traits, job))
+    run.start(records_of(config, group, plan, planned, traits, job))
     shared = run.is_shared()
-    print_summary(world, run, group, planned, plan, config)
+    if continuation is None:
+        print_summary(world, run, group, planned, plan, config)
     if begun is not None:
-        train_begun(world, run, group, begun, shared)
+        begun.take_over()
+        rescue = arm_rescue(world, begun, shared)
+        survivor.ready(group, planned, rescue)
+        train_begun(world, run, group, begun, rescue)
     else:  # this rank is left out, and waits for the others
         model = None  # its memory is of use to others
         release()
+        survivor.ready(group, planned, None)
         with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
             run.finish()
 
 
-def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, shared: bool) -> None:
-    """Train a job to its end, and record it; every rank that trains calls it.
-
-    Args:
-        shared: all ranks see the disk of the run's folder.
-    """
-    begun.take_over()
-    rescue = arm_rescue(world, begun, shared)
+def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, rescue: Rescue) -> None:
+    """Train a job to its end, and record it; every rank that trains calls it."""
     release_groups()  # those that were measured
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
@@ -172,7 +202,7 @@ class Loop:
         """One global batch: this rank's micro-batches, then one step of all ranks; returns the
         indices of this rank's samples too."""
         job, indices = self._job, list[int]()
-        self._rescue.whole(self._state)
+        self._rescue.whole(self._state, self._plan)
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
         torch.manual_seed(seed_of(job.config.seed, dist.get_rank(), self._state.step))
@@ -182,7 +212,9 @@ class Loop:
             job.engine.accumulate(micro_batch, batch.global_batch, last)
             indices += readable(micro_batch, job.config, job.run)
         self._recorder.write()
-        return job.engine.step(), indices
+        result = job.engine.step()
+        self._world.supervisor.check_group()  # of a broken one it may be anything
+        return result, indices
 
     def _after_step(self, batch: Plan, result: StepResult, indices: list[int]) -> bool:
         """What follows a step: help where memory or numbers have ended, its record, a checkpoint,
@@ -196,7 +228,7 @@ class Loop:
         rate = rate_of(job.engine.optimizer)
         timed = self._recorder.step(before, rate, batch, result)
         self._state = job.length.after(before, batch.global_batch)
-        self._rescue.whole(self._state)
+        self._rescue.whole(self._state, self._plan)
         if not self._save():
             return False  # from the checkpoint again
         changed = self._replan(timed) or bool(result.oom_ranks)
@@ -234,10 +266,9 @@ class Loop:
             return True
         self._say(Phase.SAVE)
         self._recorder.flush()
-        self._rescue.changing()
         job.engine.sync_parameters()
         self._state = self._agreement.check(state)
-        self._rescue.whole(self._state)
+        self._rescue.whole(self._state, self._plan)
         if self._state != state:
             return False
         if saves:
@@ -254,49 +285,9 @@ class Loop:
         return self._recorder.evaluation_at(self._state.step) or self._evaluate()
 
     def _evaluate(self) -> EpochRecord:
-        if self._job.engine.average is not None:  # it takes the parameters' place meanwhile
-            self._rescue.changing()
         evaluated = evaluate(self._world, self._job, self._plan, self._state)
-        self._rescue.whole(self._state)
         self._recorder.epoch(evaluated)
         return evaluated
 
     def _say(self, phase: Phase, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self._world.supervisor.set_status(phase, timeout_s)
-
-
-def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
-    """The task's scores of the held-out samples, shared as ``plan`` shares a batch; also of the
-    average of the parameters, where there is one, as ``ema_...``."""
-    start = time.monotonic()
-    world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    job.engine.sync_parameters()
-    metrics, samples = _scores(world, job, plan)
-    if job.engine.average is not None:
-        with job.engine.averaged():
-            also, _ = _scores(world, job, plan)
-        metrics |= {f"{EMA}{name}": value for name, value in also.items()}
-    return EpochRecord(
-        step=position.step, epoch=position.epoch - (position.consumed == 0), metrics=metrics,
-        samples=samples, seconds=time.monotonic() - start, time=time.time(),
-    )  # fmt: skip
-
-
-def _scores(world: World, job: Job, plan: Plan) -> tuple[dict[str, float], int]:
-    """The summary of all held-out samples, and their number: sums and weights over all ranks, never
-    a mean of means."""
-    parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
-    say = world.supervisor.set_status
-    say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    for batch in job.loader.test_batches(plan):
-        parts.append(job.engine.evaluate(batch))
-        indices.append(readable(batch, job.config, job.run))
-        say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
-    say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
-    scores = torch.stack(parts)
-    check_scores(scores, indices, lambda: job.loader.test_batches(plan))
-    table = all_gather_floats(list(scores.sum(dim=0)))
-    *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
-    names = job.model.score_names
-    means = {name: total / weight for name, total in zip(names, sums, strict=True)}
-    return dict(job.model.task.summary(means)), int(samples)

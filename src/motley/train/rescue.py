@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.checkpoint.transfer import progress_of
+from motley.checkpoint.transfer import Kept, progress_of
 from motley.engines.named_state import on_cpu
-from motley.engines.optimizer_state import State
+from motley.engines.protocol import Engine
+from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.plan.length import TrainState
+from motley.plan.plan import Plan
 from motley.train.setup import Begun, Job
 
 _WAIT_S = 3.0  # for the training's thread to finish a step that it has begun to take
@@ -26,22 +28,34 @@ _LOOK_S = 0.02  # between looks; longer than a GPU's step is under way unknown t
 
 
 class Rescue:
-    """What one rank can save of a job.
+    """What one rank can save of a job, or keep to go on with.
 
     Args:
         state: where training stands.
+
+    Attributes:
+        possible: this rank holds all of it, and it is worth to be kept.
+        kept: what :meth:`keep` has found; it stands for the job from then on.
     """
 
     def __init__(self, job: Job, state: TrainState) -> None:
-        self._job, self._state, self._version = job, state, 0
+        self._state, self._plan, self._version = state, job.plan, 0
+        self._engine: Engine | None = job.engine
+        self._checkpoints, self._config = job.checkpoints, job.saved_config
+        self.possible = job.engine.rescuable and job.length.save_every != 0
+        self.kept: Kept | None = None
 
     def changing(self) -> None:
         """Parameters, or what belongs to them, begin to change."""
         self._version += 1 - self._version % 2
 
-    def whole(self, state: TrainState) -> None:
-        """They are as after ``state``'s last step."""
-        self._state = state
+    def whole(self, state: TrainState, plan: Plan) -> None:
+        """They are as after ``state``'s last step; a full batch is split by ``plan``."""
+        self._state, self._plan = state, plan
+        self.same()
+
+    def same(self) -> None:
+        """They are as they were before :meth:`changing`, as far as they belong to a step."""
         self._version += 2 - self._version % 2
 
     def save(self) -> str:
@@ -50,40 +64,49 @@ class Rescue:
         Returns:
             What was done, for people; empty where nothing was left to do.
         """
-        job, deadline = self._job, time.monotonic() + _WAIT_S
-        while True:
-            version, state = self._version, self._state
-            if state.step == 0 or self._is_saved(state.step):
-                return ""
+        step = (self.kept.state if self.kept else self._state).step
+        if step == 0 or self._is_saved(step):
+            return ""
+        kept = self.kept or self._take()
+        # Of no ranks: what each alone held, as its error feedback, is lost with it.
+        progress = progress_of(kept.state, 0, kept.scale, self._config, kept.found.plain)
+        self._checkpoints.save(kept.found.tensors, progress)
+        return f"saved as of step {kept.state.step}"
+
+    def keep(self) -> None:
+        """Have :attr:`kept` in place of the engine; from the watching thread."""
+        if self.kept is None:
+            self.kept = self._take()
+            self._engine = None  # its memory is of use to the next
+
+    def _take(self) -> Kept:
+        """A copy of the last finished step; MotleyError if there is none in time."""
+        deadline, engine = time.monotonic() + _WAIT_S, self._engine
+        assert engine is not None
+        while time.monotonic() < deadline:
+            version, state, plan = self._version, self._state, self._plan
             if version % 2 == 0:
-                found, scale = self._copy(), job.engine.scale.state_dict()
+                with _beside(engine.device):
+                    found = engine.whole_state(_copied)
+                kept = Kept(state, plan, found, engine.scale.state_dict())
                 time.sleep(_LOOK_S)
                 if version == self._version:
-                    break
-            if time.monotonic() > deadline:
-                return "the last step could not be saved: it was not finished in time"
+                    return kept
             time.sleep(_LOOK_S)
-        # Of no ranks: what each alone held, as its error feedback, is lost with it.
-        progress = progress_of(state, 0, scale, job.saved_config, found.plain)
-        job.checkpoints.save(found.tensors, progress)
-        return f"saved as of step {state.step}"
+        raise MotleyError("it was not finished in time")
 
     def _is_saved(self, step: int) -> bool:
-        return any(folder.name.endswith(f"_{step:08d}") for folder in self._job.checkpoints.found())
+        return any(folder.name.endswith(f"_{step:08d}") for folder in self._checkpoints.found())
 
-    def _copy(self) -> State:
-        with self._beside():
-            return self._job.engine.whole_state(_copied)
 
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """In a stream of its own: in the usual one the copy would wait for the lost rank too."""
-        device = self._job.engine.device
-        if device.type != "cuda":
-            yield
-            return
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            yield
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """In a stream of its own: in the usual one the copy would wait for the lost rank too."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -98,8 +121,8 @@ def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
     """
     job = begun.job
     rescue = Rescue(job, begun.state)
-    if job.engine.rescuable and job.length.save_every != 0:
-        job.engine.on_change = rescue.changing
+    if rescue.possible:
+        job.engine.on_change, job.engine.on_same = rescue.changing, rescue.same
         first = dist.get_rank() == 0
         if first or shared:
             world.supervisor.can_rescue(rescue.save, first)

@@ -11,7 +11,7 @@ from timm.scheduler.scheduler import Scheduler
 
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
-from motley.checkpoint.transfer import resume
+from motley.checkpoint.transfer import Kept, go_on, resume
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.data.loader import Loader
@@ -106,17 +106,23 @@ def begin(
     model: TaskModel | None,
     monitor: MonitorFactory,
     initial: Sequence[str],
+    kept: Kept | None = None,
 ) -> Begun | None:
     """Put a job together and load what it continues; None on a rank that is left out.
 
     Args:
         initial: what is to be said of the weights that it begins with.
+        kept: what this rank holds of a group that was larger.
     """
     if group.rank is None or model is None:
         return None
-    job = assemble(run, group, planned, config, engine_factory, model, monitor)
-    state, notes = job.resume(run.resume_from)
-    budget = budget_of(job, state, planned) if group.rank == 0 else None
+    fresh = not run.resume_from and kept is None
+    job = assemble(run, group, planned, config, engine_factory, model, monitor, fresh)
+    if kept is not None:
+        state, notes = go_on(job.engine, kept)
+    else:
+        state, notes = job.resume(run.resume_from)
+    budget = budget_of(job, state, planned) if group.rank == 0 and kept is None else None
     if budget is not None:
         budget.check()
     said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
@@ -131,15 +137,20 @@ def assemble(
     engine_factory: EngineFactory,
     model: TaskModel,
     monitor: MonitorFactory,
+    fresh: bool,
 ) -> Job:
-    """Set an engine on the model, and make what else training needs."""
+    """Set an engine on the model, and make what else training needs.
+
+    Args:
+        fresh: nothing is known of it yet, as a loss scale.
+    """
     assert group.rank is not None
     plan = planned.plan
     most = max(plan.micro_batches[group.rank], default=0)
     loader = Loader(model.task, config, group.rank, group.device, model.example, most)
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes = _loader_notes(loader, group)
-    if config.loss_scale == "auto" and scale.dynamic and not run.resume_from:
+    if config.loss_scale == "auto" and scale.dynamic and fresh:
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))

@@ -16,6 +16,7 @@ import torch
 
 from motley.data.batch import Batch
 from motley.engines.ddp import DdpEngine
+from motley.launch.survivors import SURVIVE
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
@@ -29,17 +30,19 @@ FAILURES = {
 
 
 class Failing(DdpEngine):
-    """Fails in a step, and again if that is taken again."""
+    """Fails in a step, and again if that is taken again; not with fewer ranks than at first."""
 
     failure: str
     step_of_it: int
     rank: int | None
+    ranks: int | None = None
     _steps = 0
 
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
-        last_rank = self._context.size - 1
-        here = self._context.rank == (last_rank if self.rank is None else self.rank)
-        if here and self._steps >= self.step_of_it:
+        ranks = self._context.size
+        Failing.ranks = Failing.ranks or ranks
+        here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
+        if here and ranks == Failing.ranks and self._steps >= self.step_of_it:
             FAILURES[self.failure]()
         self._steps += last
         return super()._accumulate(batch, last)
@@ -50,7 +53,10 @@ def main() -> None:
     own.add_argument("--fail", choices=FAILURES, required=True)
     own.add_argument("--step", type=int, default=3)
     own.add_argument("--on", type=int)
+    own.add_argument("--survive", action="store_true", help="the others may go on")
     given, rest = own.parse_known_args()
+    if given.survive:
+        os.environ |= SURVIVE
     Failing.failure, Failing.step_of_it, Failing.rank = given.fail, given.step, given.on
     config = read_config(training_parser(""), rest)
     run(lambda world: train(world, config, Failing))

@@ -1,0 +1,200 @@
+"""Those who are left when a rank is lost go on: who they are, and how they exchange values.
+
+MPI may wait for the lost rank for ever, so they talk through the supervisor's connections, which
+all of them have to rank 0. Rank 0 first has everybody keep its state, then tells them to go on:
+whoever leaves a broken collective may break that of others, who must not be reading theirs still.
+"""
+
+import base64
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
+
+from motley.errors import MotleyError
+from motley.faults import Fault, FaultKind
+from motley.launch.messages import MOST_BYTES
+
+T = TypeVar("T")
+
+# Of a rank whose process is gone. A host that is silent takes mpirun's daemon, and so the job, with
+# it; an error that a rank tells of would come again on the others.
+_LOST = {
+    FaultKind.KILLED, FaultKind.SEGFAULT, FaultKind.ABORTED, FaultKind.ILLEGAL_INSTRUCTION,
+}  # fmt: skip
+
+
+SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment: mpirun is told what follows
+# Open MPI 5: who is left when a rank dies lives on, and ends by itself.
+SURVIVE = {
+    "PRTE_MCA_state_base_recoverable": "1", "PRTE_MCA_state_base_error_non_zero_exit": "0",
+    SURVIVES: "1",
+}  # fmt: skip
+_WITNESS_S = 1.0  # in which the host of a lost rank is heard of; mpirun ends the job without it
+_KEEP_S = 20.0  # in which all have kept their state
+
+
+class RankLostError(Exception):
+    """The group that this rank computes in is broken; see :meth:`Supervisor.survivors_of`."""
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """Who goes on.
+
+    Attributes:
+        ranks: their numbers so far, ascending; the place of each is its new number.
+        lost: why the first of the others does not.
+        standby: who speaks when rank 0 cannot, by its new number.
+    """
+
+    ranks: tuple[int, ...]
+    lost: Fault
+    standby: int
+
+    def message(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"ranks": list(self.ranks), "lost": asdict(self.lost), "standby": self.standby}
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> "Survivors":
+        """Of a :meth:`message`."""
+        lost = Fault.read(message["lost"])
+        return cls(tuple(message["ranks"]), lost, message["standby"])
+
+
+class SupervisedRanks:
+    """Implements motley.launch.mpi.Launched for those who are left of a launch.
+
+    Args:
+        gather: gives every rank's value, by rank. here: the ranks of this machine.
+    """
+
+    def __init__(
+        self, rank: int, size: int, here: Sequence[int], gather: Callable[[Any], list[Any]]
+    ) -> None:
+        self.rank, self.size, self._here, self._gather = rank, size, list(here), gather
+
+    def allgather(self, value: T) -> list[T]:
+        """See Launched."""
+        return self._gather(value)
+
+    def on_this_machine(self) -> list[int]:
+        """See Launched."""
+        return self._here
+
+
+def packed(value: Any) -> str:
+    """A value of any type, for a message."""
+    text = base64.b64encode(pickle.dumps(value)).decode()
+    if len(text) > MOST_BYTES // 2:
+        raise MotleyError(f"a value of {len(text)} bytes is too long to be exchanged by ranks")
+    return text
+
+
+def unpacked(text: str) -> Any:
+    """What was :func:`packed` by a rank, which has said the token."""
+    return pickle.loads(base64.b64decode(text))
+
+
+class Status(Protocol):
+    """What must be known of a rank; see motley.launch.watchdog.RankStatus."""
+
+    rank: int
+    regroups: bool
+
+
+class Regrouping:
+    """Rank 0's memory of who is lost, who has kept its state, and what was gathered.
+
+    Args:
+        machines: which machine each rank is on. survives: ranks may outlive one of them.
+    """
+
+    def __init__(self, machines: Sequence[int], survives: bool) -> None:
+        self._machines, self._survives = list(machines), survives
+        self._lost: dict[int, Fault] = {}
+        self._keeping: set[int] = set()
+        self._witnessed: set[int] = set()  # lost ranks whose host is known to live
+        self._gathered: dict[int, str] = {}
+        self._since = 0.0
+
+    @property
+    def first(self) -> Fault | None:
+        """The first loss, of which all others may be echoes; None: nobody is lost."""
+        return next(iter(self._lost.values()), None)
+
+    def lose(self, fault: Fault, left: Collection[Status]) -> bool:
+        """A rank is lost; whether the others can go on, as far as is known.
+
+        Args:
+            left: all others, rank 0 among them.
+        """
+        ready = all(status.regroups for status in left)
+        if not (self._survives and ready and fault.rank and fault.kind in _LOST):
+            return False
+        self._since = time.monotonic()
+        if not self._lost:
+            self._keeping = {status.rank for status in left}
+        self._lost[fault.rank] = fault
+        self._keeping.discard(fault.rank)
+        return True
+
+    def witness(self, rank: int) -> None:
+        """The host of a rank lives, and so does mpirun's daemon there."""
+        self._witnessed.add(rank)
+
+    def all_hosts_live(self, left: Collection[Status]) -> bool:
+        """Whether mpirun is going to go on too."""
+        alive = {self._machines[status.rank] for status in left}
+        return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
+
+    def overdue(self, left: Collection[Status]) -> bool:
+        """Whether the others cannot go on after all."""
+        if self.first is None:
+            return False
+        waited = time.monotonic() - self._since
+        return waited > (_KEEP_S if self.all_hosts_live(left) else _WITNESS_S)
+
+    def kept(self, rank: int) -> None:
+        """A rank holds its state apart from the group."""
+        self._keeping.discard(rank)
+
+    def survivors(self, left: Collection[Status]) -> Survivors | None:
+        """Who goes on now; None while somebody is not ready, or nobody is lost."""
+        if self.first is None or self._keeping or not self.all_hosts_live(left):
+            return None
+        ranks = tuple(sorted(status.rank for status in left))
+        return Survivors(ranks, self.first, standby_of(machines_of(self._machines, ranks)))
+
+    def begin_anew(self, survivors: Survivors) -> None:
+        """They go on, numbered anew."""
+        self._machines = machines_of(self._machines, survivors.ranks)
+        self._lost.clear()
+        self._witnessed.clear()
+        self._gathered.clear()
+
+    def gather(self, rank: int, text: str) -> list[str] | None:
+        """Take a rank's value; those of all, by rank, once all are here."""
+        self._gathered[rank] = text
+        if len(self._gathered) < len(self._machines):
+            return None
+        found = [self._gathered[rank] for rank in range(len(self._machines))]
+        self._gathered.clear()
+        return found
+
+
+def standby_of(machines: Sequence[int]) -> int:
+    """The rank that speaks when rank 0 cannot: best one that does not freeze with its machine.
+
+    Args:
+        machines: which machine each rank is on.
+    """
+    return min((rank for rank, machine in enumerate(machines) if machine != 0), default=1)
+
+
+def machines_of(machines: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """Which machine each of ``ranks`` is on, by its lowest rank, all numbered anew."""
+    kept = [machines[rank] for rank in ranks]
+    return [kept.index(machine) for machine in kept]

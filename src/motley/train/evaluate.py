@@ -1,0 +1,53 @@
+"""What a model is worth: the task's scores of all held-out samples, over all ranks."""
+
+import math
+import time
+
+import torch
+
+from motley.comm.collectives import all_gather_floats
+from motley.faults import Phase
+from motley.launch.watchdog import PROGRESS_TIMEOUT_S
+from motley.launch.world import World
+from motley.plan.length import TrainState
+from motley.plan.plan import Plan
+from motley.records.run_folder import EMA, EpochRecord
+from motley.train.recovery import check_scores, readable
+from motley.train.setup import Job
+
+
+def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
+    """The task's scores of the held-out samples, shared as ``plan`` shares a batch; also of the
+    average of the parameters, where there is one, as ``ema_...``."""
+    start = time.monotonic()
+    world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    job.engine.sync_parameters()
+    metrics, samples = _scores(world, job, plan)
+    if job.engine.average is not None:
+        with job.engine.averaged():
+            also, _ = _scores(world, job, plan)
+        metrics |= {f"{EMA}{name}": value for name, value in also.items()}
+    return EpochRecord(
+        step=position.step, epoch=position.epoch - (position.consumed == 0), metrics=metrics,
+        samples=samples, seconds=time.monotonic() - start, time=time.time(),
+    )  # fmt: skip
+
+
+def _scores(world: World, job: Job, plan: Plan) -> tuple[dict[str, float], int]:
+    """The summary of all held-out samples, and their number: sums and weights over all ranks, never
+    a mean of means."""
+    parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
+    say = world.supervisor.set_status
+    say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    for batch in job.loader.test_batches(plan):
+        parts.append(job.engine.evaluate(batch))
+        indices.append(readable(batch, job.config, job.run))
+        say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
+    scores = torch.stack(parts)
+    check_scores(scores, indices, lambda: job.loader.test_batches(plan))
+    table = all_gather_floats(list(scores.sum(dim=0)))
+    *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
+    names = job.model.score_names
+    means = {name: total / weight for name, total in zip(names, sums, strict=True)}
+    return dict(job.model.task.summary(means)), int(samples)
