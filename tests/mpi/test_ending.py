@@ -30,7 +30,9 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
     done = jobs.wait(job, 10)
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
-    assert len(lines) == 1 and f"rank {rank} " in lines[0] and "died without a word" in lines[0]
+    assert f"rank {rank} " in lines[0] and "died without a word" in lines[0]
+    # Mpirun may leave the others the time to save what they hold.
+    assert all("saved" in line for line in lines[1:]) and len(lines) < 3
     wait_until(lambda: not processes_of(str(jobs.logs)), 3)
     if rank:
         assert status(jobs)["status"] == "failed"

@@ -27,8 +27,8 @@ def test_a_stopped_rank_is_named_and_a_short_stop_is_not(jobs: Jobs) -> None:
     done = jobs.wait(job, 30)
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
-    assert len(lines) == 1
     assert re.search(r"rank 2 on .*, step \d+: silent for 1\d s: .*--resume auto", lines[0])
+    assert all("saved as of step" in line for line in lines[1:])
     wait_until(lambda: not processes_of(str(jobs.logs)), 3)
     assert status(jobs)["status"] == "failed"
     fault = RunFolder(jobs.logs / "long").read_events()[-1]
