@@ -146,9 +146,8 @@ class OwnRank:
         self.held.clear()
         self.survivors = survivors
         self.regrouped.set()
-        with contextlib.suppress(Exception):  # then it stays there, and the job ends
-            self.free()
         self.gathered.put(None)
+        threading.Thread(target=self.free, name="free", daemon=True).start()  # it may hang too
 
     def write_last_words(self) -> None:
         """Do :attr:`last_words`; the job must end, whatever the disk does."""

@@ -33,6 +33,7 @@ SURVIVE = {
 }  # fmt: skip
 _WITNESS_S = 1.0  # in which the host of a lost rank is heard of; mpirun ends the job without it
 _KEEP_S = 20.0  # in which all have kept their state
+_MEET_S = 60.0  # in which all have left the broken group; one may compute meanwhile
 
 
 class RankLostError(Exception):
@@ -110,6 +111,9 @@ class Regrouping:
 
     Args:
         machines: which machine each rank is on. survives: ranks may outlive one of them.
+
+    Attributes:
+        meeting: the loss after which not all have left the broken group yet.
     """
 
     def __init__(self, machines: Sequence[int], survives: bool) -> None:
@@ -119,6 +123,7 @@ class Regrouping:
         self._witnessed: set[int] = set()  # lost ranks whose host is known to live
         self._gathered: dict[int, str] = {}
         self._since = 0.0
+        self.meeting: Fault | None = None
 
     @property
     def first(self) -> Fault | None:
@@ -152,9 +157,9 @@ class Regrouping:
 
     def overdue(self, left: Collection[Status]) -> bool:
         """Whether the others cannot go on after all."""
-        if self.first is None:
-            return False
         waited = time.monotonic() - self._since
+        if self.first is None:
+            return self.meeting is not None and waited > _MEET_S
         return waited > (_KEEP_S if self.all_hosts_live(left) else _WITNESS_S)
 
     def kept(self, rank: int) -> None:
@@ -170,6 +175,7 @@ class Regrouping:
 
     def begin_anew(self, survivors: Survivors) -> None:
         """They go on, numbered anew."""
+        self.meeting, self._since = survivors.lost, time.monotonic()
         self._machines = machines_of(self._machines, survivors.ranks)
         self._lost.clear()
         self._witnessed.clear()
@@ -180,6 +186,7 @@ class Regrouping:
         self._gathered[rank] = text
         if len(self._gathered) < len(self._machines):
             return None
+        self.meeting = None
         found = [self._gathered[rank] for rank in range(len(self._machines))]
         self._gathered.clear()
         return found

@@ -159,7 +159,8 @@ class AllRanksWatch:
 
     def _regroup(self) -> None:
         """Have those who are left go on as soon as all can; else end the job."""
-        left, first = self._statuses(), self._regrouping.first
+        left = self._statuses()
+        first = self._regrouping.first or self._regrouping.meeting
         if survivors := self._regrouping.survivors(left):
             self._go_on(survivors)
         elif first is not None and self._regrouping.overdue(left):
