@@ -13,16 +13,17 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
 from motley.errors import MotleyError
-from motley.faults import Fault, FaultKind, died, launcher_gone
+from motley.faults import Fault, FaultKind, daemon_gone, died, launcher_gone
 from motley.launch.fault_record import record_fault
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
+from motley.launch.lost_daemon import lost_host
 from motley.records.run_folder import RunFolder
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
@@ -81,6 +82,7 @@ class _Told:
     """What a rank has told.
 
     Attributes:
+        hosts: of all ranks, by their number; on rank 0.
         line: to say, where mpirun's own errors go; empty means nothing.
         fault: what ends the job, as far as is known, until it is said. step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
@@ -95,6 +97,7 @@ class _Told:
     step: int | None = None
     ended: bool = False
     folder: str | None = None
+    hosts: dict[str, str] = field(default_factory=dict)
     segments: str = ""
     session: str = ""
 
@@ -145,7 +148,7 @@ def _main() -> None:
         launcher = psutil.Process(int(sys.argv[1]))
         told, launcher_first = _listen(launcher.pid)
         if launcher_first and told.rank == 0 and not (told.ended or told.fault):
-            told.fault = asdict(launcher_gone(told.host, told.launcher, told.step))
+            told.fault = asdict(_why_gone(launcher.pid, told))
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher)
         fault = Fault.read(told.fault) if told.fault else None
@@ -155,7 +158,18 @@ def _main() -> None:
             line = told.line or (f"motley: {fault.line()}" if fault else "")
             print(line, file=sys.stderr, flush=True)
         if _gone(launcher, 0):
-            remove(told.segments, told.session)
+            session = told.session or session_folder(launcher.pid, os.environ)
+            remove(told.segments, session)
+
+
+def _why_gone(launcher: int, told: _Told) -> Fault:
+    """Why the launcher ended before its ranks: for the daemon of a host, or it was killed."""
+    others = {*told.hosts.values()} - {told.host}
+    host = lost_host(launcher) if others else ""
+    if not host:
+        return launcher_gone(told.host, told.launcher, told.step)
+    ranks = (int(rank) for rank, name in told.hosts.items() if name == host)
+    return daemon_gone(min(ranks, default=told.rank), host, told.step)
 
 
 def _listen(launcher: int) -> tuple[_Told, bool]:

@@ -91,8 +91,9 @@ class Supervisor:
         if own.rank == 0:
             self._writer = BackgroundWriter()
             watch = AllRanksWatch(
-                own, self._handshakes, self._writer, self._record_fault, self._record_event
-            )
+                own, standby, self._handshakes, self._writer,
+                self._record_fault, self._record_event,
+            )  # fmt: skip
         else:
             port, token, host = listening
             line = socket.create_connection((address, port), timeout=30)

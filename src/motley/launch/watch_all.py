@@ -1,6 +1,7 @@
 """Rank 0's thread: hears all ranks, judges who failed first, and ends the job in one line."""
 
 import contextlib
+import faulthandler
 import os
 import selectors
 import signal
@@ -38,20 +39,23 @@ class AllRanksWatch:
     It never waits for a disk: what a rank tells is recorded by another thread.
 
     Args:
+        standby: the rank that speaks when this one cannot.
         on_fault: records the first cause. on_event: records what a rank tells.
     """
 
     def __init__(
         self,
         own: OwnRank,
+        standby: int,
         handshakes: Handshakes,
         writer: BackgroundWriter,
         on_fault: Callable[[Fault], None],
         on_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self._own, self._handshakes, self._writer = own, handshakes, writer
+        self._standby = standby
         self._on_fault, self._on_event = on_fault, on_event
-        self._me = RankStatus(0, own.host)
+        self._me = RankStatus(0, own.host, address=handshakes.address[0])
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.host)
         self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
@@ -70,8 +74,11 @@ class AllRanksWatch:
                 if isinstance(line, socket.socket) and line in self._others:
                     self._read(line)
             for new in self._handshakes.arrivals(ready, now):
-                status = RankStatus(new.rank, new.host, now, messages=new.messages)
+                address = new.line.getpeername()[0]
+                status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
                 self._others[new.line] = status
+                if new.rank == self._standby:  # a crash's traceback: it says then what crashed
+                    faulthandler.enable(new.line.fileno())
                 for message in new.pending:
                     self._hear(status, message)
             # Only now: whoever knows more may have said so while this process was stopped.
@@ -141,9 +148,12 @@ class AllRanksWatch:
         if self._own.reaper:
             suspect = silent or (self._pending[1] if self._pending else None)
             self._own.reaper.tell(
-                fault=asdict(suspect) if suspect else None, step=self._last_step()
-            )
-        if fault := self._watchdog.silent(statuses[1:]) or self._watchdog.stuck(statuses):
+                fault=asdict(suspect) if suspect else None, step=self._last_step(),
+                hosts={str(status.rank): status.host for status in statuses},
+            )  # fmt: skip
+        watchdog = self._watchdog
+        fault = watchdog.silent(statuses[1:]) or watchdog.dead_link(statuses)
+        if fault := fault or watchdog.stuck(statuses):
             self.end_job(fault)
 
     def _until_due(self) -> float:
