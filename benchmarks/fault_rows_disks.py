@@ -50,7 +50,7 @@ def disk_full_logging(place: Place, seen: Seen) -> None:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@row("the run's folder is removed in mid-run", "said at the next record; not 0", quick=True)
+@row("the run's folder is removed in mid-run", "said at the next record; not 0")
 def folder_removed(place: Place, seen: Seen) -> None:
     story = Story(place, seen, 2, "--max-steps", 200).reach(12)
     story.harm(lambda: shutil.rmtree(story.folder.path))
@@ -60,7 +60,7 @@ def folder_removed(place: Place, seen: Seen) -> None:
     story.judge_left()
 
 
-@row("logs cannot be written to", "one line, before it trains", quick=True)
+@row("logs cannot be written to", "one line, before it trains")
 def logs_read_only(place: Place, seen: Seen) -> None:
     place.logs = Path("/proc/motley-logs")
     story = Story(place, seen, 2, "--max-steps", 8)

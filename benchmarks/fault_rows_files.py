@@ -68,7 +68,7 @@ def _truncate(path: Path, part: float) -> None:
     os.truncate(path, int(path.stat().st_size * part))
 
 
-@row("a bit of the newest checkpoint is flipped", _BEFORE, quick=True)
+@row("a bit of the newest checkpoint is flipped", _BEFORE)
 def checkpoint_flipped(place: Place, seen: Seen) -> None:
     _damaged(place, seen, "step_00000030", "model.safetensors",
              do=lambda c: _flip(_newest(c) / "model.safetensors"))  # fmt: skip
@@ -165,7 +165,7 @@ def names_like_checkpoints(place: Place, seen: Seen) -> None:
         seen.expect((story.folder.checkpoints / name).exists(), f"{name} is gone")
 
 
-@row("another run's run.json is empty, at --resume auto", "skipped, named", quick=True)
+@row("another run's run.json is empty, at --resume auto", "skipped, named")
 def another_run_damaged(place: Place, seen: Seen) -> None:
     shutil.copytree(_saved(place).parent, place.logs / "other")
     (place.logs / "other" / "run.json").write_text("")

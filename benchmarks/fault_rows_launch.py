@@ -91,7 +91,7 @@ def other_files(place: Place, seen: Seen) -> None:
     refused(place, seen, odd, name, "sync_cn.sh", last=False)
 
 
-@row("MASTER_PORT is taken", "one line: which port, and what to do", quick=True)
+@row("MASTER_PORT is taken", "one line: which port, and what to do")
 def port_taken(place: Place, seen: Seen) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])

@@ -19,7 +19,7 @@ SHORT, LONG = ("--max-steps", 60), ("--max-steps", 120)
 @row("a rank is killed, under keep_training.sh", "named in 1 s; goes on, no step lost")
 def rank_killed(place: Place, seen: Seen) -> None:
     story = Story(place, seen, 3, *LONG, keep=True).reach(12).kill(2)
-    story.went_on(90, "rank 2 on", steps=120, next_s=40)
+    story.went_on(90, "rank 2 on", steps=120, next_s=60)
     seen.expect((seen.first_word_s or 0) <= 1.5, "the first word took over 1.5 s")
 
 
@@ -46,7 +46,7 @@ def rank_paused(place: Place, seen: Seen) -> None:
     story.went_on(40, steps=60, next_s=8)
 
 
-@row("SIGTERM to one rank alone", "that rank is named, not the user", quick=True)
+@row("SIGTERM to one rank alone", "that rank is named, not the user")
 def rank_terminated(place: Place, seen: Seen) -> None:
     story = Story(place, seen, 2, *SHORT).reach(12).kill(1, signal.SIGTERM)
     story.ended(10, "rank 1 on", "this rank alone", word_s=2, kind=FaultKind.KILLED, rank=1)
@@ -73,7 +73,7 @@ def _stopped(place: Place, seen: Seen, *numbers: int) -> None:
     )
 
 
-@row("SIGTERM to mpirun", "stopped by you; status stopped", quick=True)
+@row("SIGTERM to mpirun", "stopped by you; status stopped")
 def stopped_term(place: Place, seen: Seen) -> None:
     _stopped(place, seen, signal.SIGTERM)
 
@@ -112,17 +112,17 @@ def _fails(place: Place, seen: Seen, failure: str, limit_s: float, *says: str,
     story.ended(limit_s, f"rank {on} on", *says, rank=on, **judged)
 
 
-@row("sys.exit(0) on a rank", "that rank and SystemExit are named", quick=True)
+@row("sys.exit(0) on a rank", "that rank and SystemExit are named")
 def rank_sys_exit(place: Place, seen: Seen) -> None:
     _fails(place, seen, "exit", 20, "SystemExit", kind=FaultKind.ERROR)
 
 
-@row("os._exit(0) on a rank", "that rank is named", quick=True)
+@row("os._exit(0) on a rank", "that rank is named")
 def rank_os_exit(place: Place, seen: Seen) -> None:
     _fails(place, seen, "gone", 20, "died without a word", kind=FaultKind.KILLED)
 
 
-@row("a segfault on a rank", "that rank, the signal, and where its traceback is", quick=True)
+@row("a segfault on a rank", "that rank, the signal, and where its traceback is")
 def rank_segfault(place: Place, seen: Seen) -> None:
     _fails(place, seen, "address", 20, "crashed in compiled code", "traceback above",
            kind=FaultKind.SEGFAULT)  # fmt: skip
@@ -164,7 +164,7 @@ def start_all_stopped(place: Place, seen: Seen) -> None:
     _start_stopped(place, seen, (0, 1), "rank 0 on .* is stopped")
 
 
-@row("a rank of an earlier run is still there", "said at launch; ended by clean_cn.sh", quick=True)
+@row("a rank of an earlier run is still there", "said at launch; ended by clean_cn.sh")
 def leftover_rank(place: Place, seen: Seen) -> None:
     linger = ("./entry_cn.sh", "tests/support/drivers/linger.py", "old")
     gone = {"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "prterun-gone-4711@1"}
