@@ -9,8 +9,10 @@
 # usage: ./entry_cn.sh [SCRIPT.py] [ARGS...]            default: torch_dist/train_vit.py
 #
 # Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
-# file), OMP_NUM_THREADS (cores of this machine / its ranks), and those of .deepspeed_env
-# beside this file and in your home, one NAME=VALUE a line, which DeepSpeed reads too.
+# file), OMP_NUM_THREADS (cores of this machine / its ranks), MOTLEY_START_TIMEOUT (seconds
+# in which all ranks should have started, default 120; 0: however long it takes), and those of
+# .deepspeed_env beside this file and in your home, one NAME=VALUE a line, which DeepSpeed
+# reads too.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

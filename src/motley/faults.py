@@ -33,6 +33,7 @@ class FaultKind(StrEnum):
     ABORTED = "aborted"
     ILLEGAL_INSTRUCTION = "illegal instruction"
     HOST_LOST = "host lost"
+    LINK_LOST = "link lost"
     HANG = "hang"
     KILLED = "killed"
     LAUNCHER_LOST = "launcher lost"
@@ -238,6 +239,15 @@ def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     )  # fmt: skip
 
 
+def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
+    """The launcher lost its daemon on ``host``, whose first rank is ``rank``."""
+    return Fault(
+        rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
+        "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
+        kind=FaultKind.LAUNCHER_LOST,
+    )  # fmt: skip
+
+
 def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "") -> Fault:
     """Nothing was heard of a rank for a while.
 
@@ -263,6 +273,17 @@ def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -
         rank, host, step, f"all other hosts are silent for {seconds:.0f} s ({others})",
         f"see whether {host} is off the network; continue with --resume auto",
         kind=FaultKind.HOST_LOST,
+    )  # fmt: skip
+
+
+def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
+    """Two hosts do not reach each other, and rank 0 hears both."""
+    return Fault(
+        rank, host, step,
+        f"the link between {host} and {other} is dead, though the head hears both",
+        "look for a cable, switch or firewall between them, with bash setup/test_mpi.sh; continue "
+        "with --resume auto, if need be without one of them",
+        kind=FaultKind.LINK_LOST,
     )  # fmt: skip
 
 

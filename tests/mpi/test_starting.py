@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 STARTING = """
 import os, sys, time
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
-if sys.argv[2] == "import" and rank == "1":
+if sys.argv[2] == "all" or (sys.argv[2] == "import" and rank == "1"):
     open(sys.argv[1] + "/here", "w").close()
     time.sleep(1000)
 from motley.launch.world import World, run
@@ -61,6 +61,28 @@ def test_a_rank_that_does_not_start_is_named(
     (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert "not all ranks have started within 4 s" in line
     assert re.search(says, line), line
+    wait_until(lambda: not processes_of(str(script)), 3)
+
+
+def test_where_all_are_stopped_while_they_import_they_are_named(jobs: Jobs, tmp_path: Path) -> None:
+    script = tmp_path / "starting.py"
+    script.write_text(STARTING)
+    job = jobs.start(2, script, tmp_path, "all", MOTLEY_START_TIMEOUT="4")
+    wait_until((tmp_path / "here").exists, 60)
+
+    def pids() -> list[int]:
+        return [pid for pid in processes_of("-m\0motley.launch\0") if pid in ours()]
+
+    def ours() -> list[int]:
+        return processes_of(str(script))
+
+    wait_until(lambda: len(pids()) == 2, 20)
+    for pid in pids():
+        os.kill(pid, signal.SIGSTOP)
+    done = jobs.wait(job, 30)
+    assert done.code != 0
+    (line,) = [line for line in done.output.splitlines() if line.startswith("motley: ")]
+    assert re.search("within 4 s: rank 0 on .* is stopped; rank 1 on .* is stopped", line), line
     wait_until(lambda: not processes_of(str(script)), 3)
 
 

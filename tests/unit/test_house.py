@@ -23,8 +23,8 @@ ROOMS = {
     "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
-        "process mpi same_code messages handshakes watchdog fault_record job_files "
-        "launcher_reaper survivors own_rank "
+        "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
+        "leftovers lost_daemon launcher_reaper survivors own_rank "
         "background_writer start_watch watch_first watch_all supervisor world __main__"
     ),
     "config": "option numbers options parser",

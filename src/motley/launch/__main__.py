@@ -12,11 +12,13 @@ import runpy
 import sys
 
 from motley.launch.process import die_with_parent
+from motley.launch.start_watch import watch_imports
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
     faulthandler.enable()
     gc.disable()
+    watch = watch_imports()
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
     runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

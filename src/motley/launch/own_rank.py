@@ -12,10 +12,12 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from motley.faults import Fault
+from motley.launch.dead_links import dead_peers
 from motley.launch.launcher_reaper import LauncherReaper
 from motley.launch.survivors import Survivors
 from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
 
+_LINKS_S = 2.0  # between looks at what this process's connections do
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -61,7 +63,8 @@ class OwnRank:
         self.regrouped = threading.Event()
         self.gathered = SimpleQueue[list[str] | None]()
         self._rescuing = threading.RLock()
-        self._next_heartbeat = 0.0
+        self._next_heartbeat = self._look_at_links = 0.0
+        self._unanswered: list[str] = []
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -93,7 +96,11 @@ class OwnRank:
 
     def heartbeat_message(self) -> dict[str, Any]:
         """The heartbeat of now."""
-        return replace(self.heartbeat, step=self.step).message()
+        if time.monotonic() > self._look_at_links:
+            self._look_at_links = time.monotonic() + _LINKS_S
+            self._unanswered = dead_peers()
+        now = replace(self.heartbeat, step=self.step, unanswered=self._unanswered)
+        return now.message()
 
     def heartbeat_in(self) -> float:
         """Seconds until the next heartbeat."""

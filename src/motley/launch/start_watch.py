@@ -4,6 +4,7 @@ A launcher waits without end for a rank that is stopped, or a host that is froze
 joined the others, and so does MPI, inside of which no thread of Python's runs. So each rank that
 is ready to join has a process watch the time. It knows the ranks of its machine by their processes,
 and of the others nothing; who can name a rank speaks first, and the lowest rank of its machine.
+Where all are stopped while they import, none is ready: until it is, a rank has another one watch.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
 _TIMEOUT_S = 120.0  # torch from a cold disk of a network takes one of them
 _TURN_S = 1.0  # between the ranks of a machine: who has spoken ends the others
 _OTHERS_S = 4.0  # for machines that can name a rank
+_IMPORTS = "imports"  # a word of the command line
+_LOOK_S = 1.0
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -52,6 +55,22 @@ class StartWatch:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
+
+
+def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
+    """Have a process see whether this rank is stopped before it is ready; it ends by itself.
+
+    Returns:
+        What has to live as long as this process.
+    """
+    with contextlib.suppress(MotleyError):  # StartWatch will say it
+        if _number(environ, _SIZES, 1) > 1 and (seconds := start_timeout(environ)) > 0:
+            command = [sys.executable, "-m", "motley.launch.start_watch", str(os.getpid())]
+            return subprocess.Popen(
+                [*command, str(seconds), _IMPORTS], stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+    return None
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
@@ -96,8 +115,8 @@ def siblings(pid: int) -> list[Sibling]:
             environ = dict(word.split("=", 1) for word in words if "=" in word)
             rank = _number(environ, _RANKS, -1)
             if rank >= 0 and state != "Z":
-                ready = "/libmpi.so" in (folder / "maps").read_text(errors="replace")
-                found.append(Sibling(rank, int(folder.name), state in "Tt", ready))
+                number = int(folder.name)
+                found.append(Sibling(rank, number, state in "Tt", _is_ready(number)))
     return sorted(found, key=lambda sibling: sibling.rank)
 
 
@@ -156,7 +175,7 @@ def _other_hosts(launcher: int) -> Iterator[str]:
             if _stat(int(folder.name))[1] == launcher:
                 command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 daemon = next((n for n, word in enumerate(command) if "prted" in word), 0)
-                if command[0].endswith("ssh") and daemon:
+                if any(word.endswith("ssh") for word in command[:2]) and daemon:
                     yield command[daemon - 1]
 
 
@@ -164,12 +183,36 @@ def _main() -> None:
     pid, seconds = int(sys.argv[1]), float(sys.argv[2])
     die_with_parent()
     turn = _number(os.environ, ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"), launched_rank())
+    if _IMPORTS in sys.argv:
+        if _is_stopped_early(pid, seconds + _TURN_S * turn):
+            _end(pid, seconds)
+        return
     if _ends_within(seconds + _TURN_S * turn):
         return
     none_known = all(sibling.ready and not sibling.stopped for sibling in siblings(pid))
     if none_known and _ends_within(_OTHERS_S):
         return
     _end(pid, seconds)
+
+
+def _is_stopped_early(pid: int, seconds: float) -> bool:
+    """Whether a rank is found stopped after some seconds, and none is ready that would say so.
+
+    False as soon as it is ready, or ends. Who stops mpirun too (Ctrl-Z) does so on purpose.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while not _ends_within(_LOOK_S) and not _is_ready(pid):
+            state, launcher = _stat(pid)
+            late = time.monotonic() > deadline
+            if late and state == "T" and _stat(launcher)[0] != "T":
+                return not any(sibling.ready for sibling in siblings(pid))
+    return False
+
+
+def _is_ready(pid: int) -> bool:
+    """It has begun to join the others."""
+    return "/libmpi.so" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
 
 
 def _ends_within(seconds: float) -> bool:

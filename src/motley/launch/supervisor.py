@@ -110,7 +110,7 @@ class Supervisor:
             self._writer = BackgroundWriter()
             watch = AllRanksWatch(
                 own, self._handshakes, self._writer, self._record_fault, self._record_event,
-                Regrouping(machines, _survives()),
+                standby_of(machines), Regrouping(machines, _survives()),
             )  # fmt: skip
         else:
             port, token, host = listening

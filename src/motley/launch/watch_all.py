@@ -1,6 +1,7 @@
 """Rank 0's thread: hears all ranks, judges who failed first, and ends the job in one line."""
 
 import contextlib
+import faulthandler
 import os
 import selectors
 import signal
@@ -40,6 +41,7 @@ class AllRanksWatch:
 
     Args:
         on_fault: records the first cause. on_event: records what a rank tells.
+        standby: the rank that speaks when this one cannot.
         regrouping: of those who go on without a lost rank.
     """
 
@@ -50,12 +52,14 @@ class AllRanksWatch:
         writer: BackgroundWriter,
         on_fault: Callable[[Fault], None],
         on_event: Callable[[dict[str, Any]], None],
+        standby: int,
         regrouping: Regrouping,
     ) -> None:
         self._regrouping, self._witnesses = regrouping, list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
+        self._standby = standby
         self._on_fault, self._on_event = on_fault, on_event
-        self._me = RankStatus(0, own.host)
+        self._me = RankStatus(0, own.host, address=handshakes.address[0])
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.host)
         self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
@@ -78,8 +82,10 @@ class AllRanksWatch:
                     self._witnesses.append(new.line)
                     self._regrouping.witness(-new.rank)
                     continue
-                status = RankStatus(new.rank, new.host, now, messages=new.messages)
+                address = new.line.getpeername()[0]
+                status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
                 self._others[new.line] = status
+                self._tell_standby_of_crash()
                 for message in new.pending:
                     self._hear(status, message)
             self._regroup()
@@ -178,7 +184,15 @@ class AllRanksWatch:
         for status in self._statuses():
             status.rank = survivors.ranks.index(status.rank)
             status.done = status.rescues = False
+        self._standby = survivors.standby
+        self._tell_standby_of_crash()
         own.go_on(survivors)
+
+    def _tell_standby_of_crash(self) -> None:
+        """Have a crash of this rank write its traceback to who then says what crashed."""
+        for line, status in self._others.items():
+            if status.rank == self._standby:
+                faulthandler.enable(line.fileno())
 
     def _gather(self, status: RankStatus, text: str) -> None:
         values = self._regrouping.gather(status.rank, text)
@@ -196,9 +210,12 @@ class AllRanksWatch:
         if self._own.reaper:
             suspect = silent or (self._pending[1] if self._pending else None)
             self._own.reaper.tell(
-                fault=asdict(suspect) if suspect else None, step=self._last_step()
-            )
-        if fault := self._watchdog.silent(statuses[1:]) or self._watchdog.stuck(statuses):
+                fault=asdict(suspect) if suspect else None, step=self._last_step(),
+                hosts={str(status.rank): status.host for status in statuses},
+            )  # fmt: skip
+        watchdog = self._watchdog
+        fault = watchdog.silent(statuses[1:]) or watchdog.dead_link(statuses)
+        if fault := fault or watchdog.stuck(statuses):
             self.end_job(fault)
 
     def _until_due(self) -> float:

@@ -64,7 +64,9 @@ class FirstRankWatch:
             except OSError:
                 with contextlib.suppress(OSError):
                     self._hear()
-                self._end(self._silent or died(0, self._host, own.step))
+                said = self._messages.last_words  # of rank 0, where it has crashed
+                first = self._silent if not said else None
+                self._end(first or died(0, self._host, own.step, said))
             if own.held.is_set():
                 continue
             quiet = own.awake.seconds - self._heard_at
@@ -115,6 +117,8 @@ class FirstRankWatch:
     def _end(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
         if self._own.standby:
+            if fault.details:
+                self._own.print(fault.details)
             self._own.print(line_of(fault))
             with contextlib.suppress(Exception):
                 self._on_fault(fault)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from motley.faults import Fault, Phase, alone, silent, stuck
+from motley.faults import Fault, Phase, alone, link_lost, silent, stuck
 from motley.launch.messages import Messages
 
 HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines
@@ -23,6 +23,9 @@ HEARTBEAT_TIMEOUT_S = 15.0
 # Without a heartbeat, after these mpirun's own "stop" (it sees a cut cable after 6 to 11 s)
 # is blamed on the silent rank.
 SUSPECT_AFTER_S = 4.0
+
+# After a silence that ended by itself, TCP may wait as long again before it sends what was lost.
+SETTLED_S = HEARTBEAT_TIMEOUT_S
 
 # Seconds in which some rank should move, whatever the training is at, but for DATA.
 PROGRESS_TIMEOUT_S = 1800.0
@@ -62,6 +65,7 @@ class Heartbeat:
         phase: what the rank is at. detail: in words that say more than its own.
         moves: grows whenever the rank gets on with something.
         timeout_s: seconds in which some rank should move; None where nobody can tell.
+        unanswered: addresses of machines that this rank sends to in vain.
     """
 
     step: int | None = None
@@ -69,6 +73,7 @@ class Heartbeat:
     moves: int = 0
     timeout_s: float | None = None
     detail: str = ""
+    unanswered: list[str] = field(default_factory=list)
 
     @property
     def doing(self) -> str:
@@ -94,6 +99,7 @@ class RankStatus:
         heard: when, in rank 0's waking seconds.
         rescues: it can save the state, for rank 0 cannot.
         regroups: it can go on without another rank.
+        address: of its machine, in the network that all share.
     """
 
     rank: int
@@ -103,6 +109,7 @@ class RankStatus:
     done: bool = False
     rescues: bool = False
     regroups: bool = False
+    address: str = ""
     messages: Messages = field(default_factory=Messages, repr=False)
 
 
@@ -116,6 +123,7 @@ class Watchdog:
     def __init__(self, awake: AwakeClock, host: str) -> None:
         self._awake, self._host = awake, host
         self._moved = 0.0
+        self._unsettled = -SETTLED_S
 
     def hear(self, status: RankStatus, heartbeat: Heartbeat) -> None:
         """Take a rank's heartbeat."""
@@ -144,6 +152,24 @@ class Watchdog:
             return alone(0, self._host, first.heartbeat.step, now - first.heard, _hosts(quiet))
         like = f", and so {_are(others)} {_ranks(others)} on {_hosts(others)}" if others else ""
         return silent(first.rank, first.host, first.heartbeat.step, now - first.heard, like)
+
+    def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
+        """The fault of two machines that do not reach each other, though this one hears both.
+
+        Args:
+            ranks: all, with rank 0.
+        """
+        now = self._awake.seconds
+        if self.silent(ranks[1:], SUSPECT_AFTER_S):
+            self._unsettled = now
+        if now - self._unsettled < SETTLED_S:  # a host that was cut off is being answered again
+            return None
+        hosts = {status.address: status.host for status in ranks if status.address}
+        for status in ranks:
+            other = next((hosts[a] for a in status.heartbeat.unanswered if a in hosts), status.host)
+            if other != status.host:
+                return link_lost(status.rank, status.host, status.heartbeat.step, other)
+        return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """The fault of the rank that all others wait for, if nobody moves.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from motley.cluster.facts import NodeFacts, read_node
 from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
+from motley.launch.leftovers import say_leftovers
 from motley.launch.mpi import Launched, MpiRanks, check_slurm
 from motley.launch.process import (
     die_with_parent,
@@ -60,6 +61,8 @@ def run(
         stop_usage(str(error))
     if watch:
         watch.joined()
+        if world.first_here:
+            say_leftovers()
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
     try:
         main(world)

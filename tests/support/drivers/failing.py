@@ -2,14 +2,15 @@
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
 
-Out of memory whatever the micro-batch, killed, at a wrong address, or for ever at rest. ``--step``:
-in which; default 3.
+Out of memory whatever the micro-batch, killed, at a wrong address, for ever at rest, the same with
+the GIL held, gone without a word, or by sys.exit. ``--step``: in which; default 3.
 """
 
 import argparse
 import ctypes
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -26,6 +27,9 @@ FAILURES = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "address": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(3600),
+    "gil": lambda: ctypes.PyDLL(None).sleep(3600),
+    "gone": lambda: os._exit(0),
+    "exit": lambda: sys.exit(0),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from motley.faults import FaultKind, Phase
 from motley.launch.watchdog import (
     HEARTBEAT_TIMEOUT_S,
+    SETTLED_S,
     SUSPECT_AFTER_S,
     AwakeClock,
     Heartbeat,
@@ -60,6 +61,24 @@ def test_a_host_that_hears_no_other_is_named_itself() -> None:
     hear(clock, HEARTBEAT_TIMEOUT_S + 1, beside)
     fault = watchdog.silent([beside, one, two])
     assert fault and (fault.rank, fault.host) == (0, "a") and "(b, c)" in fault.error
+
+
+def test_two_hosts_that_lose_each_other_are_named_once_nobody_is_silent() -> None:
+    clock, watchdog, ranks = world("a", "b", "c")
+    for number, status in enumerate(ranks):
+        status.address = f"10.0.0.{number}"
+    in_vain = Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0, unanswered=["10.0.0.2", "10.9.9.9"])
+    watchdog.hear(ranks[1], in_vain)
+    hear(clock, SETTLED_S, ranks[1])
+    assert watchdog.dead_link(ranks) is None  # c is silent, and may be the cause
+    hear(clock, SETTLED_S + 1, *ranks)
+    assert watchdog.dead_link(ranks) is None  # it is back, and TCP is still waiting
+    hear(clock, 2 * SETTLED_S + 1, *ranks)
+    fault = watchdog.dead_link(ranks)
+    assert fault and (fault.kind, fault.rank) == (FaultKind.LINK_LOST, 1)
+    assert "between b and c" in fault.error
+    watchdog.hear(ranks[1], Heartbeat(17, Phase.ALL_REDUCE, 2, 120.0))
+    assert watchdog.dead_link(ranks) is None
 
 
 def test_a_hang_names_the_rank_that_does_not_wait() -> None:

@@ -1,0 +1,160 @@
+"""Faults by chance, on one run of a lab under keep_training.sh; a seed makes a failure repeat."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fault_disk import fill, share, small_disk
+from fault_job import until
+from fault_lab import LabPlace
+from fault_row import Row, Seen
+from fault_story import Story, reference
+
+KINDS = ("kill", "stop", "cut", "freeze", "off", "launcher", "disk")
+_STEPS = 40  # a fault, on average 20 apart; what is left is trained in peace
+_DISK_KIB = 96 << 10
+_GOES_ON_S = 180.0  # 15 s until it is silent, 30 until mpirun lets go, and a launch
+_HARM = {"cut": "cut", "freeze": "freeze", "off": "kill"}  # lab.sh's words
+
+
+@dataclass(frozen=True)
+class Chance:
+    """One fault.
+
+    Attributes:
+        kind: of KINDS. steps: that are trained before it. whom: which of those that take part,
+            as a part of 1.
+    """
+
+    kind: str
+    steps: int
+    whom: float
+
+
+def chances(count: int, seed: int) -> list[Chance]:
+    """The same for the same seed."""
+    choose = random.Random(seed)
+    return [
+        Chance(choose.choice(KINDS), choose.randint(8, 32), choose.random()) for _ in range(count)
+    ]
+
+
+class RandomFaults:
+    """One after another, on one run."""
+
+    def __init__(self, place: LabPlace, count: int, seed: int) -> None:
+        self._place, self._seed, self._chances = place, seed, chances(count, seed)
+        self._steps = _STEPS * (count + 2)
+        self._seen = Seen()  # of the whole
+        reference(place, self._steps)
+        self._disk = small_disk(place.folder / "disk", _DISK_KIB)
+        place.lab.on_head("mkdir -p ~/logs")
+        place.logs = self._disk
+        self._share(place.hosts)
+        self._story = Story(place, self._seen, len(place.hosts), "--max-steps", self._steps,
+                            keep=True)  # fmt: skip
+
+    def _share(self, hosts: Sequence[str]) -> None:
+        """Hosts have their logs on a disk that can be full."""
+        for host in hosts:
+            share(self._disk, self._place.first_process(host), f"{self._place.home}/logs")
+
+    def end(self) -> None:
+        """Take the disk away."""
+        subprocess.run(["umount", "-l", str(self._disk)], check=True)
+
+    def play(self) -> Iterator[dict[str, Any]]:
+        """A row for each, and one for the whole."""
+        self._story.reach(33)  # there is a checkpoint
+        for number, chance in enumerate(self._chances):
+            seen = Seen()
+            name = f"random-{self._seed}-{number}"
+            what = self._one(chance, seen)
+            yield Row(name, what, "the first cause is right; goes on", len(self._place.hosts),
+                      False, 0, lambda place, seen: None).as_json(seen)  # fmt: skip
+            if self._story.job.process.poll() is not None:
+                break
+        yield self._whole()
+
+    def _one(self, chance: Chance, seen: Seen) -> str:
+        story, place = self._story, self._place
+        first = len(story.steps())
+        until(lambda: len(story.steps()) >= first + chance.steps or self._ended(), 90)
+        until(lambda: len(place.ranks()) >= 2 or self._ended(), 60)
+        began = len(story.steps())
+        what, says = self._harm(chance)
+        harmed = time.time()
+        if chance.kind == "disk":  # it is for a person to free some, and to start it again
+            until(self._ended, 60)
+            (self._disk / "filler").unlink()
+            said = [*story.job.said(harmed - 0.05)]
+            story.job = self._place.start("x", len(place.hosts), "--max-steps", self._steps,
+                                          keep=True)  # fmt: skip
+            story.job.lines[:0] = said
+        goes_on = until(lambda: self._after(harmed, began) or self._ended(), _GOES_ON_S)
+        lines = story.job.said(harmed - 0.05)
+        causes = [line for line in lines if line.text.startswith("motley: ")]
+        if seen.expect(bool(causes), "no line of ours"):
+            seen.line = place.tidy(causes[0].text)
+            seen.first_word_s = causes[0].time - harmed
+            seen.expect(says in seen.line, f"the line lacks {says!r}")
+        seen.expect(goes_on and not self._ended(), "it does not go on")
+        later = [step["time"] for step in story.steps().values() if step["time"] > harmed + 1]
+        seen.next_step_s = min(later) - harmed if later else None
+        off = place.restore()
+        self._share(off)
+        return what
+
+    def _ended(self) -> bool:
+        return self._story.job.process.poll() is not None
+
+    def _after(self, harmed: float, began: int) -> bool:
+        """A few steps by those who go on: after a word of keep_training.sh."""
+        said = [line.time for line in self._story.job.said(harmed)] or [time.time()]
+        times = [step["time"] for step in self._story.steps().values()]
+        return sum(at > max(said) for at in times) > 3
+
+    def _harm(self, chance: Chance) -> tuple[str, str]:
+        """Do it; what was done, and what our line should hold."""
+        place, ranks = self._place, self._place.ranks()
+        if chance.kind == "launcher":
+            os.kill(place.named("prterun")[0], signal.SIGKILL)
+            return "mpirun is killed", "the launcher"
+        if chance.kind == "disk":
+            fill(self._disk)
+            return "the disk is full", "No space left"
+        if chance.kind in ("kill", "stop"):
+            rank = _chosen(sorted(ranks), chance.whom)
+            host = place.host_of(ranks[rank])
+            number = signal.SIGKILL if chance.kind == "kill" else signal.SIGSTOP
+            os.kill(ranks[rank], number)
+            return f"rank {rank} on {host}: {number.name}", f"rank {rank} on {host}"
+        there = sorted({place.host_of(pid) for pid in ranks.values()} - {place.hosts[0]})
+        host = _chosen(there, chance.whom)
+        place.harm(_HARM[chance.kind], host)
+        return f"{host}: {chance.kind}", host
+
+    def _whole(self) -> dict[str, Any]:
+        seen, story = self._seen, self._story
+        code = story.job.wait(120 + self._steps)
+        seen.said = [self._place.tidy(line.text) for line in story.job.said()]
+        seen.line = seen.said[-1] if seen.said else ""
+        seen.expect(code == 0, f"exit status {code}")
+        seen.expect(len(story.steps()) == self._steps, f"{len(story.steps())} steps")
+        story.judge_records(None, "finished", {})
+        story.judge_losses()
+        self._place.restore()
+        story.judge_left()
+        what = f"{len(self._chances)} random faults, seed {self._seed}"
+        right = "ends by itself; losses of an unbroken run, nothing left"
+        return Row(f"random-{self._seed}", what, right, len(self._place.hosts), False, 0,
+                   lambda place, seen: None).as_json(seen)  # fmt: skip
+
+
+def _chosen(among: Sequence[Any], whom: float) -> Any:
+    return among[int(whom * len(among))]

@@ -1,0 +1,189 @@
+"""Rows of the fault matrix: strangers on rank 0's port, and hostile words."""
+
+import json
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+from fault_places import Place
+from fault_row import Seen, row
+from fault_story import BEGIN_S, Story
+
+_CALM = "training goes on: the same losses, at most three times as slow"
+_BACKLOG = "1024"  # of rank 0's port; those of MPI, gloo and torch have others
+_STEPS = 200
+Address = tuple[str, int]
+
+
+def ports(pid: int) -> list[tuple[str, Address]]:
+    """Backlog and address of all that a process listens on."""
+    listed = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    found = []
+    for line in listed.splitlines():
+        if f"pid={pid}," in line:
+            backlog, (host, _, port) = line.split()[2], line.split()[3].rpartition(":")
+            host = "127.0.0.1" if host in ("0.0.0.0", "*", "[::]") else host
+            found.append((backlog, (host, int(port))))
+    return found
+
+
+def _pester(place: Place, seen: Seen, visit: Callable[[Address], object], *,
+            every_port: bool = False) -> None:  # fmt: skip
+    """Strangers come again and again while a run trains."""
+    story = Story(place, seen, 2, "--max-steps", _STEPS).reach(40)
+    listening = ports(place.ranks()[0])
+    chosen = [where for backlog, where in listening if every_port or backlog == _BACKLOG]
+    assert chosen, f"no port of rank 0 among {listening}"
+    over = threading.Event()
+
+    def come() -> None:
+        while not over.is_set():
+            for where in chosen:
+                with suppress(OSError):
+                    visit(where)
+            over.wait(0.01)
+
+    thread = threading.Thread(target=come, daemon=True)
+    story.harm(thread.start)
+    code = story.end(90)
+    over.set()
+    seen.expect(code == 0, f"exit status {code}")
+    steps = story.steps()
+    seen.expect(len(steps) == _STEPS, f"{len(steps)} of {_STEPS} steps")
+    story.judge_losses()
+    times = [steps[n]["time"] for n in sorted(steps)]
+    taken = [b - a for a, b in pairwise(times)]
+    calm, pestered = statistics.median(taken[5:40]), statistics.median(taken[45:])
+    seen.line = seen.line or f"{1000 * calm:.0f} ms a step before, {1000 * pestered:.0f} meanwhile"
+    seen.expect(pestered <= 3 * calm, f"{pestered / calm:.1f} times as slow")
+    story.judge_left()
+
+
+def _say(data: bytes, times: int = 1) -> Callable[[Address], None]:
+    def visit(where: Address) -> None:
+        with socket.create_connection(where, timeout=2) as line:
+            for _ in range(times):
+                line.sendall(data)
+
+    return visit
+
+
+@row("strangers send garbage and 10 MB", _CALM)
+def strangers_garbage(place: Place, seen: Seen) -> None:
+    _pester(place, seen, _say(bytes(range(256)) * 40_960))
+
+
+@row("strangers send 300 MB without a newline", _CALM)
+def strangers_endless_line(place: Place, seen: Seen) -> None:
+    _pester(place, seen, _say(b"x" * (1 << 20), 300))
+
+
+@row("strangers send a line of 200,000 [", _CALM)
+def strangers_brackets(place: Place, seen: Seen) -> None:
+    _pester(place, seen, _say(b"[" * 200_000 + b"\n"))
+
+
+@row("a stranger writes a byte at a time", _CALM)
+def strangers_slow_writer(place: Place, seen: Seen) -> None:
+    def visit(where: Address) -> None:
+        with socket.create_connection(where, timeout=2) as line:
+            for byte in b'{"token": "00000000000000000000000000000000"}\n':
+                line.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    _pester(place, seen, visit)
+
+
+@row("1,200 idle strangers", _CALM)
+def strangers_idle(place: Place, seen: Seen) -> None:
+    idle: list[socket.socket] = []
+
+    def visit(where: Address) -> None:
+        idle.append(socket.create_connection(where, timeout=2))
+        if len(idle) > 1200:
+            idle.pop(0).close()
+
+    _pester(place, seen, visit)
+    for line in idle:
+        line.close()
+
+
+@row("a port scan of rank 0's process, MPI's and torch's ports too", _CALM)
+def strangers_port_scan(place: Place, seen: Seen) -> None:
+    def visit(where: Address) -> None:
+        socket.create_connection(where, timeout=1).close()
+        time.sleep(0.2)
+
+    _pester(place, seen, visit, every_port=True)
+
+
+class _Tags(HTMLParser):
+    """Counts tags, and attributes that run something."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.scripts = self.handlers = self.strange = 0
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """See HTMLParser."""
+        self.scripts += tag == "script"
+        self.strange += tag in ("iframe", "object", "b")
+        self.handlers += sum(name.startswith("on") for name, _ in attrs)
+
+
+def _report(place: Place) -> _Tags:
+    job = place.command("python", "plots/report.py", place.logs)
+    assert job.wait(60) == 0, job.output
+    return _Tags(place.logs / "report.html")
+
+
+@row(
+    "a run's name is hostile to shells and browsers", "refused, or a name; nothing runs, no markup"
+)
+def hostile_run_name(place: Place, seen: Seen) -> None:
+    name = "$(touch ran)`touch ran`;touch ran<b onclick=alert(1)>$\\frac{"
+    story = Story(place, seen, 1, "--max-steps", 8, run=name)
+    code = story.job.wait(BEGIN_S)
+    seen.said = [place.tidy(line.text) for line in story.job.said()]
+    seen.line = seen.said[-1] if seen.said else f"ended with {code}"
+    seen.expect("Traceback" not in story.job.output, "a traceback")
+    seen.expect(not any(place.folder.rglob("ran")) and not Path("ran").exists(), "it was run")
+    if code == 0:
+        tags = _report(place)
+        seen.expect(not (tags.handlers or tags.strange), "markup in report.html")
+    seen.left = place.left()
+
+
+@row("hostile words in the records that report.html shows", "no markup in it", quick=True)
+def hostile_records(place: Place, seen: Seen) -> None:
+    words = "<script>alert(1)</script><b onclick=alert(1)>$\\frac{"
+    story = Story(place, seen, 1, "--max-steps", 8)
+    assert story.job.wait(BEGIN_S) == 0, story.job.output
+    usual = _report(place)
+    path = story.folder.path / "run.json"
+
+    def hostile(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: hostile(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [hostile(each) for each in value]
+        return f"{value}{words}" if isinstance(value, str) else value
+
+    content = json.loads(path.read_text())
+    kept = {key: content[key] for key in ("status", "started", "ended") if key in content}
+    path.write_text(json.dumps({**hostile(content), **kept}))  # type: ignore[dict-item]
+    story.folder.event("fault", error=words, rank=0, host=words, kind=words)
+    found = _report(place)
+    same = (found.scripts, found.handlers, found.strange) == (
+        usual.scripts, usual.handlers, usual.strange,
+    )  # fmt: skip
+    seen.expect(same, f"{found.scripts - usual.scripts} scripts, {found.handlers} handlers")
+    seen.line = "report.html has the same tags as without them"

@@ -1,0 +1,59 @@
+"""What is known of a host whose daemon went, a link that is dead, and ranks that were left."""
+
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from motley.launch import lost_daemon
+from motley.launch.dead_links import dead_peers, is_dead
+from motley.launch.leftovers import words
+from motley.launch.lost_daemon import lost_host
+
+
+def test_the_first_host_whose_session_failed_is_taken_and_its_note_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_daemon, "cache_folder", lambda: tmp_path)
+    (tmp_path / "lost.4711").write_text("b 255\nc 137\n")
+    assert lost_host(4711) == "b"
+    assert not list(tmp_path.iterdir())
+    assert lost_host(4711, 0.1) == ""
+
+
+def info(unacked: int, tries: int, last_ack_s: float) -> bytes:
+    """A struct tcp_info."""
+    made = bytearray(256)
+    made[2] = tries
+    struct.pack_into("=I", made, 24, unacked)
+    struct.pack_into("=I", made, 56, round(1000 * last_ack_s))
+    return bytes(made)
+
+
+@pytest.mark.parametrize(
+    ("unacked", "tries", "last_ack_s", "dead"),
+    [
+        (1, 6, 19.0, True),
+        (1, 6, 17.0, False),  # not for long enough
+        (0, 0, 500.0, False),  # nothing to answer
+        (1, 1, 19.0, False),  # only just sent, after a pause
+    ],
+)
+def test_a_link_is_dead_when_what_was_sent_again_stays_unanswered(
+    unacked: int, tries: int, last_ack_s: float, dead: bool
+) -> None:
+    assert is_dead(info(unacked, tries, last_ack_s), 18.0) is dead
+
+
+def test_what_is_connected_on_this_machine_is_no_dead_link_and_stays_open() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as line:
+        assert dead_peers(0.0) == []
+        line.sendall(b"x")
+
+
+def test_leftovers_are_said_with_their_processes_and_the_fix() -> None:
+    said = words("b", [4711, 4712])
+    assert "b still has 2 ranks of earlier runs (processes 4711, 4712)" in said
+    assert said.endswith("end them with: bash setup/clean_cn.sh")
