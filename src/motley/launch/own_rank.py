@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from motley.faults import Fault
 from motley.launch.launcher_reaper import LauncherReaper
+from motley.launch.pause import REQUESTS, OwnPause, request_of
 from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -31,6 +32,8 @@ class OwnRank:
         rescue: saves what this rank knows before it ends, and says what it did; None: it cannot.
         last_words: writes what this rank has not written yet, before it ends with the job.
         held: rank 0 waits for a rescue, and ends this rank after it.
+        pause: where this rank stops, if somebody has asked for it.
+        leaves: it ends now, before the others, once it has said so.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -45,6 +48,8 @@ class OwnRank:
         self.rescue: Callable[[], str] | None = None
         self.last_words: Callable[[], None] = lambda: None
         self.held = threading.Event()
+        self.pause = OwnPause()
+        self.leaves = threading.Event()
         self._rescuing = threading.RLock()
         self._next_heartbeat = 0.0
         self.wake_read, self._wake_write = os.pipe()
@@ -53,18 +58,28 @@ class OwnRank:
 
     def catch_signals(self) -> None:
         """Have the watching thread act on stop signals, from now on."""
-        for number in _STOPS:
+        for number in (*_STOPS, *REQUESTS):
             signal.signal(number, _leave_to_watching_thread)
+        for number in REQUESTS:
+            signal.siginterrupt(number, False)  # the training goes on
         # The C-level handler writes the signal's number here at once, even while the main
         # thread sits inside a collective and cannot run Python.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def signals(self) -> list[int]:
-        """Numbers of the stop signals that came since the last call."""
+        """Numbers of the stop signals that came since the last call; says what others ask for."""
+        found = b""
         with contextlib.suppress(BlockingIOError):
-            # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
-            return [number for number in os.read(self.wake_read, 4096) if number in _STOPS]
-        return []
+            found = os.read(self.wake_read, 4096)
+        for number in set(REQUESTS).intersection(found):
+            self.say_request(number)
+        # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
+        return [number for number in found if number in _STOPS]
+
+    def say_request(self, number: int) -> None:
+        """Say what such a signal asks for, if it does."""
+        if (request := request_of(number)) is not None:
+            self.outbox.append(request)
 
     def say(self, message: dict[str, Any]) -> None:
         """Have the watching thread send a message to rank 0."""

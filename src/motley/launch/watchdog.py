@@ -93,6 +93,7 @@ class RankStatus:
     Attributes:
         heard: when, in rank 0's waking seconds.
         rescues: it can save the state, for rank 0 cannot.
+        left: its host leaves, and it has nothing left to do.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class RankStatus:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     done: bool = False
     rescues: bool = False
+    left: bool = False
     messages: Messages = field(default_factory=Messages, repr=False)
 
 

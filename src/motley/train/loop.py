@@ -160,6 +160,9 @@ class Loop:
         job.engine.clock.restart()
         self._say(Phase.DATA)
         for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
+            if not self._world.supervisor.begin_step(self._state.step):
+                self._pause()
+                break  # from a checkpoint again
             result, indices = self._step(batch, micro_batches)
             if not self._after_step(batch, result, indices):
                 break
@@ -225,11 +228,21 @@ class Loop:
         self._job.watch.forget()
         return True
 
-    def _save(self) -> bool:
-        """Where a checkpoint or the end is due: compare what all ranks hold, and save it; False
-        if all have gone back to a checkpoint."""
+    def _pause(self) -> None:
+        """Save, all together, and end: a host leaves, or is taken back. Returns where all have gone
+        back to a checkpoint."""
+        keeps, step = self._job.length.save_every != 0, self._state.step
+        if keeps and step > 0 and not self._save(asked=True):
+            return
+        self._say(Phase.LEAVE)
+        said = f"saved as of step {step}" if keeps else "nothing is saved: this task keeps nothing"
+        self._world.supervisor.pause(said, first=dist.get_rank() == 0)
+
+    def _save(self, asked: bool = False) -> bool:
+        """Where a checkpoint or the end is due, or somebody has asked for one: compare what all
+        ranks hold, and save it; False if all have gone back to a checkpoint."""
         job, state = self._job, self._state
-        saves = job.length.saves(state)
+        saves = asked or job.length.saves(state)
         if not saves and not job.length.ended(state):
             return True
         self._say(Phase.SAVE)
