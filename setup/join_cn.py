@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import cn
-from give_way import ASK_S, chosen, tell
+from cn_away import ASK_S, chosen, tell
 
 from motley.cluster.fan_out import split
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import cn
+from cn_away import ASK_S, chosen, tell, words_of
 from cn_report import printable
-from give_way import ASK_S, chosen, tell, words_of
 
 from motley.cluster.fan_out import run_on_all, split
 from motley.errors import MotleyError
@@ -77,9 +77,9 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
     for job, size in sizes.items():
         if there[job] >= size:
             hosts = [h for h, e in found.items() if any(r["job"] == job for r in e["ranks"])]
-            them = "all hosts" if len(hosts) > 1 else "the last host"
+            them = "are all hosts" if len(hosts) > 1 else "is the last host"
             raise MotleyError(
-                f"{words_of(hosts)} is {them} of a run, which could not go on: nothing was done; "
+                f"{words_of(hosts)} {them} of a run, which could not go on: nothing was done; "
                 "to end that run, press Ctrl-C where it was started, and go on later with "
                 "--resume auto"
             )

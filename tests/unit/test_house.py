@@ -20,7 +20,10 @@ ROOMS = {
     "root": "__init__ __main__ errors extras faults registry text",
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes presence",
     "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
-    "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
+    "plan": (
+        "per_rank precision split links wire engine_traits forecast advice replan plan length "
+        "take_back"
+    ),
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files "

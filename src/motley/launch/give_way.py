@@ -2,6 +2,7 @@
 keep_training.sh run on it by ssh. Each prints one line of JSON.
 
 python -m motley.launch.give_way ranks             # this user's ranks here, and whether it is away
+python -m motley.launch.give_way ask FOLDER        # is it away; does it see a run's folder
 python -m motley.launch.give_way leave [SECONDS]   # mark it, tell the ranks, wait until they ended
 python -m motley.launch.give_way join              # remove the mark
 python -m motley.launch.give_way pause LOGS RUN    # have a run save and end at a step boundary
@@ -13,10 +14,13 @@ takes signals to a process from its own user alone.
 
 import contextlib
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from motley.cluster.orphans import Found, survey
@@ -62,7 +66,8 @@ def pause(logs: str, run: str) -> dict[str, Any]:
     """Ask one of a run's ranks here; it tells the others. Whether there was one."""
     for each in own_ranks():
         words = f" {each.what.replace('=', ' ')} "
-        named = f" --run {run} " in words and (f" --logs {logs} " in words or "--logs" not in words)
+        place = re.search(r" --logs (\S+)", words)
+        named = f" --run {run} " in words and (not place or Path(place[1]) == Path(logs))
         if named and send(each.pid, each.ticks, PAUSE_SIGNAL):
             return {"asked": True}
     return {"asked": False}
@@ -79,8 +84,6 @@ def be_polite(quiet_s: float) -> None:
             away = read_away()
             if away is None or away.polite:
                 mark_away(quiet_s, f"--polite: {seen}")
-                if away is None:
-                    print(json.dumps({"seen": seen}), flush=True)
                 ask_to_leave(own_ranks())
         time.sleep(_PRESENCE_S)
 
@@ -96,7 +99,12 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
     if what == "pause":
         return pause(*rest)
     away = read_away()
-    said: dict[str, Any] = {"away": away and {**asdict(away), "words": away.until_words()}}
+    said: dict[str, Any] = {
+        "node": os.uname().nodename,
+        "away": away and {**asdict(away), "words": away.until_words()},
+    }
+    if what == "ask":
+        said["sees"] = Path(rest[0], "run.json").exists()
     if what == "ranks":
         said["ranks"] = [asdict(each) for each in own_ranks()]
     return said

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ from motley.train.recovery import (
     rebalance,
     shrink_micro_batches,
 )
-from motley.train.rescue import Rescue, arm_rescue
+from motley.train.rescue import Rescue, arm_rescue, pause
 from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
@@ -82,7 +83,8 @@ def train(
     begun = begin(run, group, planned, config, engine_factory, model, monitor, notes)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
-    run.start(records_of(config, group, plan, planned, engine_factory.traits, job))
+    last = begun.job.length.last_step(begun.state) if begun else None
+    run.start(records_of(config, group, plan, planned, engine_factory.traits, job, last))
     shared = run.is_shared()
     print_summary(world, run, group, planned, plan, config)
     if begun is not None:
@@ -161,7 +163,7 @@ class Loop:
         self._say(Phase.DATA)
         for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
             if not self._world.supervisor.begin_step(self._state.step):
-                self._pause()
+                pause(self._world, job, self._state, partial(self._save, asked=True))
                 break  # from a checkpoint again
             result, indices = self._step(batch, micro_batches)
             if not self._after_step(batch, result, indices):
@@ -227,16 +229,6 @@ class Loop:
         self._job.engine.reconfigure(self._plan)
         self._job.watch.forget()
         return True
-
-    def _pause(self) -> None:
-        """Save, all together, and end: a host leaves, or is taken back. Returns where all have gone
-        back to a checkpoint."""
-        keeps, step = self._job.length.save_every != 0, self._state.step
-        if keeps and step > 0 and not self._save(asked=True):
-            return
-        self._say(Phase.LEAVE)
-        said = f"saved as of step {step}" if keeps else "nothing is saved: this task keeps nothing"
-        self._world.supervisor.pause(said, first=dist.get_rank() == 0)
 
     def _save(self, asked: bool = False) -> bool:
         """Where a checkpoint or the end is due, or somebody has asked for one: compare what all
