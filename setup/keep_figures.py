@@ -28,7 +28,8 @@ class Figures:
 
     def __init__(self, folder: Path) -> None:
         self._folder = RunFolder(folder)
-        self._rates: dict[str, float] = {}  # samples a second of each host, by its own name
+        # Samples a second of each host, by its own name; 0: the plan has left it out.
+        self._rates: dict[str, float] = {}
         self._steps: dict[frozenset[str], float] = {}  # seconds of a step, by who takes part
         self._launched = 0.0
         self._start_s: float | None = None  # from a launch to its first step
@@ -59,6 +60,7 @@ class Figures:
         if step_s is None or len(hosts) != len(counts):
             return
         self._steps[frozenset(hosts)] = step_s
+        self._rates |= {str(each.get("host")): 0.0 for each in content.get("left_out") or []}
         for host in set(hosts):
             own = sum(n for name, n in zip(hosts, counts, strict=True) if name == host)
             if own:
@@ -87,7 +89,7 @@ class Figures:
         now = frozenset(str(rank["host"]) for rank in content["ranks"])
         batch = int(content["plan"]["global_batch"])
         usual = batch / step_s / len(now)
-        rates = [self._rates.get(node, usual) for node in nodes]
+        rates = [rate for node in nodes if (rate := self._rates.get(node, usual)) > 0]
         with_s = self._steps.get(now | frozenset(nodes)) or step_with(batch, step_s, rates)
         left = max(0, last - int(steps[-1]["step"]) - 1)
         return TakeBack(left, step_s, with_s, self._start_s + self._end_s)

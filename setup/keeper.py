@@ -75,17 +75,19 @@ class Keeper:
             asked = self._wait_for_hosts()
             if asked is None:
                 return self._stopped()
-            before = progress(line.folder)
+            before, started = progress(line.folder), self._content().get("started")
             with tempfile.TemporaryDirectory(prefix="motley-keep-") as folder:
                 now = line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
                 code = self._start(now.resumed() if number or before >= 0 else now, asked)
             if self._stop.number:
                 return self._stopped()
-            content = RunFolder(line.folder).read_run()
+            content = self._content()
             if content.get("status") == "finished":
                 if number:
                     say(f"finished, after {number} restarts")
                 return 0
+            if content.get("started") == started and self._has_left():
+                continue
             if why := self._gives_up(content, before):
                 say(why)
                 return code or 1
@@ -96,6 +98,14 @@ class Keeper:
         return CODES[signal.Signals(self._stop.number)]
 
     # -- between two starts
+
+    def _content(self) -> dict[str, Any]:
+        """Of run.json, which a job writes once it has begun."""
+        return RunFolder(self._line.folder).read_run()
+
+    def _has_left(self) -> bool:
+        """Whether a host is away that was not when the job was started."""
+        return bool(self._ask().away.keys() - self._missing)
 
     def _gives_up(self, content: dict[str, Any], before: int) -> str:
         """Why the line is not started again; empty if it is, which is said.

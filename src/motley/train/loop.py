@@ -83,8 +83,8 @@ def train(
     begun = begin(run, group, planned, config, engine_factory, model, monitor, notes)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
-    last = begun.job.length.last_step(begun.state) if begun else None
-    run.start(records_of(config, group, plan, planned, engine_factory.traits, job, last))
+    last_step = max(world.allgather(begun.job.length.last_step(begun.state) if begun else 0))
+    run.start(records_of(config, group, plan, planned, engine_factory.traits, job, last_step))
     shared = run.is_shared()
     print_summary(world, run, group, planned, plan, config)
     if begun is not None:

@@ -22,7 +22,7 @@ def records_of(
     planned: Planned,
     traits: EngineTraits,
     job: Job | None,
-    last_step: int | None,
+    last_step: int,
 ) -> dict[str, Any]:
     """What run.json says of who trains what and how.
 
