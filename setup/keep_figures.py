@@ -1,7 +1,7 @@
 """What keep_training.py knows of a run's speed, from its records: does a host's return pay?"""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ class Figures:
         self._rates: dict[str, float] = {}
         self._steps: dict[frozenset[str], float] = {}  # seconds of a step, by who takes part
         self._launched = 0.0
-        self._start_s: float | None = None  # from a launch to its first step
+        self._starts: list[float] = []  # seconds from each launch to its first step
         self._end_s = 0.0  # from when the end was asked for
 
     def launched(self) -> None:
@@ -50,7 +50,8 @@ class Figures:
         times = [step["time"] for step in self._folder.last_steps()]
         since = [at for at in times if at > self._launched]
         if since:
-            self._first, self._start_s = True, min(since) - self._launched
+            self._first = True
+            self._starts.append(min(since) - self._launched)
 
     def read(self) -> None:
         """Learn from the records of the job that runs, or ran last."""
@@ -76,23 +77,31 @@ class Figures:
         left = sum(n for host, n in zip(hosts, counts, strict=True) if host not in nodes)
         return left / sum(counts)
 
-    def take_back(self, nodes: Collection[str]) -> TakeBack | None:
-        """What it would save to take these hosts back now; None where that is not known yet.
+    def take_back(self, back: Mapping[str, Sequence[Mapping[str, Any]]]) -> TakeBack | None:
+        """What it would save to take hosts back now; None where that is not known yet.
 
-        A host that has not taken part yet is thought to be as fast as the others are on average.
+        How fast a host is, is known of when it took part; else of what it remembers; else it is
+        thought to be as fast as the others are on average.
+
+        Args:
+            back: by a host's own name, the speeds that it remembers.
         """
         self.read()
         content, step_s = self._folder.read_run(), self._step_s()
         last, steps = content.get("last_step"), self._folder.last_steps()
-        if step_s is None or self._start_s is None or not isinstance(last, int):
+        if step_s is None or not self._starts or not isinstance(last, int):
             return None
         now = frozenset(str(rank["host"]) for rank in content["ranks"])
         batch = int(content["plan"]["global_batch"])
         usual = batch / step_s / len(now)
-        rates = [rate for node in nodes if (rate := self._rates.get(node, usual)) > 0]
-        with_s = self._steps.get(now | frozenset(nodes)) or step_with(batch, step_s, rates)
+        for node, speeds in back.items():
+            self._rates.setdefault(node, _remembered(speeds, content["config"]) or usual)
+        rates = [self._rates[node] for node in back if self._rates[node] > 0]
+        with_s = self._steps.get(now | frozenset(back)) or step_with(batch, step_s, rates)
         left = max(0, last - int(steps[-1]["step"]) - 1)
-        return TakeBack(left, step_s, with_s, self._start_s + self._end_s)
+        # The first start may have loaded data; and with more hosts it takes longer.
+        start_s = max(self._starts[1:] or self._starts)
+        return TakeBack(left, step_s, with_s, start_s + self._end_s)
 
     def _step_s(self) -> float | None:
         """Usual seconds of a step of this start; None if it has taken too few."""
@@ -100,3 +109,10 @@ class Figures:
         times = [step["time"] for step in steps]
         between = [after - before for before, after in pairwise(times)]
         return median(between) if len(between) >= _FEW and median(between) > 0 else None
+
+
+def _remembered(speeds: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> float | None:
+    """Samples a second of all devices of a host, with a run's options; None: it does not know."""
+    fit = [s for s in speeds if all(config.get(k) == v for k, v in s["options"].items())]
+    newest = {speed["uuid"]: float(speed["rate"]) for speed in reversed(fit)}
+    return sum(newest.values()) or None

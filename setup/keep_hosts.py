@@ -30,6 +30,7 @@ class Asked:
             words. ends: when the marks of these end, seconds since the epoch, where they do.
         nodes: what a host calls itself, which is what a run's records call it.
         sees: it sees the run's folder as this machine does.
+        speeds: by its own name, what it remembers; see motley.launch.give_way.
     """
 
     alive: tuple[Host, ...]
@@ -38,6 +39,7 @@ class Asked:
     ends: tuple[float, ...]
     nodes: dict[str, str]
     sees: dict[str, bool]
+    speeds: dict[str, list[dict[str, Any]]]
 
     @property
     def missing(self) -> frozenset[str]:
@@ -62,6 +64,7 @@ def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozense
         tuple(mark["until"] for mark in marks.values() if mark["until"]),
         {name: str(said.get("node", name)) for name, said in found.items()},
         {name: bool(said.get("sees")) for name, said in found.items()},
+        {str(said.get("node", name)): said.get("speeds", []) for name, said in found.items()},
     )  # fmt: skip
 
 

@@ -63,16 +63,17 @@ class Returns:
         back = self._missing - asked.missing
         if not back:
             return
-        gain = self._figures.take_back([asked.nodes.get(name, name) for name in back])
-        names = words_of(sorted(back))
+        nodes = [asked.nodes.get(name, name) for name in back]
+        gain = self._figures.take_back({node: asked.speeds.get(node, []) for node in nodes})
+        names = f"{words_of(sorted(back))} {'is' if len(back) == 1 else 'are'}"
         if gain is None:
             self._due = time.monotonic() + _NOT_YET_S
         elif not gain.worth_it:
             if back != self._told:
-                say(f"{names} could take part again, and is not taken back: {gain.sentence()}")
+                say(f"{names} there again, and not taken back: {gain.sentence()}")
             self._told = back
         elif self._pause([host.name for host in asked.alive if host.name not in back]):
-            say(f"{names} is taken back after this step: {gain.sentence()}")
+            say(f"{names} taken back after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:
         """Have the job save and end at a step boundary; whether some rank was there to hear it.

@@ -29,9 +29,12 @@ from motley.cluster.processes import is_alive, send
 from motley.errors import MotleyError
 from motley.launch.away import mark_away, read_away, remove_mark
 from motley.launch.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
+from motley.launch.process import SPEED_FILES, cache_folder
+from motley.plan.split import SpeedTable
 
 WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved
 _LOOK_S = 0.1
+_MOST_SPEEDS = 10  # that are told
 _PRESENCE_S = 5.0  # between looks for somebody else
 
 
@@ -73,6 +76,20 @@ def pause(logs: str, run: str) -> dict[str, Any]:
     return {"asked": False}
 
 
+def speeds() -> list[dict[str, Any]]:
+    """Remembered speeds of this machine's devices, the newest first: samples a second (of all its
+    ranks, where they share a processor), and with which options of a run."""
+    files = [(path.stat().st_mtime, path) for path in cache_folder().glob(SPEED_FILES)]
+    found = []
+    for _, path in sorted(files, reverse=True)[:_MOST_SPEEDS]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(path.read_text())
+            key, rate = content["key"], SpeedTable.from_json(content["speed"]).rate
+            each = {"options": key["options"], "uuid": key["uuid"]}
+            found.append({**each, "rate": rate * (1 if key["uuid"] else key["ranks"])})
+    return found
+
+
 def be_polite(quiet_s: float) -> None:
     """Mark this machine whenever somebody else is here, and until nobody was for ``quiet_s``.
 
@@ -104,7 +121,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
         "away": away and {**asdict(away), "words": away.until_words()},
     }
     if what == "ask":
-        said["sees"] = Path(rest[0], "run.json").exists()
+        said |= {"sees": Path(rest[0], "run.json").exists(), "speeds": speeds()}
     if what == "ranks":
         said["ranks"] = [asdict(each) for each in own_ranks()]
     return said
