@@ -7,21 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import cn
+from cn_module import run_module
 from cn_report import printable
 
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.orphans import Found, Survey, state, survey_from_json
-from motley.cluster.ssh import connect
 from motley.errors import HostTrouble
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
-
-_NO_PYTHON = 66
-_SCRIPT = f"""
-root=$1 venv=$2; shift 2
-[ -x "$venv/bin/python" ] || exit {_NO_PYTHON}
-PYTHONPATH=$root/src "$venv/bin/python" -m motley.cluster.orphans "$@"
-"""
 
 
 @dataclass(frozen=True)
@@ -35,22 +28,7 @@ class Row:
 
 def ask(host: str, *words: object) -> str:
     """What ``python -m motley.cluster.orphans`` prints there; raises HostTrouble."""
-    with connect(host) as remote:
-        done = remote.run(_SCRIPT, cn.ROOT, cn.VENV, *words, limit=LIMIT_S - 1)
-    if done.code == _NO_PYTHON:
-        raise HostTrouble(
-            "no environment",
-            f"there is no environment at {cn.VENV} to look with",
-            "make it with: bash setup/install_cn.sh",
-        )
-    if done.code:
-        last = (done.errors.strip().splitlines() or ["no message"])[-1]
-        raise HostTrouble(
-            "cannot look",
-            f"the environment there fails: {printable(last)}",
-            "see what is wrong with: bash setup/test_cn_connection.sh",
-        )
-    return done.output
+    return run_module(host, "motley.cluster.orphans", *words, limit=LIMIT_S - 1)
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:

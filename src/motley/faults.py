@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
@@ -38,6 +38,8 @@ class FaultKind(StrEnum):
     KILLED = "killed"
     LAUNCHER_LOST = "launcher lost"
     STOPPED = "stopped"  # by who started it, or who may stop it
+    LEFT = "left"  # a host leaves, as it was asked to
+    PAUSED = "paused"  # to go on with other hosts
     REFUSED = "refused"  # it is the user's to change
     ERROR = "error"
 
@@ -73,6 +75,8 @@ class Phase(Enum):
         """The phase of a ``key``, as records have it."""
         return next(phase for phase in cls if phase.key == key)
 
+
+_NOBODYS = (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST, FaultKind.LEFT, FaultKind.PAUSED)  # faults
 
 # What the libraries below say of their failures, the first that fits. A library of CUDA's without
 # memory says so in its own words, so memory comes before it.
@@ -134,7 +138,7 @@ class Fault:
 
     def line(self) -> str:
         """The one line that a user reads."""
-        if self.kind in (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST):  # nobody's of the ranks
+        if self.kind in _NOBODYS:
             at = "" if self.step is None else f" at step {self.step}"
             return f"{self.error}{at}; {self.advice}"
         at = "before the first step" if self.step is None else f"step {self.step}"
@@ -222,6 +226,28 @@ def stopped(step: int | None, number: int, by: str) -> Fault:
     return Fault(
         0, "", step, f"stopped by {by}", "continue with --resume auto",
         kind=FaultKind.STOPPED, signal=number, echo=True,
+    )  # fmt: skip
+
+
+def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
+    """Hosts leave, and the job ends with all that it has trained saved.
+
+    Args:
+        rank: one of the first host's. who: leaves and why, as "b leaves as asked".
+    """
+    names = " and ".join(hosts)
+    return Fault(
+        rank, hosts[0], step, who,
+        f"continue with --resume auto, without {names} in hosts.txt or after: bash "
+        f"setup/join_cn.sh {' '.join(hosts)}", kind=FaultKind.LEFT,
+    )  # fmt: skip
+
+
+def paused(step: int | None) -> Fault:
+    """Somebody who may send a signal to the ranks has asked for the end at a step boundary."""
+    return Fault(
+        0, "", step, "paused as asked (SIGUSR2)", "continue with --resume auto",
+        kind=FaultKind.PAUSED,
     )  # fmt: skip
 
 

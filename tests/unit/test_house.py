@@ -18,14 +18,17 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # In a folder with a star each file adds one thing, and needs no place of its own.
 ROOMS = {
     "root": "__init__ __main__ errors extras faults registry text",
-    "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes",
+    "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes presence",
     "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
-    "plan": "per_rank precision split links wire engine_traits forecast advice replan plan length",
+    "plan": (
+        "per_rank precision split links wire engine_traits forecast advice replan plan length "
+        "take_back"
+    ),
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
-        "leftovers lost_daemon launcher_reaper survivors own_rank "
-        "background_writer start_watch watch_first watch_all supervisor world __main__"
+        "leftovers lost_daemon launcher_reaper survivors away pause own_rank "
+        "background_writer start_watch watch_first watch_all supervisor world give_way __main__"
     ),
     "config": "option numbers options parser",
     "data": (

@@ -28,6 +28,8 @@ _DAEMONS = {"prted", "orted", "slurmstepd"}
 _JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
 _BEGIN = "motley.launch"  # what entry_cn.sh has Python run
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_NAMES = ("PMIX_NAMESPACE", "SLURM_JOB_ID")
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Found:
         launched: some launcher started it.
         held: a launcher is among its living ancestors.
         orphan: its parent is gone.
+        job: of a rank, what its launcher calls all ranks together; size: their number.
     """
 
     pid: int
@@ -59,6 +62,8 @@ class Found:
     launched: bool
     held: bool
     orphan: bool
+    job: str = ""
+    size: int = 1
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,8 @@ def _describe(
         launched=rank is not None,
         held=_held(each["pid"], own),
         orphan=_is_orphan(each["ppid"]),
+        job=next((environ[name] for name in _NAMES if name in environ), ""),
+        size=next((int(environ[n]) for n in _SIZES if environ.get(n, "").isdigit()), 1),
     )
 
 

@@ -1,5 +1,6 @@
-"""Identifies processes by pid and start time, and ends them."""
+"""Identifies processes by pid and start time, signals and ends them."""
 
+import contextlib
 import os
 import signal
 import time
@@ -35,10 +36,29 @@ def end(targets: Sequence[tuple[int, int]]) -> dict[int, str]:
         if _signal(pid, start, signal.SIGKILL):
             outcome[pid] = "killed"
     _wait(targets, PATIENCE_S)
-    return {**outcome, **{pid: "stuck" for pid, start in targets if _is(pid, start)}}
+    return {**outcome, **{pid: "stuck" for pid, start in targets if is_alive(pid, start)}}
 
 
-def _is(pid: int, start: int) -> bool:
+def send(pid: int, start: int, number: int) -> bool:
+    """Send a signal to a process of this user's that has a handler for it; whether it was sent.
+
+    Args:
+        start: its ticks.
+    """
+    with contextlib.suppress(OSError):
+        held = os.pidfd_open(pid)  # from here on the pid is nobody else's
+        try:
+            words = Path(f"/proc/{pid}/status").read_text().split()
+            caught = int(words[words.index("SigCgt:") + 1], 16) >> (number - 1) & 1
+            if caught and is_alive(pid, start):
+                signal.pidfd_send_signal(held, number)
+                return True
+        finally:
+            os.close(held)
+    return False
+
+
+def is_alive(pid: int, start: int) -> bool:
     """Whether a process is still the one that we mean."""
     try:
         return ticks(pid) == start and Path(f"/proc/{pid}").stat().st_uid == os.getuid()
@@ -47,7 +67,7 @@ def _is(pid: int, start: int) -> bool:
 
 
 def _signal(pid: int, start: int, number: int) -> bool:
-    if not _is(pid, start):
+    if not is_alive(pid, start):
         return False
     try:
         os.kill(pid, number)
@@ -58,5 +78,5 @@ def _signal(pid: int, start: int, number: int) -> bool:
 
 def _wait(targets: Sequence[tuple[int, int]], limit: float) -> None:
     deadline = time.monotonic() + limit
-    while any(_is(pid, start) for pid, start in targets) and time.monotonic() < deadline:
+    while any(is_alive(pid, start) for pid, start in targets) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -5,6 +5,8 @@ import time
 from motley.faults import Fault, FaultKind
 from motley.records.run_folder import RunFolder
 
+_STOPPED = (FaultKind.STOPPED, FaultKind.LEFT, FaultKind.PAUSED)
+
 
 def record_fault(folder: RunFolder, fault: Fault) -> None:
     """Record the first cause of the end, where this process sees the run's records."""
@@ -14,7 +16,7 @@ def record_fault(folder: RunFolder, fault: Fault) -> None:
         "rank": fault.rank, "host": fault.host, "step": fault.step, "kind": fault.kind,
         "phase": fault.phase, "error": fault.error,
     }  # fmt: skip
-    status = "stopped" if fault.kind is FaultKind.STOPPED else "failed"
+    status = "stopped" if fault.kind in _STOPPED else "failed"
     try:  # first what others go by, whatever else fails
         folder.update_run(status=status, failure=fields, ended=time.time())
     finally:

@@ -74,7 +74,7 @@ class Handshakes:
     def __init__(self, listener: socket.socket, ranks: Collection[int]) -> None:
         self.token = secrets.token_hex(16)
         self._opening = _opening(self.token)
-        self._awaited = set(ranks)
+        self._ranks, self._awaited = frozenset(ranks), set(ranks)
         self._listener, self.address = listener, listener.getsockname()
         listener.setblocking(False)
         self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
@@ -145,7 +145,7 @@ class Handshakes:
             return None
         first, *pending = messages
         rank, host = first.get("rank"), str(first.get("host"))
-        if type(rank) is not int or (rank >= 0 and rank not in self._awaited):
+        if type(rank) is not int or not (rank in self._awaited or -rank in self._ranks):
             self._hang_up(line)
             return None
         self._awaited.discard(rank)

@@ -90,6 +90,7 @@ class _Told:
         ended: the rank leaves by itself. folder: of the run; on rank 0.
         segments, session: see motley.launch.job_files.
         supervisor: of rank 0: address, port and token; on other ranks.
+        timeout_s: that the launcher may take to end.
     """
 
     rank: int = 0
@@ -104,6 +105,7 @@ class _Told:
     segments: str = ""
     session: str = ""
     supervisor: tuple[str, int, str] | None = None
+    timeout_s: float = _TIMEOUT_S
 
 
 def reap_after_this_process(pid: int) -> None:
@@ -117,14 +119,21 @@ def reap_after_this_process(pid: int) -> None:
         )  # fmt: skip
 
 
+def outlived_by_launcher() -> bool:
+    """Whether a rank of this launcher may end, with status 0, before all others do: Open MPI 5 goes
+    on then, 4.1 ends the job."""
+    launcher = psutil.Process().parent()
+    return launcher is not None and launcher.name() in ("prted", "prterun")
+
+
 def _is_for_one_job(launcher: psutil.Process) -> bool:
     if launcher.name() == "prted":  # may also be of a prte that serves many jobs
         return any("prterun-" in word for word in launcher.cmdline())
     return launcher.name() in _MPIRUN | {"orted"}
 
 
-def _end_unless_gone(launcher: psutil.Process) -> None:
-    if _gone(launcher, _TIMEOUT_S):
+def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
+    if _gone(launcher, timeout_s):
         return
     children = launcher.children()  # mpirun's: an ssh to each host
     for end in (launcher.terminate, launcher.kill):
@@ -156,7 +165,7 @@ def _main() -> None:
         if told.supervisor and not (launcher_first or told.ended):
             _witness(told.rank, told.host, *told.supervisor)
         with contextlib.suppress(psutil.NoSuchProcess):
-            _end_unless_gone(launcher)
+            _end_unless_gone(launcher, told.timeout_s)
         fault = Fault.read(told.fault) if told.fault else None
         if told.folder:
             _record(RunFolder(told.folder), fault or died(told.rank, told.host, told.step))

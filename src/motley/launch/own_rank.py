@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from motley.faults import Fault
 from motley.launch.dead_links import dead_peers
 from motley.launch.launcher_reaper import LauncherReaper
+from motley.launch.pause import REQUESTS, OwnPause, request_of
 from motley.launch.survivors import Survivors
 from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
 
@@ -41,6 +42,8 @@ class OwnRank:
         standby: it speaks when rank 0 cannot.
         survivors: with whom the training's thread is to go on, until it does; None: all is well.
         gathered: what :meth:`Supervisor.gather` waits for; None: in vain.
+        pause: where this rank stops, if somebody has asked for it.
+        leaves: it ends now, before the others, once it has said so.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
@@ -62,6 +65,8 @@ class OwnRank:
         self.survivors: Survivors | None = None
         self.regrouped = threading.Event()
         self.gathered = SimpleQueue[list[str] | None]()
+        self.pause = OwnPause()
+        self.leaves = threading.Event()
         self._rescuing = threading.RLock()
         self._next_heartbeat = self._look_at_links = 0.0
         self._unanswered: list[str] = []
@@ -71,18 +76,28 @@ class OwnRank:
 
     def catch_signals(self) -> None:
         """Have the watching thread act on stop signals, from now on."""
-        for number in _STOPS:
+        for number in (*_STOPS, *REQUESTS):
             signal.signal(number, _leave_to_watching_thread)
+        for number in REQUESTS:
+            signal.siginterrupt(number, False)  # the training goes on
         # The C-level handler writes the signal's number here at once, even while the main
         # thread sits inside a collective and cannot run Python.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def signals(self) -> list[int]:
-        """Numbers of the stop signals that came since the last call."""
+        """Numbers of the stop signals that came since the last call; says what others ask for."""
+        found = b""
         with contextlib.suppress(BlockingIOError):
-            # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
-            return [number for number in os.read(self.wake_read, 4096) if number in _STOPS]
-        return []
+            found = os.read(self.wake_read, 4096)
+        for number in set(REQUESTS).intersection(found):
+            self.say_request(number)
+        # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
+        return [number for number in found if number in _STOPS]
+
+    def say_request(self, number: int) -> None:
+        """Say what such a signal asks for, if it does."""
+        if (request := request_of(number)) is not None:
+            self.outbox.append(request)
 
     def say(self, message: dict[str, Any]) -> None:
         """Have the watching thread send a message to rank 0."""
@@ -151,6 +166,7 @@ class OwnRank:
             self.reaper.tell(rank=self.rank)
         self.group += 1
         self.held.clear()
+        self.pause.forget()
         self.survivors = survivors
         self.regrouped.set()
         self.gathered.put(None)

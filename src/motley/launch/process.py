@@ -21,6 +21,8 @@ _CACHES = {
     "MPLCONFIGDIR": "matplotlib",
 }
 
+SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.planner.speed_cache
+
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's rank as the launcher's environment says it; 0 when there is none.

@@ -21,6 +21,8 @@ Where all can go on without a lost rank (survivors.py), the job does not end:
                             <------------ {"keep": true}: the state, apart from the group
     {"kept": ""}            ------------> from all? then {"regroup": {...}}: with whom
     {"gather": value}       ------------> from all? then {"gathered": value} of each, to all
+
+How all stop together at a step that they agree on is in pause.py.
 """
 
 import contextlib
@@ -36,10 +38,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.faults import Fault, Phase, fault_of
+from motley.launch.away import read_away
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes, greeting
-from motley.launch.launcher_reaper import LauncherReaper
+from motley.launch.launcher_reaper import LauncherReaper, outlived_by_launcher
 from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.pause import LEAVE_SIGNAL
 from motley.launch.survivors import (
     SURVIVES,
     RankLostError,
@@ -54,6 +58,7 @@ from motley.launch.watch_first import FirstRankWatch
 from motley.launch.watchdog import Heartbeat
 
 _LOOK_S = 0.2  # between looks whether a rank is lost, while this one waits for the others' end
+_SAVE_S = 600.0  # that the launcher of a host which has left may wait for the others
 
 
 class Supervisor:
@@ -81,6 +86,27 @@ class Supervisor:
     def step(self, step: int) -> None:
         self._own.step = step
 
+    def begin_step(self, step: int) -> bool:
+        """Whether this step may begin; not, where all ranks are to :meth:`pause` before it."""
+        return self._own.pause.begin(step)
+
+    def pause(self, said: str, first: bool) -> NoReturn:
+        """End with the job, now that all is saved; all ranks that train call it.
+
+        Args:
+            said: what was saved, for people. first: this is the rank that has written it.
+        """
+        own = self._own
+        if first:
+            own.say({"paused": said})
+        elif own.rank and read_away() and outlived_by_launcher():
+            if own.reaper:
+                own.reaper.tell(timeout_s=_SAVE_S)
+            own.say({"left": True})
+            own.leaves.set()
+        while True:
+            time.sleep(HOLD_S)  # the watching thread ends this process
+
     # -- connecting
 
     def listen(self, address: str) -> tuple[int, str, str]:
@@ -105,6 +131,7 @@ class Supervisor:
         if machines[own.rank] == own.rank:
             own.reaper = LauncherReaper(own.rank, own.host)
         own.catch_signals()
+        own.say_request(LEAVE_SIGNAL)  # it may have come before
         watch: AllRanksWatch | FirstRankWatch
         if own.rank == 0:
             self._writer = BackgroundWriter()

@@ -17,6 +17,7 @@ from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes
 from motley.launch.messages import encode
 from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.pause import PauseAgreement
 from motley.launch.survivors import Regrouping, Survivors
 from motley.launch.watchdog import (
     SUSPECT_AFTER_S,
@@ -29,7 +30,10 @@ from motley.launch.watchdog import (
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
 HOLD_S = 60.0  # that a rescue may take
 # Faults after which what the others hold is right, and worth to be saved.
-RESCUED = {*FaultKind} - {FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED}
+RESCUED = {*FaultKind} - {
+    FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED,
+    FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
+}  # fmt: skip
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
@@ -64,6 +68,7 @@ class AllRanksWatch:
         self._watchdog = Watchdog(own.awake, own.host)
         self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
         self._signalled: set[int] = set()  # ranks that a stop signal came to
+        self._pause = PauseAgreement(own.size)
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
@@ -99,6 +104,7 @@ class AllRanksWatch:
                 self._hear(self._me, {"signal": number})
             while own.outbox:
                 self._hear(self._me, own.outbox.pop(0))
+            self._ask_who_has_begun()
             if self._writer.error is not None:  # a full disk, say: without records no run
                 raise self._writer.error
             if sum(status.done for status in self._statuses()) == own.size:
@@ -187,6 +193,7 @@ class AllRanksWatch:
         self._standby = survivors.standby
         self._tell_standby_of_crash()
         own.go_on(survivors)
+        self._pause.forget(own.size)
 
     def _tell_standby_of_crash(self) -> None:
         """Have a crash of this rank write its traceback to who then says what crashed."""
@@ -240,6 +247,9 @@ class AllRanksWatch:
         if not data:
             self._selector.unregister(line)
             line.close()
+            if status.left:
+                del self._others[line]
+                return
             spoke = self._pending is not None and self._pending[1].rank == status.rank
             if not spoke and status.rank not in self._signalled:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
@@ -266,6 +276,16 @@ class AllRanksWatch:
             self._gather(status, message["gather"])
         elif "rescuer" in message:
             status.rescues = True
+        elif "left" in message:
+            status.left = True
+        elif "leave" in message or "pause" in message:
+            self._pause.want(status.rank, status.host, message.get("leave"))
+        elif "begun" in message:
+            self._begun(status.rank, message["begun"])
+        elif "paused" in message:
+            if message["paused"]:
+                self._own.print(f"motley: {message['paused']}")
+            self.end_job(self._pause.fault(self._pause.at))
         elif "event" in message:
             self._writer.write(partial(self._on_event, message["event"]))
         elif "fault" in message:
@@ -277,6 +297,24 @@ class AllRanksWatch:
             self._own.stopped = True
             self._signalled.add(status.rank)
             self._suspect(self._stopped(status, message["signal"]), _SIGNAL_S)
+
+    def _ask_who_has_begun(self) -> None:
+        """Where a pause is wanted: a step, of every rank that has come and was not asked yet."""
+        for line, status in self._others.items():
+            if self._pause.is_new(status.rank):
+                with contextlib.suppress(OSError):
+                    line.sendall(encode({"pause": None}))
+        if self._pause.is_new(0) and (answer := self._own.pause.hear(None)):
+            self._begun(0, answer["begun"])
+
+    def _begun(self, rank: int, step: int | None) -> None:
+        """Once all have said it, have all stop before the next."""
+        if not self._pause.answer(rank, step):
+            return
+        if self._pause.at is None:
+            self.end_job(self._pause.fault(None))
+        self._tell_all({"pause": self._pause.at})
+        self._own.pause.hear(self._pause.at)
 
     def _stopped(self, status: RankStatus, number: int) -> Fault:
         """By a signal: the launcher sends it to all ranks at once, when it is told to end."""

@@ -59,6 +59,8 @@ class FirstRankWatch:
                     own.leave(self._leaves[1])
                 while own.outbox:
                     self._line.sendall(encode(own.outbox.pop(0)))
+                if own.leaves.is_set():
+                    own.leave(0)
                 if own.heartbeat_due():
                     self._line.sendall(encode({"heartbeat": own.heartbeat_message()}))
             except OSError:
@@ -98,6 +100,9 @@ class FirstRankWatch:
                     self._take(message["gathered"])
                 elif "rescue" in message:
                     self._line.sendall(encode({"rescued": own.save_what_is_known()}))
+                elif "pause" in message:
+                    if answer := own.pause.hear(message["pause"]):
+                        self._line.sendall(encode({**answer, "group": own.group}))
                 elif "finish" in message:
                     own.finished.set()
                 elif message["heartbeat"]:

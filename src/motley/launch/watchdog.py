@@ -100,6 +100,7 @@ class RankStatus:
         rescues: it can save the state, for rank 0 cannot.
         regroups: it can go on without another rank.
         address: of its machine, in the network that all share.
+        left: its host leaves, and it has nothing left to do.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class RankStatus:
     rescues: bool = False
     regroups: bool = False
     address: str = ""
+    left: bool = False
     messages: Messages = field(default_factory=Messages, repr=False)
 
 

@@ -15,7 +15,7 @@ from motley.config.option import Decides
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
-from motley.launch.process import cache_folder
+from motley.launch.process import SPEED_FILES, cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.split import SpeedTable
@@ -89,7 +89,7 @@ def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict
         "task": hashlib.sha256(Path(inspect.getfile(type(task))).read_bytes()).hexdigest(),
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"speed-{digest[:20]}.json", key
+    return cache_folder() / SPEED_FILES.replace("*", digest[:20]), key
 
 
 def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:

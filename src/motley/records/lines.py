@@ -134,6 +134,20 @@ def read_json_lines(path: Path, torn: Callable[[int], None] | None = None) -> It
                 yield record
 
 
+def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
+    """The objects at the end of a file, in its last ``most`` bytes; none if there is no file."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        cut = file.seek(0, 2) > most
+        file.seek(-most if cut else 0, 2 if cut else 0)
+        found = list[JsonDict]()
+        for line in file.read().split(b"\n")[cut:]:
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                found += [record] if isinstance(record, dict) else []
+        return found
+    return []
+
+
 def keep_lines(path: Path, steps: int) -> None:
     """Keep the records of the first ``steps`` steps; one that tells no step is of none."""
     kept = [

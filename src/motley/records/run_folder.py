@@ -28,6 +28,7 @@ from motley.records.lines import (
     gone,
     keep_lines,
     read_json_lines,
+    read_last_lines,
     to_json,
 )
 
@@ -242,13 +243,16 @@ class RunFolder:
 
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""
+        paths = {rank: self.path / f"steps.rank{rank}.jsonl" for rank in self._ranks()}
         return {
-            rank: [
-                _of_older_version(line)
-                for line in read_json_lines(self.path / f"steps.rank{rank}.jsonl")
-            ]
-            for rank in self._ranks()
+            rank: [_of_older_version(line) for line in read_json_lines(path)]
+            for rank, path in paths.items()
         }
+
+    def last_steps(self) -> list[JsonDict]:
+        """The last step records, some hundred, of the rank that has written last."""
+        files = sorted(self.path.glob("steps.rank*.jsonl"), key=lambda path: path.stat().st_mtime)
+        return read_last_lines(files[-1]) if files else []
 
     def record_files(self) -> list[Path]:
         """Its files of lines: steps, evaluations, events."""

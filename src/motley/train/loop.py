@@ -7,6 +7,7 @@ every step, an evaluation and a checkpoint after every epoch.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ from motley.train.recovery import (
     rebalance,
     shrink_micro_batches,
 )
-from motley.train.rescue import Rescue, arm_rescue
+from motley.train.rescue import Rescue, arm_rescue, pause
 from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
@@ -113,7 +114,8 @@ def train_with(
     begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, kept)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
-    run.start(records_of(config, group, plan, planned, traits, job))
+    last_step = max(world.allgather(begun.job.length.last_step(begun.state) if begun else 0))
+    run.start(records_of(config, group, plan, planned, traits, job, last_step))
     shared = run.is_shared()
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)
@@ -190,6 +192,9 @@ class Loop:
         job.engine.clock.restart()
         self._say(Phase.DATA)
         for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
+            if not self._world.supervisor.begin_step(self._state.step):
+                pause(self._world, job, self._state, partial(self._save, asked=True))
+                break  # from a checkpoint again
             result, indices = self._step(batch, micro_batches)
             if not self._after_step(batch, result, indices):
                 break
@@ -257,11 +262,11 @@ class Loop:
         self._job.watch.forget()
         return True
 
-    def _save(self) -> bool:
-        """Where a checkpoint or the end is due: compare what all ranks hold, and save it; False
-        if all have gone back to a checkpoint."""
+    def _save(self, asked: bool = False) -> bool:
+        """Where a checkpoint or the end is due, or somebody has asked for one: compare what all
+        ranks hold, and save it; False if all have gone back to a checkpoint."""
         job, state = self._job, self._state
-        saves = job.length.saves(state)
+        saves = asked or job.length.saves(state)
         if not saves and not job.length.ended(state):
             return True
         self._say(Phase.SAVE)

@@ -8,7 +8,7 @@ changes: odd while it does.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from motley.checkpoint.transfer import Kept, progress_of
 from motley.engines.named_state import on_cpu
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
+from motley.faults import Phase
+from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
@@ -127,3 +129,20 @@ def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
         if first or shared:
             world.supervisor.can_rescue(rescue.save, first)
     return rescue
+
+
+def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -> None:
+    """Save, all together, and end where all ranks have agreed to: a host leaves, or is taken back.
+
+    Args:
+        save: as of ``state``; False if all have gone back to a checkpoint. Then this returns.
+    """
+    said = ""
+    if job.length.save_every == 0:
+        said = "nothing is saved, for this task keeps no checkpoints"
+    elif state.step > 0:
+        if not save():
+            return
+        said = f"saved as of step {state.step}"
+    world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
+    world.supervisor.pause(said, first=dist.get_rank() == 0)

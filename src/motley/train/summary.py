@@ -22,11 +22,12 @@ def records_of(
     planned: Planned,
     traits: EngineTraits,
     job: Job | None,
+    last_step: int,
 ) -> dict[str, Any]:
     """What run.json says of who trains what and how.
 
     Args:
-        job: None on a rank that is left out, and does not write it.
+        job: None on a rank that is left out, and does not write it. last_step: with which it ends.
     """
     task = task_of(config)
     return {
@@ -43,6 +44,7 @@ def records_of(
             "trained": job.trained,
             "gradient_bytes": job.gradient_bytes,
         },
+        "last_step": last_step,
         "ranks": [dataclasses.asdict(worker) for worker in group.workers],
         "left_out": [dataclasses.asdict(entry) for entry in group.left_out],
         "plan": {

@@ -34,7 +34,7 @@ if rank == 0:
     print(port, token, host, flush=True)
 else:
     port, token, host = sys.argv[3:]
-supervisor.join("127.0.0.1", (int(port), token, host), 1, False)
+supervisor.join("127.0.0.1", (int(port), token, host), [0, 0])
 print("joined", flush=True)
 def fail(event):
     time.sleep(2)
@@ -180,7 +180,7 @@ def test_a_crowd_of_strangers_is_not_kept() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("rank", [1, 0, 2, -1, True, None, "1", [1]])
+@pytest.mark.parametrize("rank", [1, 0, 2, -2, True, None, "1", [1]])
 def test_a_token_makes_nobody_another_rank(pair: Pair, rank: object) -> None:
     pair.join()
     with pair.connect() as other:

@@ -1,0 +1,212 @@
+"""What keep_training.py does: starts a line, and starts it again, with the hosts that there are."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from keep_figures import Figures, progress
+from keep_hosts import Asked, ask, say
+from keep_returns import Returns, until_asked_s
+from launch_line import LaunchLine
+
+from motley.errors import MotleyError
+from motley.faults import FaultKind
+from motley.launch.process import die_with_parent
+from motley.launch.survivors import SURVIVE
+from motley.records.run_folder import RunFolder
+
+_LOOK_S = 1.0
+_NO_MACHINE = {  # of faults that would come again with any machines
+    FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
+    FaultKind.REFUSED: "what it says is for you to change",
+    FaultKind.STOPPED: "somebody has stopped it",
+}
+_NO_FAULT = (FaultKind.LEFT, FaultKind.PAUSED)
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@dataclass
+class Stop:
+    """What the user has asked for by a signal.
+
+    Attributes:
+        number: of it; 0: nothing.
+    """
+
+    number: int = 0
+    job: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, number: int, _: object) -> None:
+        self.number = number
+        # Ctrl-C reaches mpirun from the terminal; what is sent to this process alone is passed on.
+        if self.job is not None and number == signal.SIGTERM:
+            self.job.send_signal(number)
+
+
+class Keeper:
+    """Keeps one run alive.
+
+    Args:
+        restarts: faults in a row without progress before it gives up.
+    """
+
+    def __init__(self, line: LaunchLine, restarts: int, stop: Stop) -> None:
+        self._line, self._restarts, self._stop = line, restarts, stop
+        self._figures = Figures(line.folder)
+        self._missing = frozenset[str]()  # hosts that the job runs without
+        self._back = frozenset[str]()  # hosts that this start has taken back
+        self._unwanted = frozenset[str]()  # hosts that no step was taken with
+        self._faults = 0
+
+    def run(self) -> int:
+        """Run the line until it has ended well, or going on makes no sense; its exit status."""
+        line = self._line
+        for number in count():
+            asked = self._wait_for_hosts()
+            if asked is None:
+                return self._stopped()
+            before, started = progress(line.folder), self._content().get("started")
+            with tempfile.TemporaryDirectory(prefix="motley-keep-") as folder:
+                now = line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
+                code = self._start(now.resumed() if number or before >= 0 else now, asked)
+            if self._stop.number:
+                return self._stopped()
+            content = self._content()
+            if content.get("status") == "finished":
+                if number:
+                    say(f"finished, after {number} restarts")
+                return 0
+            if content.get("started") == started and self._has_left():
+                continue
+            if why := self._gives_up(content, before):
+                say(why)
+                return code or 1
+        return 1
+
+    def _stopped(self) -> int:
+        say(f"stopped by you; go on with the same line and --run {self._line.folder.name}")
+        return CODES[signal.Signals(self._stop.number)]
+
+    # -- between two starts
+
+    def _content(self) -> dict[str, Any]:
+        """Of run.json, which a job writes once it has begun."""
+        return RunFolder(self._line.folder).read_run()
+
+    def _has_left(self) -> bool:
+        """Whether a host is away that was not when the job was started."""
+        return bool(self._ask().away.keys() - self._missing)
+
+    def _gives_up(self, content: dict[str, Any], before: int) -> str:
+        """Why the line is not started again; empty if it is, which is said.
+
+        Args:
+            content: of run.json. before: the step of the checkpoint that it went on from.
+        """
+        failure = content.get("failure") or {}
+        kind = failure.get("kind", "")
+        if content and kind in set(_NO_MACHINE):
+            return f"does not start it again: {_NO_MACHINE[FaultKind(kind)]}"
+        done = progress(self._line.folder)
+        where = f"from step {done}" if done >= 0 else "from the start"
+        if kind in set(_NO_FAULT):
+            say(f"it goes on {where}")
+            return ""
+        self._faults = 1 if done > before else self._faults + 1
+        if done <= before and self._back:
+            self._unwanted, self._back = self._unwanted | self._back, frozenset()
+        gone = self._ask().missing - self._missing
+        if self._faults > self._restarts or (not content and not gone):
+            return "gives up: " + (
+                "it ended before it had begun, and all hosts answer" if not content
+                else f"{self._faults} faults in a row, and no step in between" if self._restarts
+                else "--restarts 0"
+            )  # fmt: skip
+        what = f"rank {failure['rank']} on {failure['host']}" if failure else "the launcher"
+        say(f"{what} was lost ({kind or 'without a word'}); it goes on {where}")
+        return ""
+
+    def _ask(self) -> Asked:
+        return ask(self._line.hosts, self._line.folder, self._unwanted)
+
+    def _wait_for_hosts(self) -> Asked | None:
+        """Who takes part in the next start; None if the user has stopped it meanwhile."""
+        line, said = self._line, ""
+        while True:
+            asked = self._ask()
+            if not line.hosts:
+                return asked
+            self._say_who(asked)
+            why = self._cannot_start(asked)
+            if not why:
+                return asked
+            if why != said:
+                say(f"{why}; it waits, and asks once a minute")
+            said, until = why, time.monotonic() + until_asked_s(asked)
+            while time.monotonic() < until:
+                if self._stop.number:
+                    return None
+                time.sleep(0.2)
+
+    def _cannot_start(self, asked: Asked) -> str:
+        """Why a start has to wait; empty if it need not."""
+        if not asked.alive:
+            if not asked.away:
+                raise MotleyError("no host answers; see bash setup/test_cn_connection.sh")
+            return "all hosts are away"
+        first = asked.alive[0].name
+        if progress(self._line.folder) >= 0 and not asked.sees.get(first, True):
+            return (
+                f"{first} would have the first rank, and does not see {self._line.folder}, where "
+                "the checkpoints are (with --logs DIR on a disk that all hosts share it would)"
+            )
+        return ""
+
+    def _say_who(self, asked: Asked) -> None:
+        """Who has gone since the last start, and who is back."""
+        total, now = len(self._line.hosts), asked.missing
+        on = f"on with {len(asked.alive)} of {total} hosts"
+        part = self._figures.speed_without([asked.nodes.get(name, name) for name in now])
+        speed = "" if part is None else f", about {part:.2f} of the speed"
+        for host in sorted(now - self._missing):
+            why = f"away{asked.away[host]}" if host in asked.away else f"gone ({asked.lost[host]})"
+            say(f"{host} is {why}; {on}{speed}")
+        self._back = self._missing - now
+        for host in sorted(self._back):
+            say(f"{host} is back; {on}")
+        self._missing = now
+
+    # -- while a job runs
+
+    def _start(self, line: LaunchLine, asked: Asked) -> int:
+        """Run a line to its end; its status.
+
+        Args:
+            asked: whom it is started with.
+        """
+        self._figures.launched()
+        job = subprocess.Popen(
+            line.words, env={**os.environ, **SURVIVE},
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
+        )  # fmt: skip
+        self._stop.job = job
+        returns = Returns(self._line.folder, self._figures, asked, self._ask)
+        try:
+            while True:
+                try:
+                    code = job.wait(_LOOK_S)
+                    returns.ended()
+                    return code
+                except subprocess.TimeoutExpired:
+                    self._figures.look()
+                    returns.look()
+        finally:
+            self._stop.job = None
+            self._figures.read()

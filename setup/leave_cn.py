@@ -1,0 +1,102 @@
+"""Has hosts leave training after their step; the .sh beside it says how to call it."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import cn
+from cn_away import ASK_S, chosen, tell, words_of
+from cn_report import printable
+
+from motley.cluster.fan_out import run_on_all, split
+from motley.errors import MotleyError
+from motley.launch.give_way import WAIT_S
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_MOST_S = 366 * 86400
+
+
+def main(words: Sequence[str]) -> int:
+    """Ask, refuse or tell, and say what came of it."""
+    parser = cn.Parser("leave_cn")
+    parser.add_argument("hosts", nargs="+", metavar="HOST")
+    parser.add_argument("--for", dest="time")
+    options = parser.parse_args(words)
+    seconds = None if options.time is None else seconds_of(options.time)
+    hosts = chosen(options)
+    found, troubles = split(cn.ask_all(hosts, lambda host: tell(host, "ranks"), ASK_S))
+    refuse(found)
+    for host, each in found.items():
+        for rank in each["ranks"]:
+            print(f"{host}: {printable(rank['what'])} (process {rank['pid']})")
+    if options.dry_run:
+        print(f"would have {words_of(hosts)} leave")
+        return int(bool(troubles))
+    if found:
+        print("they end after the step that they are in ...", flush=True)
+    order = ["leave", *([] if seconds is None else [seconds])]
+    work = partial(_leave, order)
+    left, failed = split(run_on_all(found, work, WAIT_S + ASK_S))
+    for host, each in left.items():
+        print(said(host, each))
+    cn.print_troubles({**troubles, **failed})
+    late = any(each["left"] for each in left.values())
+    return int(bool(troubles or failed or late))
+
+
+def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
+    return tell(host, *order, limit=WAIT_S + ASK_S)
+
+
+def said(host: str, answer: Mapping[str, Any]) -> str:
+    """What has come of it on a host."""
+    back = f"; it takes part again after: bash setup/join_cn.sh {host}"
+    if answer["left"]:
+        pids = ", ".join(map(str, answer["left"]))
+        return (
+            f"{host}: process {pids} has not ended within {answer['seconds']:.0f} s; it will after "
+            f"its step, or end it with: bash setup/clean_cn.sh --running"
+        )
+    ended = cn.many(answer["ranks"], "rank")
+    return f"{host} has left{answer['until']}: {ended} ended in {answer['seconds']:.1f} s{back}"
+
+
+def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise MotleyError where a host cannot leave."""
+    for host, each in found.items():
+        if not each["ranks"] and not each["away"]:
+            raise MotleyError(
+                f"no training of yours runs on {host}, so there is nothing that it could leave, "
+                "and nothing was done; keep a run from taking it by removing its line from the "
+                "run's hostfile"
+            )
+    sizes = {rank["job"]: rank["size"] for each in found.values() for rank in each["ranks"]}
+    there = Counter(rank["job"] for each in found.values() for rank in each["ranks"])
+    for job, size in sizes.items():
+        if there[job] >= size:
+            hosts = [h for h, e in found.items() if any(r["job"] == job for r in e["ranks"])]
+            them = "are all hosts" if len(hosts) > 1 else "is the last host"
+            raise MotleyError(
+                f"{words_of(hosts)} {them} of a run, which could not go on: nothing was done; "
+                "to end that run, press Ctrl-C where it was started, and go on later with "
+                "--resume auto"
+            )
+
+
+def seconds_of(text: str) -> int:
+    """A time, as 2h, 30m or 1h30m; MotleyError if it is none."""
+    found = re.fullmatch(r"(?:\d{1,6}[dhms])+", text)
+    parts = re.findall(r"(\d+)([dhms])", text) if found else []
+    seconds = sum(int(number) * _UNITS[unit] for number, unit in parts)
+    if not 0 < seconds <= _MOST_S:
+        raise MotleyError(
+            f"--for {text!r} is no time from 1s to 366d; write it as in 2h, 30m, 1d or 1h30m, or "
+            "leave it out to stay away until join_cn.sh"
+        )
+    return seconds
+
+
+if __name__ == "__main__":
+    cn.run(main)

@@ -1,0 +1,174 @@
+"""Whether this machine is away: its user has asked that it take part in no training for now.
+
+That is a mark, one small file of this user's in a folder of this user's on this machine, outside of
+any run, so that it works for all of them and whoever may log in here may leave it:
+
+    /tmp/motley-1000/away.ecetesla1.json
+    {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
+
+A mark ends with its time, with setup/join_cn.sh, and with a reboot. Only a file that this user
+owns, and nobody else may write to, counts; no symbolic link is followed.
+"""
+
+import contextlib
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from motley.errors import MotleyError
+
+_PARENT = Path("/tmp")  # and not TMPDIR: who is logged in by ssh may have another than a rank
+_MOST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Away:
+    """Why a machine is away, and how long.
+
+    Attributes:
+        since, until: seconds since the epoch, by the machine's own clock; None: without an end.
+        polite: what was seen here, for a machine that gives way by itself; empty: it was asked to.
+        boot: which start of the machine it is of.
+    """
+
+    since: float
+    until: float | None = None
+    polite: str = ""
+    boot: str = ""
+
+    def words(self) -> str:
+        """As "leaves as asked (leave_cn.sh, until 14:20)", which follows on its name."""
+        if self.polite:
+            return f"gives way ({self.polite})"
+        return f"leaves as asked (leave_cn.sh{self.until_words()})"
+
+    def until_words(self) -> str:
+        """As in ", until 14:20"; empty where there is no end."""
+        if self.until is None:
+            return ""
+        day = "" if _day(self.until) == _day(self.since) else "%b %d "
+        return ", until " + time.strftime(f"{day}%H:%M", time.localtime(self.until))
+
+
+def read_away() -> Away | None:
+    """The mark of this machine; None where it takes part. What cannot be read is no mark."""
+    with contextlib.suppress(FileNotFoundError, MotleyError), _folder(make=False) as folder:
+        found = _read(folder)
+        over = found.until is not None and found.until <= time.time()
+        if found.boot == _boot() and not over:
+            return found
+    return None
+
+
+def mark_away(seconds: float | None, polite: str = "") -> Away:
+    """Put the mark, in place of what was there.
+
+    Args:
+        seconds: from now until it ends; None: without an end.
+        polite: see :class:`Away`.
+
+    Raises:
+        MotleyError: there is no folder for it that this user alone may write to.
+    """
+    now = time.time()
+    away = Away(now, None if seconds is None else now + seconds, polite, _boot())
+    new = f".{_name()}.{os.getpid()}"
+    with _folder(make=True) as folder:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=folder)
+            with os.fdopen(os.open(new, flags, 0o600, dir_fd=folder), "w") as file:
+                json.dump(asdict(away), file)
+            os.rename(new, _name(), src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            raise MotleyError(
+                f"cannot write {_path() / _name()}: {error.strerror}; see to that disk"
+            ) from None
+    return away
+
+
+def remove_mark() -> None:
+    """Take part again; it is no error if there is no mark."""
+    with contextlib.suppress(FileNotFoundError), _folder(make=False) as folder:
+        os.unlink(_name(), dir_fd=folder)
+
+
+def _path() -> Path:
+    return _PARENT / f"motley-{os.getuid()}"
+
+
+def _name() -> str:
+    return f"away.{os.uname().nodename}.json"  # several machines may share a /tmp
+
+
+@contextlib.contextmanager
+def _folder(make: bool) -> Iterator[int]:
+    """The folder, open; FileNotFoundError if there is none, MotleyError if it is not ours alone."""
+    if make:
+        with contextlib.suppress(FileExistsError):
+            _path().mkdir(mode=0o700)
+    try:
+        folder = os.open(_path(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # a link, or somebody's file
+        raise _not_ours(error.strerror or "cannot be opened") from None
+    try:
+        _check(folder)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check(opened: int) -> None:
+    """Raise MotleyError unless a file or folder is this user's, and nobody else may write to it."""
+    found = os.fstat(opened)
+    if found.st_uid != os.getuid():
+        raise _not_ours(f"it is owned by user {found.st_uid}")
+    if found.st_mode & 0o022:
+        raise _not_ours(f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})")
+
+
+def _not_ours(found: str) -> MotleyError:
+    return MotleyError(
+        f"{_path()} is not for you alone: {found}; remove it, or have its owner do so, and make it "
+        f"with: mkdir -m 700 {_path()}"
+    )
+
+
+def _read(folder: int) -> Away:
+    """The mark in a folder; MotleyError if it is none, or not ours."""
+    try:
+        opened = os.open(_name(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _not_ours(f"{_name()}: {error.strerror}") from None
+    with os.fdopen(opened, "rb") as file:
+        _check(opened)
+        try:
+            said = json.loads(file.read(_MOST_BYTES))
+            until = said["until"]
+            return Away(
+                float(said["since"]), None if until is None else float(until),
+                str(said["polite"]), str(said["boot"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, OSError, RecursionError):
+            raise MotleyError(f"{_path() / _name()} is damaged; remove it") from None
+
+
+def _boot() -> str:
+    """Which start of this machine it is; empty where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _day(seconds: float) -> tuple[int, int]:
+    day = time.localtime(seconds)
+    return day.tm_year, day.tm_yday

@@ -1,0 +1,143 @@
+"""Has this machine leave training and come back: what setup/leave_cn.sh, join_cn.sh and
+keep_training.sh run on it by ssh. Each prints one line of JSON.
+
+python -m motley.launch.give_way ranks             # this user's ranks here, and whether it is away
+python -m motley.launch.give_way ask FOLDER        # is it away; does it see a run's folder
+python -m motley.launch.give_way leave [SECONDS]   # mark it, tell the ranks, wait until they ended
+python -m motley.launch.give_way join              # remove the mark
+python -m motley.launch.give_way pause LOGS RUN    # have a run save and end at a step boundary
+python -m motley.launch.give_way polite SECONDS    # give way while somebody else is here
+
+Nobody but this user, and root, can do it: the mark lies in a folder of this user's, and the kernel
+takes signals to a process from its own user alone.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from motley.cluster.orphans import Found, survey
+from motley.cluster.presence import who_is_here
+from motley.cluster.processes import is_alive, send
+from motley.errors import MotleyError
+from motley.launch.away import mark_away, read_away, remove_mark
+from motley.launch.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
+from motley.launch.process import SPEED_FILES, cache_folder
+from motley.plan.split import SpeedTable
+
+WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved
+_LOOK_S = 0.1
+_MOST_SPEEDS = 10  # that are told
+_PRESENCE_S = 5.0  # between looks for somebody else
+
+
+def own_ranks() -> list[Found]:
+    """This user's ranks on this machine, of this copy of Motley."""
+    return [each for each in survey().found if each.kind == "rank"]
+
+
+def ask_to_leave(ranks: Sequence[Found]) -> None:
+    """Tell ranks that the mark is there; one that is still starting will see it by itself."""
+    for each in ranks:
+        send(each.pid, each.ticks, LEAVE_SIGNAL)
+
+
+def leave(seconds: float | None) -> dict[str, Any]:
+    """Mark this machine, and wait until its ranks have ended."""
+    away, start = mark_away(seconds), time.monotonic()
+    ranks = own_ranks()  # later ones see the mark
+    ask_to_leave(ranks)
+    held = {pid: ticks for each in ranks for pid, ticks in ((each.pid, each.ticks), *each.workers)}
+    left = held
+    while left and time.monotonic() - start < WAIT_S:
+        time.sleep(_LOOK_S)
+        left = {pid: ticks for pid, ticks in left.items() if is_alive(pid, ticks)}
+    return {
+        "ranks": len(ranks), "seconds": time.monotonic() - start, "left": list(left),
+        "until": away.until_words(),
+    }  # fmt: skip
+
+
+def pause(logs: str, run: str) -> dict[str, Any]:
+    """Ask one of a run's ranks here; it tells the others. Whether there was one."""
+    for each in own_ranks():
+        words = f" {each.what.replace('=', ' ')} "
+        place = re.search(r" --logs (\S+)", words)
+        named = f" --run {run} " in words and (not place or Path(place[1]) == Path(logs))
+        if named and send(each.pid, each.ticks, PAUSE_SIGNAL):
+            return {"asked": True}
+    return {"asked": False}
+
+
+def speeds() -> list[dict[str, Any]]:
+    """Remembered speeds of this machine's devices, the newest first: samples a second (of all its
+    ranks, where they share a processor), and with which options of a run."""
+    files = [(path.stat().st_mtime, path) for path in cache_folder().glob(SPEED_FILES)]
+    found = []
+    for _, path in sorted(files, reverse=True)[:_MOST_SPEEDS]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            content = json.loads(path.read_text())
+            key, rate = content["key"], SpeedTable.from_json(content["speed"]).rate
+            each = {"options": key["options"], "uuid": key["uuid"]}
+            found.append({**each, "rate": rate * (1 if key["uuid"] else key["ranks"])})
+    return found
+
+
+def be_polite(quiet_s: float) -> None:
+    """Mark this machine whenever somebody else is here, and until nobody was for ``quiet_s``.
+
+    The mark has an end, so it is gone soon after this process is; one of leave_cn.sh that lasts
+    longer stays.
+    """
+    while True:
+        if seen := who_is_here():
+            away = read_away()
+            if away is None or away.polite:
+                mark_away(quiet_s, f"--polite: {seen}")
+                ask_to_leave(own_ranks())
+        time.sleep(_PRESENCE_S)
+
+
+def _answer(words: Sequence[str]) -> dict[str, Any]:
+    what, *rest = words
+    if what == "leave":
+        return leave(float(rest[0]) if rest else None)
+    if what == "join":
+        was = read_away()
+        remove_mark()
+        return {"away": was and asdict(was)}
+    if what == "pause":
+        return pause(*rest)
+    away = read_away()
+    said: dict[str, Any] = {
+        "node": os.uname().nodename,
+        "away": away and {**asdict(away), "words": away.until_words()},
+    }
+    if what == "ask":
+        said |= {"sees": Path(rest[0], "run.json").exists(), "speeds": speeds()}
+    if what == "ranks":
+        said["ranks"] = [asdict(each) for each in own_ranks()]
+    return said
+
+
+def main(words: Sequence[str]) -> None:
+    """See this file's docstring; what the user can put right is said in the answer."""
+    if words[0] == "polite":
+        with contextlib.suppress(KeyboardInterrupt):
+            be_polite(float(words[1]))
+        return
+    try:
+        print(json.dumps(_answer(words)))
+    except MotleyError as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""A job that ends at a step boundary, the same on all ranks, with all that they hold saved.
+
+A host leaves, or one that was missing is taken back: all ranks live, and each engine can save. So
+no step is lost, whatever a rank holds alone. Rank 0 asks all which step they have begun; who was
+asked begins no other before it is told where to stop, which is before the step after the last one
+that any rank has begun. Nobody waits for a rank that waits, for all take every step before that.
+
+    rank k                               rank 0
+    {"leave": "leaves as asked (...)"} ----> or {"pause": true}, as a signal has asked
+                                  <-------- {"pause": null}: which step have you begun?
+    {"begun": 17}                 -------->
+                                  <-------- {"pause": 18}: begin it no more
+    {"left": true}                --------> of a host that leaves, once the others have its part
+    {"paused": "saved as of ..."} --------> the end of the job
+"""
+
+import signal
+import threading
+from typing import Any
+
+from motley.faults import Fault, left, paused
+from motley.launch.away import read_away
+
+# What a signal asks of a rank; nobody but its own user, and root, can send it one.
+LEAVE_SIGNAL = signal.SIGUSR1  # this machine was marked as away: see motley.launch.away
+PAUSE_SIGNAL = signal.SIGUSR2  # save, and end
+REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
+
+
+def request_of(number: int) -> dict[str, Any] | None:
+    """What a rank says to rank 0 when such a signal has come; None if it asks for nothing."""
+    if number == PAUSE_SIGNAL:
+        return {"pause": True}
+    away = read_away()
+    return {"leave": away.words()} if away else None
+
+
+class OwnPause:
+    """Where this rank stops: its training's thread asks, its watching thread is told."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._begun: int | None = None
+        self._asked = False
+        self._at: int | None = None
+
+    def begin(self, step: int) -> bool:
+        """Whether the step may begin; waits while that is not decided."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._asked or self._at is not None)
+            if self._at is not None and step >= self._at:
+                return False
+            self._begun = step
+            return True
+
+    def forget(self) -> None:
+        """Nothing is asked of this rank any more: what it was asked as is no group now."""
+        with self._changed:
+            self._asked, self._at, self._begun = False, None, None
+            self._changed.notify_all()
+
+    def hear(self, at: int | None) -> dict[str, Any] | None:
+        """What rank 0 says of it; what this rank answers."""
+        with self._changed:
+            self._asked = True
+            if at is None:
+                return {"begun": self._begun}
+            self._at = at
+            self._changed.notify_all()
+            return None
+
+
+class PauseAgreement:
+    """Rank 0's side: who wants it, and what the ranks have answered.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        wanted: somebody does.
+        at: the step that is not begun any more; None while that is not known.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._leaving: dict[str, tuple[int, str]] = {}  # by host: a rank of it, and its words
+        self._asked: set[int] = set()
+        self._begun: dict[int, int | None] = {}
+        self.wanted = False
+        self.at: int | None = None
+
+    def forget(self, size: int) -> None:
+        """Ask again, of so many ranks."""
+        self._size, self.at = size, None
+        self._asked.clear()
+        self._begun.clear()
+
+    def want(self, rank: int, host: str, leaves: str | None) -> None:
+        """A rank wants it: its host leaves, in words, or the whole job is to pause (None)."""
+        self.wanted = True
+        if leaves is not None:
+            self._leaving.setdefault(host, (rank, leaves))
+
+    def is_new(self, rank: int) -> bool:
+        """Whether a rank was not asked yet; it is now."""
+        new = self.wanted and rank not in self._asked
+        if new:
+            self._asked.add(rank)
+        return new
+
+    def answer(self, rank: int, begun: int | None) -> bool:
+        """A rank has answered; whether all have."""
+        self._begun[rank] = begun
+        if len(self._begun) < self._size:
+            return False
+        steps = [step for step in self._begun.values() if step is not None]
+        self.at = max(steps) + 1 if steps else None
+        return True
+
+    def fault(self, step: int | None) -> Fault:
+        """Why the job ends.
+
+        Args:
+            step: as of which all is saved; None: nothing was to be.
+        """
+        if not self._leaving:
+            return paused(step)
+        hosts = list(self._leaving)
+        rank = self._leaving[hosts[0]][0]
+        who = ", and ".join(f"{host} {words}" for host, (_, words) in self._leaving.items())
+        return left(rank, hosts, step, who)
