@@ -35,7 +35,13 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     if options.restarts < 0:
         raise MotleyError(f"--restarts {options.restarts} is less than 0")
-    line = LaunchLine.parse(options.line).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
+    line = LaunchLine.parse(options.line)
+    if options.polite and not line.hosts:
+        raise MotleyError(
+            "--polite watches the hosts of a hostfile, and the line names none; add one, as in "
+            "--hostfile hosts.txt, or leave --polite out"
+        )
+    line = line.named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     if options.dry_run:
         asked = ask(line.hosts, line.folder)
         for host, why in asked.lost.items():
