@@ -17,6 +17,8 @@ from fault_story import Story, reference
 
 KINDS = ("kill", "stop", "cut", "freeze", "off", "launcher", "disk")
 _STEPS = 40  # a fault, on average 20 apart; what is left is trained in peace
+# Rounding that differs by the ranks grows with each step, to 1 % after 300 at the usual rate.
+_SLOWLY = ("--lr", 1e-5)
 _DISK_KIB = 96 << 10
 _GOES_ON_S = 180.0  # 15 s until it is silent, 30 until mpirun lets go, and a launch
 _HARM = {"cut": "cut", "freeze": "freeze", "off": "kill"}  # lab.sh's words
@@ -51,13 +53,13 @@ class RandomFaults:
         self._place, self._seed, self._chances = place, seed, chances(count, seed)
         self._steps = _STEPS * (count + 2)
         self._seen = Seen()  # of the whole
-        reference(place, self._steps)
+        reference(place, self._steps, _SLOWLY)
         self._disk = small_disk(place.folder / "disk", _DISK_KIB)
         place.lab.on_head("mkdir -p ~/logs")
         place.logs = self._disk
         self._share(place.hosts)
-        self._story = Story(place, self._seen, len(place.hosts), "--max-steps", self._steps,
-                            keep=True)  # fmt: skip
+        self._words = ("--max-steps", self._steps, *_SLOWLY)
+        self._story = Story(place, self._seen, len(place.hosts), *self._words, keep=True)
 
     def _share(self, hosts: Sequence[str]) -> None:
         """Hosts have their logs on a disk that can be full."""
@@ -93,8 +95,7 @@ class RandomFaults:
             until(self._ended, 60)
             (self._disk / "filler").unlink()
             said = [*story.job.said(harmed - 0.05)]
-            story.job = self._place.start("x", len(place.hosts), "--max-steps", self._steps,
-                                          keep=True)  # fmt: skip
+            story.job = place.start("x", len(place.hosts), *self._words, keep=True)
             story.job.lines[:0] = said
         goes_on = until(lambda: self._after(harmed, began) or self._ended(), _GOES_ON_S)
         lines = story.job.said(harmed - 0.05)

@@ -19,7 +19,8 @@ from motley.records.run_folder import RunFolder
 
 LOSSES = 2e-6  # relative, between runs of other ranks
 BEGIN_S = 90.0  # that a start may take on a busy machine
-_RESCUE = "motley: saved as of"  # follows on the line that names the fault
+# Of a rescue: they follow on the line that names the fault.
+_RESCUE = ("motley: saved as of", "motley: the last step could not be saved")
 
 
 class Story:
@@ -215,11 +216,15 @@ class Story:
 _UNBROKEN: list[float] = []
 
 
-def reference(place: Place, steps: int) -> list[float]:
-    """Losses of an unbroken run of so many steps or more, on one rank of this machine."""
+def reference(place: Place, steps: int, words: tuple[object, ...] = ()) -> list[float]:
+    """Losses of an unbroken run of so many steps or more, on one rank of this machine.
+
+    Args:
+        words: of the training, for whoever asks first.
+    """
     if len(_UNBROKEN) < steps:
         here = Place(place.folder.with_name(f"{place.folder.name}-one"))
-        job = here.start("one", 1, "--max-steps", max(steps, 60 if steps <= 60 else 240))
+        job = here.start("one", 1, "--max-steps", max(steps, 60 if steps <= 60 else 240), *words)
         assert job.wait(BEGIN_S + steps) == 0, job.output
         text = (here.logs / "one" / "steps.rank0.jsonl").read_text()
         _UNBROKEN[:] = [json.loads(line)["loss"] for line in text.splitlines()]

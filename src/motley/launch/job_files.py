@@ -25,7 +25,8 @@ def segments_of_this_job() -> str:
 def session_folder(launcher: int, environ: Mapping[str, str]) -> str:
     """The launcher's folder for its jobs, which is named by its process; empty if unknown."""
     folder = environ.get("PMIX_SERVER_TMPDIR", "")
-    return folder if folder.endswith((f"/ompi.{launcher}", f"/pid.{launcher}")) else ""
+    names = (f"/ompi.{launcher}", f"/pid.{launcher}", f"/prted.{launcher}")
+    return folder if folder.endswith(names) else ""
 
 
 def remove(segments: str, session: str) -> None:
