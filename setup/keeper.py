@@ -75,7 +75,9 @@ class Keeper:
             before, started = progress(line.folder), self._content().get("started")
             with tempfile.TemporaryDirectory(prefix="motley-keep-") as folder:
                 now = line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
-                code = self._start(now.resumed() if number or before >= 0 else now, asked)
+                if number or before >= 0 or self._content():
+                    now = now.resumed(before >= 0)
+                code = self._start(now, asked)
             if self._stop.number:
                 return self._stopped()
             content = self._content()

@@ -59,8 +59,14 @@ class LaunchLine:
         """The same, with a name for the run's folder."""
         return self if self._value("--run") else self._with_script()._with_option("--run", usual)
 
-    def resumed(self) -> "LaunchLine":
-        """The same, from the newest checkpoint."""
+    def resumed(self, has_own: bool) -> "LaunchLine":
+        """The same, from the run's newest checkpoint.
+
+        Args:
+            has_own: there is one; else it begins again where the user has said.
+        """
+        if not has_own and self._value("--resume"):
+            return self
         return self._with_option("--resume", "auto")
 
     def with_hosts(self, alive: Sequence[Host], hostfile: Path) -> "LaunchLine":

@@ -44,6 +44,7 @@ from motley.launch.handshakes import Handshakes, greeting
 from motley.launch.launcher_reaper import LauncherReaper, outlived_by_launcher
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.pause import LEAVE_SIGNAL
+from motley.launch.save_before_end import HOLD_S
 from motley.launch.survivors import (
     SURVIVES,
     RankLostError,
@@ -53,7 +54,7 @@ from motley.launch.survivors import (
     standby_of,
     unpacked,
 )
-from motley.launch.watch_all import FIRST_CAUSE_S, HOLD_S, AllRanksWatch
+from motley.launch.watch_all import FIRST_CAUSE_S, AllRanksWatch
 from motley.launch.watch_first import FirstRankWatch
 from motley.launch.watchdog import Heartbeat
 

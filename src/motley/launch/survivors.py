@@ -111,9 +111,6 @@ class Regrouping:
 
     Args:
         machines: which machine each rank is on. survives: ranks may outlive one of them.
-
-    Attributes:
-        meeting: the loss after which not all have left the broken group yet.
     """
 
     def __init__(self, machines: Sequence[int], survives: bool) -> None:
@@ -123,7 +120,7 @@ class Regrouping:
         self._witnessed: set[int] = set()  # lost ranks whose host is known to live
         self._gathered: dict[int, str] = {}
         self._since = 0.0
-        self.meeting: Fault | None = None
+        self._meeting: Fault | None = None  # after which not all have left the broken group yet
 
     @property
     def first(self) -> Fault | None:
@@ -155,12 +152,13 @@ class Regrouping:
         alive = {self._machines[status.rank] for status in left}
         return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
 
-    def overdue(self, left: Collection[Status]) -> bool:
-        """Whether the others cannot go on after all."""
-        waited = time.monotonic() - self._since
-        if self.first is None:
-            return self.meeting is not None and waited > _MEET_S
-        return waited > (_KEEP_S if self.all_hosts_live(left) else _WITNESS_S)
+    def overdue(self, left: Collection[Status]) -> Fault | None:
+        """The loss after which the others cannot go on after all; None: there is time."""
+        limit = _MEET_S
+        if self.first is not None:
+            limit = _KEEP_S if self.all_hosts_live(left) else _WITNESS_S
+        late = time.monotonic() - self._since > limit
+        return (self.first or self._meeting) if late else None
 
     def kept(self, rank: int) -> None:
         """A rank holds its state apart from the group."""
@@ -175,7 +173,7 @@ class Regrouping:
 
     def begin_anew(self, survivors: Survivors) -> None:
         """They go on, numbered anew."""
-        self.meeting, self._since = survivors.lost, time.monotonic()
+        self._meeting, self._since = survivors.lost, time.monotonic()
         self._machines = machines_of(self._machines, survivors.ranks)
         self._lost.clear()
         self._witnessed.clear()
@@ -186,7 +184,7 @@ class Regrouping:
         self._gathered[rank] = text
         if len(self._gathered) < len(self._machines):
             return None
-        self.meeting = None
+        self._meeting = None
         found = [self._gathered[rank] for rank in range(len(self._machines))]
         self._gathered.clear()
         return found

@@ -18,7 +18,9 @@ from motley.launch.handshakes import Handshakes
 from motley.launch.messages import encode
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.pause import PauseAgreement
-from motley.launch.survivors import Regrouping, Survivors
+from motley.launch.regroup import Regroup
+from motley.launch.save_before_end import save_before_end
+from motley.launch.survivors import Regrouping
 from motley.launch.watchdog import (
     SUSPECT_AFTER_S,
     Heartbeat,
@@ -28,7 +30,6 @@ from motley.launch.watchdog import (
 )
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
-HOLD_S = 60.0  # that a rescue may take
 # Faults after which what the others hold is right, and worth to be saved.
 RESCUED = {*FaultKind} - {
     FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED,
@@ -59,7 +60,7 @@ class AllRanksWatch:
         standby: int,
         regrouping: Regrouping,
     ) -> None:
-        self._regrouping, self._witnesses = regrouping, list[socket.socket]()
+        self._witnesses = list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._standby = standby
         self._on_fault, self._on_event = on_fault, on_event
@@ -68,6 +69,7 @@ class AllRanksWatch:
         self._watchdog = Watchdog(own.awake, own.host)
         self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
         self._signalled: set[int] = set()  # ranks that a stop signal came to
+        self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
         self._pause = PauseAgreement(own.size)
         self._selector = selectors.DefaultSelector()
 
@@ -85,7 +87,7 @@ class AllRanksWatch:
             for new in self._handshakes.arrivals(ready, now):
                 if new.rank < 0:
                     self._witnesses.append(new.line)
-                    self._regrouping.witness(-new.rank)
+                    self._regroup.witness(-new.rank)
                     continue
                 address = new.line.getpeername()[0]
                 status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
@@ -93,7 +95,7 @@ class AllRanksWatch:
                 self._tell_standby_of_crash()
                 for message in new.pending:
                     self._hear(status, message)
-            self._regroup()
+            self._regroup_or_end()
             # Only now: whoever knows more may have said so while this process was stopped.
             if self._pending and time.monotonic() >= self._pending[0]:
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
@@ -124,89 +126,26 @@ class AllRanksWatch:
             self._own.print(fault.details)
         self._own.print(line_of(fault))
         if fault.kind in RESCUED and not fault.signal:
-            self._rescue(fault.rank)
+            save_before_end(self._own, self._others, fault.rank, self._tell_all)
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
 
-    def _rescue(self, lost: int) -> None:
-        """Have the state saved, here or by a rank that can, while the others wait."""
-        own = self._own
-        able = [line for line, status in self._others.items()
-                if status.rescues and status.rank != lost]  # fmt: skip
-        if not able and own.rescue is None:
-            return
-        self._tell_all({"hold": True})
-        said = own.save_what_is_known() if own.rescue else self._ask_to_rescue(able[0])
-        if said:
-            own.print(f"motley: {said}")
-
-    def _ask_to_rescue(self, line: socket.socket) -> str:
-        """What another rank says that it has saved."""
-        messages = self._others[line].messages
-        with contextlib.suppress(OSError):
-            line.sendall(encode({"rescue": True}))
-            line.settimeout(HOLD_S)
-            while data := line.recv(65536):
-                for message in messages.feed(data):
-                    if "rescued" in message:
-                        return str(message["rescued"])
-        return ""
-
-    def _lose(self, fault: Fault) -> None:
-        """A rank is gone: have the others keep their state, or end the job."""
-        begun = self._regrouping.first is not None
-        if not self._regrouping.lose(fault, self._statuses()):
-            self.end_job(fault)
-        self._pending = None  # an echo of it
-        if not begun:
-            self._tell_all({"keep": True})
-            self._own.say({"kept": self._own.keep_state()})
-
-    def _kept(self, status: RankStatus, failure: str) -> None:
-        lost = self._regrouping.first
-        if failure and lost is not None:
-            self.end_job(lost)
-        self._regrouping.kept(status.rank)
-
-    def _regroup(self) -> None:
-        """Have those who are left go on as soon as all can; else end the job."""
+    def _regroup_or_end(self) -> None:
+        """Go on without lost ranks as soon as all others can; end the job where they cannot."""
         left = self._statuses()
-        first = self._regrouping.first or self._regrouping.meeting
-        if survivors := self._regrouping.survivors(left):
-            self._go_on(survivors)
-        elif first is not None and self._regrouping.overdue(left):
-            self.end_job(first)
-
-    def _go_on(self, survivors: Survivors) -> None:
-        """Those who are left form a group of their own."""
-        before, own = self._own.size, self._own
-        lost = survivors.lost
-        own.print(f"{line_of(lost)}; on with {len(survivors.ranks)} of {before} ranks")
-        content = {"rank": lost.rank, "host": lost.host, "step": lost.step, "error": lost.error}
-        self._writer.write(partial(self._on_event, {"kind": "lost", **content}))
-        self._regrouping.begin_anew(survivors)
-        self._tell_all({"regroup": survivors.message()})
-        for status in self._statuses():
-            status.rank = survivors.ranks.index(status.rank)
-            status.done = status.rescues = False
-        self._standby = survivors.standby
-        self._tell_standby_of_crash()
-        own.go_on(survivors)
-        self._pause.forget(own.size)
+        if survivors := self._regroup.go_on(left):
+            self._pause.forget(len(left))
+            self._standby = survivors.standby
+            self._tell_standby_of_crash()
+        elif fault := self._regroup.overdue(left):
+            self.end_job(fault)
 
     def _tell_standby_of_crash(self) -> None:
         """Have a crash of this rank write its traceback to who then says what crashed."""
         for line, status in self._others.items():
             if status.rank == self._standby:
                 faulthandler.enable(line.fileno())
-
-    def _gather(self, status: RankStatus, text: str) -> None:
-        values = self._regrouping.gather(status.rank, text)
-        if values is not None:
-            for value in values:
-                self._tell_all({"gathered": value})
-            self._own.gathered.put(values)
 
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
@@ -257,7 +196,10 @@ class AllRanksWatch:
                 step = self._last_step() if trains else None
                 said = status.messages.last_words
                 del self._others[line]
-                self._lose(died(status.rank, status.host, step, said))
+                fault = died(status.rank, status.host, step, said)
+                if not self._regroup.lose(fault, self._statuses()):
+                    self.end_job(fault)
+                self._pending = None  # an echo of it
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
@@ -270,10 +212,9 @@ class AllRanksWatch:
             status.done = True
         elif "regroups" in message:
             status.regroups = True
-        elif "kept" in message:
-            self._kept(status, message["kept"])
-        elif "gather" in message:
-            self._gather(status, message["gather"])
+        elif "kept" in message or "gather" in message:
+            if fault := self._regroup.hear(status, message):
+                self.end_job(fault)
         elif "rescuer" in message:
             status.rescues = True
         elif "left" in message:
@@ -287,10 +228,10 @@ class AllRanksWatch:
                 self._own.print(f"motley: {message['paused']}")
             self.end_job(self._pause.fault(self._pause.at))
         elif "event" in message:
-            self._writer.write(partial(self._on_event, message["event"]))
+            self._record(message["event"])
         elif "fault" in message:
             fault = Fault.read(message["fault"])
-            if not fault.echo and self._regrouping.first is None:
+            if not (fault.echo or self._regroup.begun):
                 self.end_job(fault)
             self._suspect(fault, FIRST_CAUSE_S)
         elif "signal" in message:
@@ -337,7 +278,7 @@ class AllRanksWatch:
 
     def _suspect(self, fault: Fault, within_s: float) -> None:
         """Blame ``fault`` unless a better cause turns up in time."""
-        if self._regrouping.first is not None and not fault.signal:
+        if self._regroup.begun and not fault.signal:
             return  # that is the cause
         deadline = time.monotonic() + within_s
         if self._pending is not None:
@@ -346,6 +287,9 @@ class AllRanksWatch:
         self._pending = (deadline, fault)
         if self._own.reaper:  # should we be killed before we have said it
             self._own.reaper.tell(fault=asdict(fault))
+
+    def _record(self, event: dict[str, Any]) -> None:
+        self._writer.write(partial(self._on_event, event))
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for line in self._others:

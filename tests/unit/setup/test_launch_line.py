@@ -23,7 +23,7 @@ def test_a_hosts_ranks_and_what_is_said_of_each_go_with_it(tmp_path: Path) -> No
     own = ("torch_dist/train_vit.py", "--shares", "5,4,3,2,1", "--precision=fp32", "--lr", "1")
     line = parsed(tmp_path, *own).named("now")
     alive = [host for host in line.hosts if host.name != "b"]
-    left = line.with_hosts(alive, tmp_path / "left.txt").resumed()
+    left = line.with_hosts(alive, tmp_path / "left.txt").resumed(True)
     assert left.words == (
         "mpirun", "-np", "4", "--hostfile", str(tmp_path / "left.txt"), "./entry_cn.sh",
         "torch_dist/train_vit.py", "--shares", "5,4,2,1", "--precision=fp32", "--lr", "1",
@@ -67,3 +67,11 @@ def test_as_many_ranks_are_left_as_were_on_the_other_hosts(
 def test_what_is_no_training_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(MotleyError, match=says):
         LaunchLine.parse(words)
+
+
+def test_before_its_first_checkpoint_a_run_begins_again_where_the_user_said() -> None:
+    words = ["mpirun", "./entry_cn.sh", "torch_dist/train_vit.py", "--resume", "logs/old"]
+    line = LaunchLine.parse(words)
+    assert line.resumed(False).words == tuple(words)
+    assert line.resumed(True).words[-2:] == ("--resume", "auto")
+    assert LaunchLine.parse(words[:3]).resumed(False).words[-2:] == ("--resume", "auto")

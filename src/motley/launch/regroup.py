@@ -1,0 +1,80 @@
+"""Rank 0's part in going on without a lost rank: asks all to keep their state, then to go on."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from motley.faults import Fault
+from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.survivors import Regrouping, Survivors
+from motley.launch.watchdog import RankStatus
+
+
+class Regroup:
+    """Played by the watching thread.
+
+    Args:
+        regrouping: who is lost, and who is ready.
+        tell_all: sends a message to all other ranks. record: an event of the run.
+    """
+
+    def __init__(
+        self,
+        own: OwnRank,
+        regrouping: Regrouping,
+        tell_all: Callable[[dict[str, Any]], None],
+        record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._own, self._regrouping = own, regrouping
+        self._tell_all, self._record = tell_all, record
+
+    @property
+    def begun(self) -> bool:
+        """A rank is lost, and the others are not told yet how to go on."""
+        return self._regrouping.first is not None
+
+    def witness(self, rank: int) -> None:
+        """See Regrouping."""
+        self._regrouping.witness(rank)
+
+    def lose(self, fault: Fault, left: Collection[RankStatus]) -> bool:
+        """A rank is gone: have the others keep their state; False if the job has to end."""
+        begun = self.begun
+        if not self._regrouping.lose(fault, left):
+            return False
+        if not begun:
+            self._tell_all({"keep": True})
+            self._own.say({"kept": self._own.keep_state()})
+        return True
+
+    def hear(self, status: RankStatus, message: dict[str, Any]) -> Fault | None:
+        """What a rank says of it; the fault that ends the job, if it cannot go on."""
+        if message.get("kept"):
+            return self._regrouping.first
+        if "kept" in message:
+            self._regrouping.kept(status.rank)
+        elif (values := self._regrouping.gather(status.rank, message["gather"])) is not None:
+            for value in values:
+                self._tell_all({"gathered": value})
+            self._own.gathered.put(values)
+        return None
+
+    def overdue(self, left: Collection[RankStatus]) -> Fault | None:
+        """The fault that ends the job after all, if somebody was waited for too long."""
+        return self._regrouping.overdue(left)
+
+    def go_on(self, left: Collection[RankStatus]) -> Survivors | None:
+        """Have those who are left form a group of their own, if all can; they have new numbers."""
+        survivors = self._regrouping.survivors(left)
+        if survivors is None:
+            return None
+        own, lost = self._own, survivors.lost
+        own.print(f"{line_of(lost)}; on with {len(survivors.ranks)} of {own.size} ranks")
+        self._record({"kind": "lost", "rank": lost.rank, "host": lost.host, "step": lost.step,
+                      "error": lost.error})  # fmt: skip
+        self._regrouping.begin_anew(survivors)
+        self._tell_all({"regroup": survivors.message()})
+        for status in left:
+            status.rank = survivors.ranks.index(status.rank)
+            status.done = status.rescues = False
+        own.go_on(survivors)
+        return survivors

@@ -1,0 +1,44 @@
+"""Before a job ends by a lost rank, one that is left saves what all of them hold."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from motley.launch.messages import encode
+from motley.launch.own_rank import OwnRank
+from motley.launch.watchdog import RankStatus
+
+HOLD_S = 60.0  # that it may take
+
+
+def save_before_end(
+    own: OwnRank,
+    others: Mapping[socket.socket, RankStatus],
+    lost: int,
+    tell_all: Callable[[dict[str, Any]], None],
+) -> None:
+    """Have the state saved, by rank 0 or another rank that can, while the others wait.
+
+    Args:
+        others: all ranks but 0. lost: who cannot.
+    """
+    able = [line for line, each in others.items() if each.rescues and each.rank != lost]
+    if not able and own.rescue is None:
+        return
+    tell_all({"hold": True})
+    said = own.save_what_is_known() if own.rescue else _ask(able[0], others[able[0]])
+    if said:
+        own.print(f"motley: {said}")
+
+
+def _ask(line: socket.socket, status: RankStatus) -> str:
+    """What a rank says that it has saved."""
+    with contextlib.suppress(OSError):
+        line.sendall(encode({"rescue": True}))
+        line.settimeout(HOLD_S)
+        while data := line.recv(65536):
+            for message in status.messages.feed(data):
+                if "rescued" in message:
+                    return str(message["rescued"])
+    return ""
