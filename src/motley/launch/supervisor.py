@@ -225,8 +225,7 @@ class Supervisor:
             first: this is the rank that saves. Any other, the standby, does so where rank 0, and
                 with it the first, is gone.
         """
-        if first or self._own.standby:
-            self._own.rescue = save
+        self._own.rescue = save if first or self._own.standby else None
         if first and self._own.rank:
             self._own.say({"rescuer": True})
 
