@@ -265,15 +265,6 @@ def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     )  # fmt: skip
 
 
-def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
-    """The launcher lost its daemon on ``host``, whose first rank is ``rank``."""
-    return Fault(
-        rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
-        "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
-        kind=FaultKind.LAUNCHER_LOST,
-    )  # fmt: skip
-
-
 def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "") -> Fault:
     """Nothing was heard of a rank for a while.
 

@@ -14,18 +14,17 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
 from motley.errors import MotleyError
-from motley.faults import Fault, FaultKind, daemon_gone, died, launcher_gone
+from motley.faults import Fault, FaultKind, died, launcher_gone
 from motley.launch.fault_record import record_fault
 from motley.launch.handshakes import greeting
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
-from motley.launch.lost_daemon import lost_host
 from motley.records.run_folder import RunFolder
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
@@ -84,7 +83,6 @@ class _Told:
     """What a rank has told.
 
     Attributes:
-        hosts: of all ranks, by their number; on rank 0.
         line: to say, where mpirun's own errors go; empty means nothing.
         fault: what ends the job, as far as is known, until it is said. step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
@@ -101,7 +99,6 @@ class _Told:
     step: int | None = None
     ended: bool = False
     folder: str | None = None
-    hosts: dict[str, str] = field(default_factory=dict)
     segments: str = ""
     session: str = ""
     supervisor: tuple[str, int, str] | None = None
@@ -161,7 +158,7 @@ def _main() -> None:
         launcher = psutil.Process(int(sys.argv[1]))
         told, launcher_first = _listen(launcher.pid)
         if launcher_first and told.rank == 0 and not (told.ended or told.fault):
-            told.fault = asdict(_why_gone(launcher.pid, told))
+            told.fault = asdict(launcher_gone(told.host, told.launcher, told.step))
         if told.supervisor and not (launcher_first or told.ended):
             _witness(told.rank, told.host, *told.supervisor)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -175,16 +172,6 @@ def _main() -> None:
         if _gone(launcher, 0):
             session = told.session or session_folder(launcher.pid, os.environ)
             remove(told.segments, session)
-
-
-def _why_gone(launcher: int, told: _Told) -> Fault:
-    """Why the launcher ended before its ranks: for the daemon of a host, or it was killed."""
-    others = {*told.hosts.values()} - {told.host}
-    host = lost_host(launcher) if others else ""
-    if not host:
-        return launcher_gone(told.host, told.launcher, told.step)
-    ranks = (int(rank) for rank, name in told.hosts.items() if name == host)
-    return daemon_gone(min(ranks, default=told.rank), host, told.step)
 
 
 def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:

@@ -157,7 +157,6 @@ class AllRanksWatch:
             suspect = silent or (self._pending[1] if self._pending else None)
             self._own.reaper.tell(
                 fault=asdict(suspect) if suspect else None, step=self._last_step(),
-                hosts={str(status.rank): status.host for status in statuses},
             )  # fmt: skip
         watchdog = self._watchdog
         fault = watchdog.silent(statuses[1:]) or watchdog.dead_link(statuses)

@@ -1,25 +1,12 @@
-"""What is known of a host whose daemon went, a link that is dead, and ranks that were left."""
+"""What is known of a link that is dead, and of ranks that were left."""
 
 import socket
 import struct
-from pathlib import Path
 
 import pytest
 
-from motley.launch import lost_daemon
 from motley.launch.dead_links import dead_peers, is_dead
 from motley.launch.leftovers import words
-from motley.launch.lost_daemon import lost_host
-
-
-def test_the_first_host_whose_session_failed_is_taken_and_its_note_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lost_daemon, "cache_folder", lambda: tmp_path)
-    (tmp_path / "lost.4711").write_text("b 255\nc 137\n")
-    assert lost_host(4711) == "b"
-    assert not list(tmp_path.iterdir())
-    assert lost_host(4711, 0.1) == ""
 
 
 def info(unacked: int, tries: int, last_ack_s: float) -> bytes:
