@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ _CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "MPLCONFIGDIR": "matplotlib",
 }
+
+_FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends with the first
 
 SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.planner.speed_cache
 
@@ -80,5 +83,7 @@ def keep_caches_local(environ: Any) -> None:
 def stop_usage(message: str) -> NoReturn:
     """Print a usage error once, whatever the number of ranks, and exit with status 2."""
     if launched_rank() == 0:
-        print(f"motley: {message}", file=sys.stderr)
+        print(f"motley: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_FIRST_SAYS_S)
     sys.exit(2)
