@@ -30,6 +30,7 @@ from typing import Any
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 
 _PARTS = ("model", "optimizer", "ranks")
@@ -133,19 +134,6 @@ class Checkpoints:
         """Remove what a crash left half-written; the run's lock is held, so it is nobody's."""
         for leftover in self.path.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Of a checkpoint's tensors those of one part, without its name before theirs.
-
-    Args:
-        part: model, optimizer, ranks, ema or ema_numbers.
-    """
-    prefix = f"{part}."
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items() if name.startswith(prefix)
-    }  # fmt: skip
 
 
 def load_checkpoint(
