@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from motley.checkpoint.store import checkpoints_at, newest_whole, part_of
+from motley.checkpoint.store import checkpoints_at, newest_whole
 from motley.checkpoint.transfer import spread
 from motley.config.options import Config
 from motley.data.order import seed_of
+from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task, is_in

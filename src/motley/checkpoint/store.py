@@ -33,6 +33,7 @@ from typing import Any
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.records.lines import fix_for
 
@@ -150,19 +151,6 @@ def step_of(path: Path) -> int | None:
     """Of a checkpoint's folder; None of a file, a link, and what has another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
-
-
-def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Of a checkpoint's tensors those of one part, without its name before theirs.
-
-    Args:
-        part: model, optimizer, ranks, ema or ema_numbers.
-    """
-    prefix = f"{part}."
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items() if name.startswith(prefix)
-    }  # fmt: skip
 
 
 def load_checkpoint(

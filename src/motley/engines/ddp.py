@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.comm.reducer import Bucket, Reducer
 from motley.data.batch import Batch
 from motley.engines.memory import out_of_memory, shortage
+from motley.engines.named_state import part_of
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import NoMemoryError
@@ -40,7 +41,7 @@ class DdpEngine(SynchronousEngine):
         self._overlap = context.plan.buckets != 1
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
         self._reducer: Reducer = context.plan.wire.reducer(context.device)
-        self._keeps = f"wire.{context.plan.wire}.{context.plan.buckets}."  # between steps
+        self._keeps = f"wire.{context.plan.wire}.{context.plan.buckets}"  # between steps
         self._wrap()
 
     def _wrap(self) -> None:
@@ -138,15 +139,14 @@ class DdpEngine(SynchronousEngine):
         kept = self._reducer.state()
         if kept:  # in the unit of the loss scale
             kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
-        return super().own_state() | {self._keeps + name: value for name, value in kept.items()}
+        return super().own_state() | {
+            f"{self._keeps}.{name}": value for name, value in kept.items()
+        }
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """See Engine."""
         notes = super().load_own_state(state)
-        kept = {
-            name.removeprefix(self._keeps): value
-            for name, value in state.items() if name.startswith(self._keeps)
-        }  # fmt: skip
+        kept = part_of(state, self._keeps)
         if kept:
             factor = self.scale.value / float(kept.pop("scale"))
             self._reducer.load_state(kept, factor)

@@ -1,6 +1,6 @@
 """A model's parameters and buffers, and the random number state, as tensors by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,19 @@ def on_cpu(value: Tensor) -> Tensor:
         whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
         return whole.cpu()
     return value.detach().cpu()
+
+
+def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Those of one part, without its name before theirs.
+
+    Args:
+        part: as in ``model``, for ``model.<name>``; may have dots itself.
+    """
+    prefix = f"{part}."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items() if name.startswith(prefix)
+    }  # fmt: skip
 
 
 def model_state(net: nn.Module, keep: Callable[[Tensor], Tensor] = on_cpu) -> dict[str, Tensor]:
@@ -37,13 +50,8 @@ def fill_tied(net: nn.Module, state: dict[str, Tensor]) -> None:
 
 def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
     """Continue from :func:`model_state`; MotleyError if it is of another model."""
-    model = {
-        name.removeprefix("model."): value
-        for name, value in state.items()
-        if name.startswith("model.")
-    }
     try:
-        net.load_state_dict(model)
+        net.load_state_dict(part_of(state, "model"))
     except RuntimeError as error:
         raise MotleyError(
             f"the checkpoint is of another model: {' '.join(str(error).split())[:300]}; give the "

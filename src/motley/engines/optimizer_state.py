@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.engines.named_state import on_cpu
+from motley.engines.named_state import on_cpu, part_of
 
 JsonDict = dict[str, Any]
 
@@ -142,8 +142,7 @@ class OptimizerMemory:
 
 def slots_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of one parameter, by slot; ``<slot>.<place>`` of a list."""
-    prefix = f"optimizer.{name}."
-    return {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
+    return part_of(tensors, f"optimizer.{name}")
 
 
 def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:

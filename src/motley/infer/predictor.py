@@ -11,10 +11,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from motley.checkpoint.store import checkpoints_at, newest_whole, part_of
+from motley.checkpoint.store import checkpoints_at, newest_whole
 from motley.data.batch import Batch
 from motley.data.source import Source, UnreadableSample, read
 from motley.engines.memory import in_halves
+from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.plan.precision import best_precision
 from motley.planner.process_group import confirmed
