@@ -14,8 +14,6 @@ from fault_places import DDP, Place, is_cache
 from result import ROOT, VENV
 
 _MARKS = ("motley", "prte", "mpirun", "entry_cn", "ssh\0-o\0BatchMode", "setup/")
-# Another motley_ssh than the environment's, to try one that is not installed yet.
-AGENT = os.environ.get("MOTLEY_FAULTS_AGENT", "")
 _UNDO = {"cut": "heal", "freeze": "thaw", "kill": "boot"}
 # As the lab's user, whose files alone these are: a host's /tmp also holds the way to whatever
 # every host sees at its own path, this repository too.
@@ -46,10 +44,6 @@ class LabPlace(Place):
         """No runs yet, and a hosts.txt with this row's hosts."""
         names = "".join(f"{host} slots=1\\n" for host in self.hosts)
         self.lab.on_head(f"printf '{names}' >~/hosts.txt; rm -rf ~/logs")
-        if AGENT:
-            self.lab.on_head(
-                f"mkdir -p ~/.prte; echo plm_ssh_agent={AGENT} >~/.prte/mca-params.conf"
-            )
 
     def start(
         self, run: str, ranks: int, *words: object, script: object = DDP, keep: bool = False,

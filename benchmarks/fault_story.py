@@ -94,17 +94,18 @@ class Story:
 
     def ended(self, limit_s: float, *says: str, kind: FaultKind | None = None,
               status: str = "failed", word_s: float = 0.0, next_launch: bool = True,
-              last: bool = False, **failure: Any) -> "Story":  # fmt: skip
+              last: bool = False, may_be_0: bool = False, **failure: Any) -> "Story":  # fmt: skip
         """Judge a run that should end by the fault.
 
         Args:
             limit_s: seconds to the end. says: patterns of our last line, a rescue's aside.
             kind, status, failure: of run.json. word_s: seconds to our first word, if they matter.
             next_launch: try it. last: nobody else may speak after us.
+            may_be_0: mpirun's own exit status, where it gives up a host.
         """
         seen = self.seen
         code = self.end(limit_s)
-        seen.expect(code != 0, "exit status 0")
+        seen.expect(code != 0 or may_be_0, "exit status 0")
         self.judge_line(says, last)
         if word_s and seen.first_word_s is not None:
             seen.expect(seen.first_word_s <= word_s, f"the first word took over {word_s:.0f} s")

@@ -1,16 +1,41 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Copied by Motley's setup/make_env.sh, and run by mpirun in place of ssh (plm_ssh_agent).
 #
 # mpirun writes the command that starts its daemon in the words of one login shell, its own
 # user's here. These words go, so that hosts whose login shells differ (tcsh, bash) all
 # understand it. Nobody is there to answer ssh's questions, and a host that is off must not
-# cost a minute.
+# cost a minute. Where ssh fails, mpirun guesses why, at length, and names nobody: a process
+# beside it says whose it was, after mpirun's words; once ssh has connected, it ends that one.
 bin=$(dirname -- "$(readlink -f -- "$0")")
+# A connection that others share would run no command of ours.
+ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlPath=none)
+to=() words=() launcher=$PPID
 for word; do
   case $word in
-    */bin/prted) word="exec $bin/motley_prted" ;;
+    */bin/prted) to=("${words[@]}") word="exec $bin/motley_prted" ;; # before it: options, host
   esac
-  set -- "$@" "$word"
-  shift
+  words+=("$word")
 done
-exec ssh -o BatchMode=yes -o ConnectTimeout=10 "$@"
+
+wait_for() { # PROCESS TENTHS: whether it ends within these tenths of a second
+  local n
+  for ((n = 0; n < $2; n++)); do
+    kill -0 "$1" 2>/dev/null || return 0
+    sleep 0.1
+  done
+  return 1
+}
+
+say_failure() {
+  exec >/dev/null # or who reads this would wait for its end
+  local began=$SECONDS
+  wait_for $$ 600 || exit
+  # Unless it took its time, it may be mpirun that has ended it, for another host.
+  ((SECONDS - began < 9)) && "${ssh[@]}" -n "${to[@]}" true 2>/dev/null && exit
+  wait_for "$launcher" 50
+  echo "motley: ${to[-1]} takes no part: ssh did not reach it, for what is said above; see all" \
+    "hosts with bash setup/test_cn_connection.sh, or leave it out of hosts.txt" >&2
+}
+
+watch=$(say_failure & echo $!)
+exec "${ssh[@]}" -o PermitLocalCommand=yes -o "LocalCommand=kill $watch" "${words[@]}"

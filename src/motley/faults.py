@@ -254,7 +254,7 @@ def paused(step: int | None) -> Fault:
 def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     """The launcher ended before the ranks did, which end with it.
 
-    mpirun also ends so, at once and with status 0, when a daemon of its is killed.
+    mpirun also ends so, at once and with status 0, when it loses a host: see :func:`daemon_gone`.
 
     Args:
         launcher: its name and process.
@@ -262,6 +262,15 @@ def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
     return Fault(
         0, host, step, f"the launcher ({launcher} on {host}) was killed, or it gave up a host that "
         "it names above", "continue with --resume auto", kind=FaultKind.LAUNCHER_LOST,
+    )  # fmt: skip
+
+
+def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
+    """The launcher lost its daemon on ``host``, whose lowest rank is ``rank``."""
+    return Fault(
+        rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
+        "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
+        kind=FaultKind.LAUNCHER_LOST,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ ROOMS = {
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
-        "leftovers launcher_reaper survivors away pause own_rank regroup "
+        "leftovers ssh_sessions launcher_reaper survivors away pause own_rank regroup first_cause "
         "save_before_end background_writer start_watch watch_first watch_all supervisor world "
         "give_way __main__"
     ),

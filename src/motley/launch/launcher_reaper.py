@@ -14,21 +14,23 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
 from motley.errors import MotleyError
-from motley.faults import Fault, FaultKind, died, launcher_gone
+from motley.faults import Fault, FaultKind, daemon_gone, died, launcher_gone
 from motley.launch.fault_record import record_fault
 from motley.launch.handshakes import greeting
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
+from motley.launch.ssh_sessions import SshSessions
 from motley.records.run_folder import RunFolder
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
 _RECORD_AFTER_S = 0.5  # for a rank of another host, which records what it knows
+_GAVE_UP_S = 1.0  # from mpirun's end to that of the session to the host that it gave up
 _TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
 
 
@@ -86,6 +88,7 @@ class _Told:
         line: to say, where mpirun's own errors go; empty means nothing.
         fault: what ends the job, as far as is known, until it is said. step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
+        hosts: the lowest rank of each, by name and by address; on rank 0.
         segments, session: see motley.launch.job_files.
         supervisor: of rank 0: address, port and token; on other ranks.
         timeout_s: that the launcher may take to end.
@@ -99,6 +102,7 @@ class _Told:
     step: int | None = None
     ended: bool = False
     folder: str | None = None
+    hosts: dict[str, int] = field(default_factory=dict)
     segments: str = ""
     session: str = ""
     supervisor: tuple[str, int, str] | None = None
@@ -156,9 +160,10 @@ def _gone(process: psutil.Process, limit_s: float) -> bool:
 def _main() -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         launcher = psutil.Process(int(sys.argv[1]))
-        told, launcher_first = _listen(launcher.pid)
-        if launcher_first and told.rank == 0 and not (told.ended or told.fault):
-            told.fault = asdict(launcher_gone(told.host, told.launcher, told.step))
+        sessions = SshSessions(launcher.pid)
+        told, launcher_first = _listen(launcher.pid, sessions)
+        if launcher_first and told.rank == 0 and not told.ended:
+            told.fault = asdict(_why_gone(told, sessions))
         if told.supervisor and not (launcher_first or told.ended):
             _witness(told.rank, told.host, *told.supervisor)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -187,21 +192,35 @@ def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
         line.recv(1)  # it says nothing; its end closes the connection
 
 
-def _listen(launcher: int) -> tuple[_Told, bool]:
+def _why_gone(told: _Told, sessions: SshSessions) -> Fault:
+    """Why the launcher ended before its ranks; from rank 0's host."""
+    said = Fault.read(told.fault) if told.fault else None
+    if said and said.kind is not FaultKind.KILLED:
+        return said
+    gave_up = bool(told.session) and not Path(told.session).exists()  # it had time to tidy up
+    host = sessions.first(_GAVE_UP_S) if gave_up else ""
+    if host in told.hosts:
+        return daemon_gone(told.hosts[host], host, told.step)
+    return said or launcher_gone(told.host, told.launcher, told.step)
+
+
+def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
     """All that the rank says until it has ended, and whether its launcher has ended before it.
 
     A rank that dies of its launcher does so within milliseconds, so both may be seen at once.
     """
     told, rest, first = _Told(), b"", False
-    poll = select.poll()
-    poll.register(0, select.POLLIN)
+    poll, ended = select.epoll(), -1
+    poll.register(0, select.EPOLLIN)
     with contextlib.suppress(OSError):  # an older kernel
-        poll.register(os.pidfd_open(launcher), select.POLLIN)
+        poll.register(ended := os.pidfd_open(launcher), select.EPOLLIN)
+    sessions.register(poll)
     while True:
         ready = [fd for fd, _ in poll.poll()]
-        first = first or any(ready)
-        if any(ready):  # any but 0
-            poll.unregister(max(ready))
+        sessions.look(ready, poll)
+        if ended in ready:
+            first = True
+            poll.unregister(ended)
         if 0 in ready:
             data = os.read(0, 65536)
             *lines, rest = (rest + data).split(b"\n")

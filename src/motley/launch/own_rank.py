@@ -38,6 +38,7 @@ class OwnRank:
         held: rank 0 waits for a rescue, and ends this rank after it.
         keep: keeps the state apart from the group, to go on without a lost rank; None: it cannot.
         free: has the training's thread leave a collective that waits for the lost rank.
+        freeing: does so; until it has, the group must not be left in another way.
         group: how often this rank has gone on without others; what was said before is void.
         standby: it speaks when rank 0 cannot.
         survivors: with whom the training's thread is to go on, until it does; None: all is well.
@@ -60,6 +61,7 @@ class OwnRank:
         self.held = threading.Event()
         self.keep: Callable[[], None] | None = None
         self.free: Callable[[], None] = lambda: None
+        self.freeing = threading.Thread()
         self.group = 0
         self.standby = False
         self.survivors: Survivors | None = None
@@ -167,10 +169,11 @@ class OwnRank:
         self.group += 1
         self.held.clear()
         self.pause.forget()
+        self.freeing = threading.Thread(target=self.free, name="free", daemon=True)
+        self.freeing.start()  # not from here: it may hang too
         self.survivors = survivors
         self.regrouped.set()
         self.gathered.put(None)
-        threading.Thread(target=self.free, name="free", daemon=True).start()  # it may hang too
 
     def write_last_words(self) -> None:
         """Do :attr:`last_words`; the job must end, whatever the disk does."""

@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from motley.errors import MotleyError
 from motley.launch.launcher_reaper import reap_after_this_process
 from motley.launch.process import die_with_parent, launched_rank
+from motley.launch.ssh_sessions import sessions_of
 
 TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
 _TIMEOUT_S = 120.0  # torch from a cold disk of a network takes one of them
@@ -168,17 +169,6 @@ def _stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[1])
 
 
-def _other_hosts(launcher: int) -> Iterator[str]:
-    """Whom mpirun has started a daemon on by ssh, if this process's launcher is mpirun."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):
-            if _stat(int(folder.name))[1] == launcher:
-                command = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                daemon = next((n for n, word in enumerate(command) if "prted" in word), 0)
-                if any(word.endswith("ssh") for word in command[:2]) and daemon:
-                    yield command[daemon - 1]
-
-
 def _main() -> None:
     pid, seconds = int(sys.argv[1]), float(sys.argv[2])
     die_with_parent()
@@ -224,7 +214,7 @@ def _end(pid: int, seconds: float) -> None:
     """Say what is wrong, and end the job: a launcher ends it when a rank is killed."""
     here, launcher = siblings(pid), _stat(pid)[1]
     size, local = _number(os.environ, _SIZES, 1), _number(os.environ, _LOCAL_SIZES, len(here))
-    line = words(here, local, size, os.uname().nodename, [*_other_hosts(launcher)], seconds)
+    line = words(here, local, size, os.uname().nodename, [*sessions_of(launcher).values()], seconds)
     die_with_parent(0)  # from here on this process outlives the rank
     with contextlib.suppress(OSError):
         print(f"motley: {line}", file=sys.stderr, flush=True)

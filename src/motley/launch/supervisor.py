@@ -260,6 +260,7 @@ class Supervisor:
                 own.regrouped.wait(HOLD_S)
         if own.survivors is None:
             self._end_with(error)
+        own.freeing.join()
         survivors, own.survivors = own.survivors, None
         own.regrouped.clear()
         return survivors

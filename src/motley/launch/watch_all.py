@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from motley.faults import Fault, FaultKind, died, stopped
 from motley.launch.background_writer import BackgroundWriter
+from motley.launch.first_cause import FirstCause
 from motley.launch.handshakes import Handshakes
 from motley.launch.messages import encode
 from motley.launch.own_rank import OwnRank, line_of
@@ -67,7 +68,7 @@ class AllRanksWatch:
         self._me = RankStatus(0, own.host, address=handshakes.address[0])
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.host)
-        self._pending: tuple[float, Fault] | None = None  # when it is blamed, if none is before
+        self._cause = FirstCause()
         self._signalled: set[int] = set()  # ranks that a stop signal came to
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
         self._pause = PauseAgreement(own.size)
@@ -97,10 +98,10 @@ class AllRanksWatch:
                     self._hear(status, message)
             self._regroup_or_end()
             # Only now: whoever knows more may have said so while this process was stopped.
-            if self._pending and time.monotonic() >= self._pending[0]:
+            if cause := self._cause.due():
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
                 silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
-                self.end_job(silent or self._pending[1])
+                self.end_job(silent or cause)
             self._hear(self._me, {"heartbeat": own.heartbeat_message()})
             for number in own.signals():
                 self._hear(self._me, {"signal": number})
@@ -154,9 +155,11 @@ class AllRanksWatch:
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
         self._tell_all({"heartbeat": asdict(silent) if silent else None})
         if self._own.reaper:
-            suspect = silent or (self._pending[1] if self._pending else None)
+            suspect = silent or self._cause.fault
+            lowest = sorted(statuses, key=lambda status: -status.rank)
             self._own.reaper.tell(
                 fault=asdict(suspect) if suspect else None, step=self._last_step(),
+                hosts={name: s.rank for s in lowest for name in (s.address, s.host)},
             )  # fmt: skip
         watchdog = self._watchdog
         fault = watchdog.silent(statuses[1:]) or watchdog.dead_link(statuses)
@@ -165,10 +168,7 @@ class AllRanksWatch:
 
     def _until_due(self) -> float:
         """Seconds until there is something to do."""
-        due = self._own.heartbeat_in()
-        if self._pending is not None:
-            due = min(due, max(0.0, self._pending[0] - time.monotonic()))
-        return due
+        return self._cause.due_in(self._own.heartbeat_in())
 
     def _statuses(self) -> list[RankStatus]:
         return [self._me, *self._others.values()]
@@ -188,7 +188,7 @@ class AllRanksWatch:
             if status.left:
                 del self._others[line]
                 return
-            spoke = self._pending is not None and self._pending[1].rank == status.rank
+            spoke = self._cause.fault is not None and self._cause.fault.rank == status.rank
             if not spoke and status.rank not in self._signalled:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 trains = status.regroups or status.heartbeat.step is not None
@@ -198,7 +198,7 @@ class AllRanksWatch:
                 fault = died(status.rank, status.host, step, said)
                 if not self._regroup.lose(fault, self._statuses()):
                     self.end_job(fault)
-                self._pending = None  # an echo of it
+                self._cause.forget()  # an echo of it
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
@@ -279,11 +279,7 @@ class AllRanksWatch:
         """Blame ``fault`` unless a better cause turns up in time."""
         if self._regroup.begun and not fault.signal:
             return  # that is the cause
-        deadline = time.monotonic() + within_s
-        if self._pending is not None:
-            fault = max(self._pending[1], fault, key=_weight)  # the first of equals
-            deadline = min(deadline, self._pending[0])
-        self._pending = (deadline, fault)
+        fault = self._cause.suspect(fault, within_s)
         if self._own.reaper:  # should we be killed before we have said it
             self._own.reaper.tell(fault=asdict(fault))
 
@@ -294,8 +290,3 @@ class AllRanksWatch:
         for line in self._others:
             with contextlib.suppress(OSError):
                 line.sendall(encode(message))
-
-
-def _weight(fault: Fault) -> int:
-    """A failure counts more than the launcher's stop for it, and that more than one rank's."""
-    return 2 if not fault.signal else int(fault.kind is FaultKind.STOPPED)

@@ -1,6 +1,7 @@
 """The ranks that train: who takes part, on which device, in which precision."""
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -156,6 +157,9 @@ def _connect(
         # were to run beside it; streams of another priority have queues of their own.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _TIMEOUT  # else torch warns that it is another
+        # Else torch ends this process a minute after the group has lost a rank, though it may have
+        # gone on without it; what to do then is for motley.launch.supervisor to say.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device, pg_options=options)
     return "nccl"
 

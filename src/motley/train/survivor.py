@@ -63,9 +63,7 @@ class Survivor:
         Args:
             rescue: None where it is left out of training.
         """
-        # NCCL's abort hangs where a lost rank was heard of by a socket (2 GPUs, torch 2.11).
-        sockets = group.backend == "nccl" and len(set(group.machines(self.world))) > 1
-        if sockets or (rescue is not None and not rescue.possible):
+        if rescue is not None and not rescue.possible:
             return
         self._group, self._speeds, self._rescue = group, planned.speeds, rescue
         self._places = list(range(group.size))
