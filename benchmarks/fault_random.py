@@ -14,13 +14,15 @@ from fault_job import until
 from fault_lab import LabPlace
 from fault_row import Row, Seen
 from fault_story import Story, reference
+from result import ROOT
 
-KINDS = ("kill", "stop", "cut", "freeze", "off", "launcher", "disk")
+KINDS = ("kill", "stop", "cut", "freeze", "off", "launcher", "disk", "leave", "join")
 _STEPS = 40  # a fault, on average 20 apart; what is left is trained in peace
 # Rounding that differs by the ranks grows with each step, to 1 % after 300 at the usual rate.
 _SLOWLY = ("--lr", 1e-5)
 _DISK_KIB = 96 << 10
 _GOES_ON_S = 180.0  # 15 s until it is silent, 30 until mpirun lets go, and a launch
+_BACK_S = 180.0  # hosts that were away are asked once a minute
 _HARM = {"cut": "cut", "freeze": "freeze", "off": "kill"}  # lab.sh's words
 
 
@@ -29,8 +31,8 @@ class Chance:
     """One fault.
 
     Attributes:
-        kind: of KINDS. steps: that are trained before it. whom: which of those that take part,
-            as a part of 1.
+        kind: of KINDS; who joins has left before. steps: that are trained before it.
+        whom: which of those that take part, as a part of 1.
     """
 
     kind: str
@@ -89,8 +91,8 @@ class RandomFaults:
         until(lambda: len(story.steps()) >= first + chance.steps or self._ended(), 90)
         until(lambda: len(place.ranks()) >= 2 or self._ended(), 60)
         began = len(story.steps())
-        what, says = self._harm(chance)
         harmed = time.time()
+        what, says = self._harm(chance)
         if chance.kind == "disk":  # it is for a person to free some, and to start it again
             until(self._ended, 60)
             (self._disk / "filler").unlink()
@@ -105,11 +107,27 @@ class RandomFaults:
             seen.first_word_s = causes[0].time - harmed
             seen.expect(says in seen.line, f"the line lacks {says!r}")
         seen.expect(goes_on and not self._ended(), "it does not go on")
+        if chance.kind in ("leave", "join"):
+            host, *_ = says.split()
+            self._setup("join_cn", host)
+        if chance.kind == "join":
+            seen.expect(until(lambda: self._is_back(host, harmed), _BACK_S), "it is not back")
         later = [step["time"] for step in story.steps().values() if step["time"] > harmed + 1]
         seen.next_step_s = min(later) - harmed if later else None
         off = place.restore()
         self._share(off)
         return what
+
+    def _setup(self, script: str, host: str) -> None:
+        """One of setup's scripts, for a host."""
+        line = f"cd {ROOT} && bash setup/{script}.sh --hostfile ~/hosts.txt {host}"
+        job = self._place.on(self._place.hosts[0], line)
+        assert job.wait(60) == 0, job.output
+
+    def _is_back(self, host: str, since: float) -> bool:
+        """Or it is said that this is not worth it any more."""
+        said = [line.text for line in self._story.job.said(since)]
+        return any(text.startswith(f"keep_training: {host} is") and "back" in text for text in said)
 
     def _ended(self) -> bool:
         return self._story.job.process.poll() is not None
@@ -137,6 +155,10 @@ class RandomFaults:
             return f"rank {rank} on {host}: {number.name}", f"rank {rank} on {host}"
         there = sorted({place.host_of(pid) for pid in ranks.values()} - {place.hosts[0]})
         host = _chosen(there, chance.whom)
+        if chance.kind in ("leave", "join"):
+            self._setup("leave_cn", host)
+            what = "leave, and join" if chance.kind == "join" else "leave"
+            return f"{host}: {what}", f"{host} leaves"
         place.harm(_HARM[chance.kind], host)
         return f"{host}: {chance.kind}", host
 

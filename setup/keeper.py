@@ -5,6 +5,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -22,7 +23,7 @@ from motley.launch.process import die_with_parent
 from motley.launch.survivors import SURVIVE
 from motley.records.run_folder import RunFolder
 
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 _NO_MACHINE = {  # of faults that would come again with any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",
@@ -64,12 +65,13 @@ class Keeper:
         self._back = frozenset[str]()  # hosts that this start has taken back
         self._unwanted = frozenset[str]()  # hosts that no step was taken with
         self._faults = 0
+        self._asking = ThreadPoolExecutor(1)
 
     def run(self) -> int:
         """Run the line until it has ended well, or going on makes no sense; its exit status."""
-        line = self._line
+        line, answers = self._line, None
         for number in count():
-            asked = self._wait_for_hosts()
+            asked = self._wait_for_hosts(answers)
             if asked is None:
                 return self._stopped()
             before, started = progress(line.folder), self._content().get("started")
@@ -77,7 +79,7 @@ class Keeper:
                 now = line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
                 if number or before >= 0 or self._content():
                     now = now.resumed(before >= 0)
-                code = self._start(now, asked)
+                code, early = self._start(now, asked, started)
             if self._stop.number:
                 return self._stopped()
             content = self._content()
@@ -85,9 +87,11 @@ class Keeper:
                 if number:
                     say(f"finished, after {number} restarts")
                 return 0
-            if content.get("started") == started and self._has_left():
+            answers = early.result() if early else self._ask()
+            has_left = answers.away.keys() - self._missing
+            if content.get("started") == started and has_left:
                 continue
-            if why := self._gives_up(content, before):
+            if why := self._gives_up(content, before, answers):
                 say(why)
                 return code or 1
         return 1
@@ -102,15 +106,12 @@ class Keeper:
         """Of run.json, which a job writes once it has begun."""
         return RunFolder(self._line.folder).read_run()
 
-    def _has_left(self) -> bool:
-        """Whether a host is away that was not when the job was started."""
-        return bool(self._ask().away.keys() - self._missing)
-
-    def _gives_up(self, content: dict[str, Any], before: int) -> str:
+    def _gives_up(self, content: dict[str, Any], before: int, asked: Asked) -> str:
         """Why the line is not started again; empty if it is, which is said.
 
         Args:
             content: of run.json. before: the step of the checkpoint that it went on from.
+            asked: after its end.
         """
         failure = content.get("failure") or {}
         kind = failure.get("kind", "")
@@ -124,7 +125,7 @@ class Keeper:
         self._faults = 1 if done > before else self._faults + 1
         if done <= before and self._back:
             self._unwanted, self._back = self._unwanted | self._back, frozenset()
-        gone = self._ask().missing - self._missing
+        gone = asked.missing - self._missing
         if self._faults > self._restarts or (not content and not gone):
             return "gives up: " + (
                 "it ended before it had begun, and all hosts answer" if not content
@@ -138,11 +139,17 @@ class Keeper:
     def _ask(self) -> Asked:
         return ask(self._line.hosts, self._line.folder, self._unwanted)
 
-    def _wait_for_hosts(self) -> Asked | None:
-        """Who takes part in the next start; None if the user has stopped it meanwhile."""
+    def _wait_for_hosts(self, answers: Asked | None) -> Asked | None:
+        """Who takes part in the next start; None if the user has stopped it meanwhile.
+
+        Args:
+            answers: of just now; the dead take their time not to answer.
+        """
         line, said = self._line, ""
+        if answers and self._unwanted.intersection(host.name for host in answers.alive):
+            answers = None
         while True:
-            asked = self._ask()
+            asked, answers = answers or self._ask(), None
             if not line.hosts:
                 return asked
             self._say_who(asked)
@@ -187,12 +194,19 @@ class Keeper:
 
     # -- while a job runs
 
-    def _start(self, line: LaunchLine, asked: Asked) -> int:
-        """Run a line to its end; its status.
+    def _start(
+        self, line: LaunchLine, asked: Asked, started: str | None
+    ) -> tuple[int, Future[Asked] | None]:
+        """Run a line to its end.
 
         Args:
-            asked: whom it is started with.
+            asked: whom it is started with. started: when the job before was, as run.json has it.
+
+        Returns:
+            Its status, and what the hosts answer after a fault: the dead take their time not to,
+            and so does mpirun, which waits for them.
         """
+        early: Future[Asked] | None = None
         self._figures.launched()
         job = subprocess.Popen(
             line.words, env={**os.environ, **SURVIVE},
@@ -205,10 +219,14 @@ class Keeper:
                 try:
                     code = job.wait(_LOOK_S)
                     returns.ended()
-                    return code
+                    return code, early
                 except subprocess.TimeoutExpired:
                     self._figures.look()
                     returns.look()
+                    content = self._content()
+                    failed = content.get("status") == "failed"
+                    if early is None and failed and content.get("started") != started:
+                        early = self._asking.submit(self._ask)
         finally:
             self._stop.job = None
             self._figures.read()

@@ -37,6 +37,7 @@ RESCUED = {*FaultKind} - {
     FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
 }  # fmt: skip
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+_HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -128,6 +129,8 @@ class AllRanksWatch:
         self._own.print(line_of(fault))
         if fault.kind in RESCUED and not fault.signal:
             save_before_end(self._own, self._others, fault.rank, self._tell_all)
+        if fault.kind is FaultKind.HOST_LOST and self._own.reaper:
+            self._own.reaper.tell(timeout_s=_HOST_LOST_S)
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
