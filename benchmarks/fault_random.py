@@ -13,7 +13,7 @@ from fault_disk import fill, share, small_disk
 from fault_job import until
 from fault_lab import LabPlace
 from fault_row import Row, Seen
-from fault_story import Story, reference
+from fault_story import RESCUE, Story, reference
 from result import ROOT
 
 KINDS = ("kill", "stop", "cut", "freeze", "off", "launcher", "disk", "leave", "join")
@@ -101,7 +101,8 @@ class RandomFaults:
             story.job.lines[:0] = said
         goes_on = until(lambda: self._after(harmed, began) or self._ended(), _GOES_ON_S)
         lines = story.job.said(harmed - 0.05)
-        causes = [line for line in lines if line.text.startswith("motley: ")]
+        ours = [line for line in lines if line.text.startswith("motley: ")]
+        causes = [line for line in ours if not line.text.startswith(RESCUE)]
         if seen.expect(bool(causes), "no line of ours"):
             seen.line = place.tidy(causes[0].text)
             seen.first_word_s = causes[0].time - harmed

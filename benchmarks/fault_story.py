@@ -20,7 +20,7 @@ from motley.records.run_folder import RunFolder
 LOSSES = 2e-6  # relative, between runs of other ranks
 BEGIN_S = 90.0  # that a start may take on a busy machine
 # Of a rescue: they follow on the line that names the fault.
-_RESCUE = ("motley: saved as of", "motley: the last step could not be saved")
+RESCUE = ("motley: saved as of", "motley: the last step could not be saved")
 
 
 class Story:
@@ -119,7 +119,7 @@ class Story:
     def judge_line(self, says: tuple[str, ...], last: bool) -> None:
         """Our last line, a rescue's aside."""
         seen = self.seen
-        ours = [line for line in self.job.said() if not line.text.startswith(_RESCUE)]
+        ours = [line for line in self.job.said() if not line.text.startswith(RESCUE)]
         if not seen.expect(bool(ours), "no line of ours"):
             seen.line = ""
             return
