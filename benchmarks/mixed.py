@@ -25,7 +25,7 @@ from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import balance
 from motley.planner.process_group import ProcessGroup

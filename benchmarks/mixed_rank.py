@@ -26,7 +26,8 @@ from motley.engines.strategy import ZERO, engines_of, known_strategies
 from motley.engines.zero_config import ZeroOptions
 from motley.launch.world import World, run
 from motley.plan.precision import read_precisions
-from motley.plan.split import SpeedTable, limit_s
+from motley.plan.speed_table import SpeedTable
+from motley.plan.split import limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import TaskModel, build_net
 

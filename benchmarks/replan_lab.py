@@ -21,7 +21,8 @@ import matplotlib as mpl
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
-from motley.plan.split import SpeedTable, limit_s
+from motley.plan.speed_table import SpeedTable
+from motley.plan.split import limit_s
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

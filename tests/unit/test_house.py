@@ -21,8 +21,8 @@ ROOMS = {
     "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes presence",
     "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
     "plan": (
-        "per_rank precision split links wire engine_traits forecast advice replan plan length "
-        "take_back"
+        "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
+        "length take_back"
     ),
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (

@@ -30,7 +30,7 @@ from motley.errors import MotleyError
 from motley.launch.away import mark_away, read_away, remove_mark
 from motley.launch.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
 from motley.launch.process import SPEED_FILES, cache_folder
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 
 WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved
 _LOOK_S = 0.1

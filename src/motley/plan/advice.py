@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
 _DOUBLINGS = 6  # of the batch, at most
+_FEW_MACHINES = 6  # one of which is the best alone
 
 
 def better_modes(
@@ -74,12 +75,17 @@ def larger_batch(
         wire: of what the plan would send.
     """
 
-    of = {machine: [r for r, m in enumerate(machines) if m == machine] for machine in machines}
+    of: dict[int, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        of.setdefault(machine, []).append(rank)
+    rates = {machine: sum(speeds[rank].rate for rank in ranks) for machine, ranks in of.items()}
+    fastest = sorted(of, key=lambda machine: -rates[machine])[:_FEW_MACHINES]
 
     def gain(samples: int) -> tuple[float, int]:
         """Times as fast as the best machine alone, and a rank of that one."""
         alone = {}
-        for ranks in of.values():
+        for machine in fastest:
+            ranks = of[machine]
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
             alone[ranks[0]] = arrange(samples, few, less)[2].step_s
         best = min(alone, key=lambda rank: alone[rank])

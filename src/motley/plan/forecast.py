@@ -9,7 +9,8 @@ from typing import Any
 
 from motley.plan.links import Links
 from motley.plan.plan import apportion
-from motley.plan.split import SpeedTable, limit_s, split
+from motley.plan.speed_table import SpeedTable
+from motley.plan.split import limit_s, split
 from motley.plan.wire import AllReduceCost
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
@@ -209,8 +210,15 @@ def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[
     orders = [sorted(rates, key=lambda machine: -rates[machine])]
     if links is not None:
         orders.append(sorted(rates, key=links.carries, reverse=True))
-    counts = {2**power for power in range(len(rates).bit_length())} | {len(rates) - 1}
-    return [frozenset(order[:count]) for order in orders for count in counts if count < len(rates)]
+    return [frozenset(order[:count]) for order in orders for count in _fewer_than(len(rates))]
+
+
+def _fewer_than(all_of_them: int) -> list[int]:
+    """How many of something to try: each number, or of many twice as many each time."""
+    if all_of_them <= _FEW_MACHINES:
+        return list(range(1, all_of_them))
+    doubled = (2**power for power in range(all_of_them.bit_length()))
+    return sorted({*(count for count in doubled if count < all_of_them), all_of_them - 1})
 
 
 def what_if(
@@ -237,7 +245,7 @@ def what_if(
     equal = apportion(global_batch // grain, (1.0,) * len(speeds))
     rows["equal shares"] = forecast([grain * groups for groups in equal], speeds, wire)
     fast = sorted(ranks, key=lambda rank: speeds[rank].seconds_of(global_batch))
-    for count in range(2, len(speeds)):
+    for count in _fewer_than(len(speeds))[1:]:
         few = [speeds[rank] for rank in sorted(fast[:count])]
         less = wire.among(machines, fast[:count], links)
         *_, rows[f"the fastest {count}"] = arrange(global_batch, few, less)

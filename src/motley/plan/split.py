@@ -1,204 +1,113 @@
-"""Splits the global batch over ranks of unequal speed; what a rank's speed is. Pure.
+"""Splits the global batch over ranks of unequal speed. Pure.
 
-Source of the arithmetic: ARITHMETIC.md. A rank needs
-
-    t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
-
-seconds for n samples in k micro-batches of like size, from a measured table of micro(b), the
-time of one micro-batch of b. The split gives rank i the most samples that it can do in T, for
-the smallest T that serves the whole batch: an integer minimax split.
+The split gives rank i the most samples that it can do in T (see motley.plan.speed_table), for the
+smallest T that serves the whole batch: an integer minimax split. All ranks are looked at together,
+so that a thousand of them are split in milliseconds, and watched in each step.
 """
 
 import heapq
 import math
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from motley.errors import MotleyError
+from motley.plan.speed_table import SpeedTable
 
-_AS_FAST = 0.99  # of the best rate; what is less apart is the clock's noise
+Floats = NDArray[np.float64]
+
 _BISECTIONS = 45
 
 
-@dataclass(frozen=True)
-class SpeedTable:
-    """How long one rank computes, as measured.
+class Speeds:
+    """The tables of all ranks at once; each array is [ranks].
 
-    Attributes:
-        sizes: micro-batch sizes that were timed, ascending from 1; all of them fit in memory.
-        seconds: forward and backward pass of a micro-batch of each.
-        step_s: once a step, whatever the batch: clipping and the optimizer, seconds.
-        memory_mib: peak memory at each size; None where unknown.
-        preferred: one of the sizes, to be m though others may be faster; 0: none.
-        grain: samples that stay together; all sizes are multiples of it.
+    Args:
+        tables: of one grain.
     """
 
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    step_s: float
-    memory_mib: tuple[float | None, ...] = ()
-    preferred: int = 0
-    grain: int = 1
+    def __init__(self, tables: Sequence[SpeedTable]) -> None:
+        longest = max(len(table.sizes) for table in tables)
+        self._ranks = np.arange(len(tables))
+        self._last = np.array([len(table.sizes) - 1 for table in tables])
+        self._sizes = np.array([_filled(table.sizes, longest) for table in tables])
+        self._seconds = np.array([_filled(table.rising, longest) for table in tables])
+        self._m = np.array([float(table.micro_batch) for table in tables])
+        self._m_s = np.array([table.micro_s(table.micro_batch) for table in tables])
+        self._step_s = np.array([table.step_s for table in tables])
+        self._grain = tables[0].grain
 
-    @cached_property
-    def micro_batch(self) -> int:
-        """m: the largest measured size that is as fast as any, per sample; or the preferred one.
+    def compute_s(self, samples: Floats) -> Floats:
+        """:meth:`SpeedTable.seconds_of` less ``step_s``."""
+        parts: Floats = np.maximum(1.0, np.ceil(samples / self._m))
+        return parts * self._micro_s(samples / parts)
 
-        The largest, since most shares are no multiple of it: cut into few micro-batches, all
-        of them stay near the best rate.
+    def seconds_of(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
+        """:meth:`SpeedTable.seconds_of`.
+
+        Args:
+            slowdown: factor on each micro-batch's time.
         """
-        if self.preferred:
-            return self.preferred
-        rates = [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True)]
-        enough = _AS_FAST * max(rates)
-        return max(s for s, rate in zip(self.sizes, rates, strict=True) if rate >= enough)
+        return self._step_s + slowdown * self.compute_s(samples)
 
-    @cached_property
-    def rate(self) -> float:
-        """Samples a second, step by step without an end: the best that was measured."""
-        return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
-
-    @cached_property
-    def _rising(self) -> tuple[float, ...]:
-        """``seconds`` without the noise of a clock.
-
-        Fewer samples never take more time: what disturbs a measurement makes it longer. And none
-        below m is faster per sample than m.
-        """
-        place = self.sizes.index(self.micro_batch)
-        shortest = [*accumulate(reversed(self.seconds), min)][::-1]
-        least = shortest[place] / self.micro_batch
-        return tuple(
-            max(seconds, least * min(size, self.micro_batch))
-            for size, seconds in zip(self.sizes, shortest, strict=True)
-        )
-
-    def micro_s(self, samples: float) -> float:
-        """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""
-        if samples <= 0:
-            return 0.0
-        if samples <= self.sizes[0] or len(self.sizes) == 1:
-            return self._rising[0] * max(1.0, samples / self.sizes[0])
-        right = min(bisect_right(self.sizes, samples), len(self.sizes) - 1)
-        (low, high), (start, end) = (
-            self.sizes[right - 1 : right + 1],
-            self._rising[right - 1 : right + 1],
-        )
-        return start + (end - start) * (samples - low) / (high - low)
-
-    def seconds_of(self, samples: float) -> float:
-        """t(n): a rank's own time for its part of a step."""
-        parts = max(1, math.ceil(samples / self.micro_batch))
-        return self.step_s + parts * self.micro_s(samples / parts)
-
-    def samples_in(self, seconds: float) -> float:
-        """The most samples in so many seconds, a real number: the inverse of :meth:`seconds_of`."""
-        left = seconds - self.step_s
-        if left <= 0:
-            return 0.0
-        full = int(left / self.micro_s(self.micro_batch))
+    def whole_in(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
+        """The most whole samples, or grains, in so many seconds; what is one but for rounding
+        counts as one. See :meth:`SpeedTable.samples_in`."""
+        left = np.maximum(0.0, seconds - self._step_s) / slowdown
+        full = np.floor(left / self._m_s)
         more = (full + 1) * self._size_in(left / (full + 1))
-        return max(more, float(full * self.micro_batch))
+        samples = np.where(left > 0, np.maximum(more, full * self._m), 0.0)
+        return (samples / self._grain + 1e-8).astype(np.int64) * self._grain
 
-    def _size_in(self, seconds: float) -> float:
-        """The largest micro-batch up to m that takes so many seconds."""
-        if seconds < self._rising[0]:
-            return 0.0
-        place = bisect_right(self._rising, seconds) - 1
-        if self.sizes[place] >= self.micro_batch:
-            return float(self.micro_batch)
-        (low, high), (start, end) = self.sizes[place : place + 2], self._rising[place : place + 2]
-        return low + (high - low) * (seconds - start) / (end - start)
+    def _micro_s(self, samples: Floats) -> Floats:
+        right = np.clip((self._sizes <= samples[:, None]).sum(axis=1), 1, np.maximum(1, self._last))
+        found = self._between(samples, self._sizes, self._seconds, np.minimum(right, self._last))
+        first, shortest = self._sizes[:, 0], self._seconds[:, 0]
+        alone = (samples <= first) | (self._last == 0)
+        found = np.where(alone, shortest * np.maximum(1.0, samples / first), found)
+        return np.where(samples > 0, found, 0.0)
 
-    def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
-        """The same with one more size, that was not in it."""
-        place = bisect_right(self.sizes, size)
-        memory = self.memory_mib or (None,) * len(self.sizes)
-        return SpeedTable(
-            (*self.sizes[:place], size, *self.sizes[place:]),
-            (*self.seconds[:place], seconds, *self.seconds[place:]),
-            self.step_s,
-            (*memory[:place], memory_mib, *memory[place:]),
-            self.preferred,
-            self.grain,
-        )
+    def _size_in(self, seconds: Floats) -> Floats:
+        place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
+        right = np.minimum(place + 1, self._last)
+        found = self._between(seconds, self._seconds, self._sizes, right)
+        found = np.where(self._sizes[self._ranks, place] >= self._m, self._m, found)
+        return np.where(place >= 0, found, 0.0)
 
-    def in_one(self, samples: int) -> "SpeedTable":
-        """The same that takes so many samples in one micro-batch, or in as few as were timed."""
-        if samples <= 0:
-            return self
-        enough = next((size for size in self.sizes if size >= samples), self.sizes[-1])
-        return replace(self, preferred=enough)
-
-    def at_most(self, micro_batch: int) -> "SpeedTable":
-        """The same with no micro-batch above this size, of one grain at least."""
-        micro_batch = max(1, micro_batch // self.grain) * self.grain
-        kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
-        memory = self.memory_mib or (None,) * len(self.sizes)
-        return (
-            SpeedTable(
-                (*(self.sizes[index] for index in kept), micro_batch),
-                (*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
-                self.step_s,
-                (*(memory[index] for index in kept), None),
-                min(self.preferred, micro_batch),
-                self.grain,
-            )
-            if micro_batch < self.sizes[-1]
-            else self
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """For run.json and for the cache; :meth:`from_json` reads it."""
-        return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
-                "memory_mib": self.memory_mib, "preferred": self.preferred,
-                "grain": self.grain}  # fmt: skip
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
-        """Raises ValueError, KeyError or TypeError for anything that is no such table."""
-        sizes = tuple(int(size) for size in content["sizes"])
-        seconds = tuple(float(value) for value in content["seconds"])
-        step_s, memory = float(content["step_s"]), tuple(content["memory_mib"])
-        if not sizes or not len(sizes) == len(seconds) == len(memory or sizes):
-            raise ValueError("no table of speeds")
-        if min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
-            raise ValueError("sizes do not ascend")
-        if not all(0 < value < math.inf for value in seconds) or not 0 <= step_s < math.inf:
-            raise ValueError("no times")
-        preferred = int(content.get("preferred", 0))
-        if preferred not in (0, *sizes):
-            raise ValueError("a preferred size that was not timed")
-        grain = int(content.get("grain", 1))
-        if grain < 1 or any(size % grain for size in sizes):
-            raise ValueError("sizes are no multiples of the grain")
-        return cls(sizes, seconds, step_s, memory, preferred, grain)
+    def _between(self, at: Floats, x: Floats, y: Floats, right: NDArray[np.int64]) -> Floats:
+        """``y`` at ``x`` = ``at``, on the line through the columns before ``right`` and it."""
+        left = np.maximum(right - 1, 0)
+        low, high = x[self._ranks, left], x[self._ranks, right]
+        start, end = y[self._ranks, left], y[self._ranks, right]
+        width = np.where(high > low, high - low, 1.0)
+        return start + (end - start) * (at - low) / width
 
 
-def split(global_batch: int, speeds: Sequence[SpeedTable]) -> tuple[int, ...]:
+def _filled(values: Sequence[float], length: int) -> list[float]:
+    return [*values, *[math.inf] * (length - len(values))]
+
+
+def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     """Samples of each rank so that the slowest takes the shortest time; they sum to the batch, and
     are multiples of the tables' grain, as the batch is.
 
     Holds for thousands of ranks: one bisection over the time, and one sample after another
     taken from who would be last.
     """
-    enough = _time_for(global_batch, speeds)
-    counts = [_whole_in(enough, speed) for speed in speeds]
+    speeds = Speeds(_some(tables))
+    counts = speeds.whole_in(_time_for(global_batch, speeds, len(tables))).tolist()
     last = [  # of equal times the largest share first: what the clock took for equal need not be
-        (-speed.seconds_of(n), -n, rank)
-        for rank, (speed, n) in enumerate(zip(speeds, counts, strict=True))
+        (-table.seconds_of(n), -n, rank)
+        for rank, (table, n) in enumerate(zip(tables, counts, strict=True))
         if n
     ]
     heapq.heapify(last)
-    for _ in range((sum(counts) - global_batch) // speeds[0].grain):
+    for _ in range((sum(counts) - global_batch) // tables[0].grain):
         *_, rank = heapq.heappop(last)
-        counts[rank] -= speeds[0].grain
+        counts[rank] -= tables[0].grain
         if n := counts[rank]:
-            heapq.heappush(last, (-speeds[rank].seconds_of(n), -n, rank))
+            heapq.heappush(last, (-tables[rank].seconds_of(n), -n, rank))
     return tuple(counts)
 
 
@@ -213,22 +122,18 @@ def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
     return shortest
 
 
-def _time_for(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
+def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
     """The smallest time, to 1e-12 of itself, in which the ranks do the batch together."""
-    low, high = 0.0, 1.000001 * max(speed.seconds_of(global_batch) for speed in _some(speeds))
+    low = 0.0
+    high = 1.000001 * float(speeds.seconds_of(np.full(ranks, float(global_batch))).max())
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        done = sum(_whole_in(middle, speed) for speed in speeds)
-        low, high = (low, middle) if done >= global_batch else (middle, high)
+        done = speeds.whole_in(middle).sum() >= global_batch
+        low, high = (low, middle) if done else (middle, high)
     return high
 
 
-def _whole_in(seconds: float, speed: SpeedTable) -> int:
-    """Whole samples, or grains; what is one but for rounding counts as one."""
-    return int(speed.samples_in(seconds) / speed.grain + 1e-8) * speed.grain
-
-
-def _some(speeds: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
-    if not speeds:
+def _some(tables: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
+    if not tables:
         raise MotleyError("no rank is left to train; see why each was left out")
-    return speeds
+    return tables

@@ -12,7 +12,7 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of

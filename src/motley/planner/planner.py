@@ -13,7 +13,7 @@ from motley.launch.world import World
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
 from motley.plan.plan import make_plan, whole_shares
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import Planned, measure_and_plan
 from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group

@@ -18,7 +18,7 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import Addition, AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import speed_of, with_sizes

@@ -18,7 +18,7 @@ from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.process import SPEED_FILES, cache_folder
 from motley.measure.device import measure_speed, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel

@@ -20,7 +20,7 @@ from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup, Worker
 from motley.tasks.find import identity_of

@@ -17,7 +17,7 @@ from motley.engines.memory import release
 from motley.launch.survivors import Survivors
 from motley.launch.world import World
 from motley.plan.plan import Plan, make_plan
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup, leave_process_group, reconnected
 from motley.train.rescue import Rescue

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from motley.measure import links as traffic
 from motley.plan.forecast import choose_machines
 from motley.plan.links import Flow, Links, Port, rounds
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
 
 WORD = b"0123456789abcdef"

@@ -4,9 +4,11 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from motley.errors import MotleyError
 from motley.plan.forecast import Forecast, choose_machines, forecast, what_if
 from motley.plan.plan import cut
-from motley.plan.split import SpeedTable, limit_s, split
+from motley.plan.speed_table import SpeedTable
+from motley.plan.split import Speeds, limit_s, split
 from motley.plan.wire import AllReduceCost
 
 CLOSE = 1 + 1e-9
@@ -60,6 +63,19 @@ def test_samples_in_is_the_most_that_seconds_of_allows(speed: SpeedTable, second
 @given(speeds(), st.integers(1, 600))
 def test_samples_in_inverts_seconds_of(speed: SpeedTable, n: int) -> None:
     assert speed.samples_in(speed.seconds_of(n) * CLOSE) >= n * (1 - 1e-6)
+
+
+@given(groups, st.integers(0, 600), st.floats(0, 3), st.floats(0.5, 3))
+def test_all_ranks_at_once_are_as_each_alone(
+    group: list[SpeedTable], n: int, seconds: float, factor: float
+) -> None:
+    speeds = Speeds(group)
+    samples = np.array([n + rank for rank in range(len(group))], dtype=float)
+    slower = [replace(s, seconds=tuple(factor * each for each in s.seconds)) for s in group]
+    alone = [s.seconds_of(each) for s, each in zip(slower, samples, strict=True)]
+    assert speeds.seconds_of(samples, factor).tolist() == pytest.approx(alone)
+    most = speeds.whole_in(seconds, factor)
+    assert most.tolist() == [int(s.samples_in(seconds) + 1e-8) for s in slower]
 
 
 @given(st.integers(1, 2000), groups)
@@ -122,11 +138,14 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     sizes = tuple(2**power for power in range(9))
     rates = [dice.uniform(50, 3000) for _ in range(1000)]
     group = [SpeedTable(sizes, tuple(0.01 + s / rate for s in sizes), 0.002) for rate in rates]
-    start = time.perf_counter()
-    counts = split(100_000, group)
-    forecast(counts, group, AllReduceCost(0.001, 0.1))
-    assert time.perf_counter() - start < 1
-    assert sum(counts) == 100_000
+    machines, names = range(1000), [f"host{number}" for number in range(1000)]
+    wire = AllReduceCost(0.001, 0.1)
+    start = time.process_time()
+    choice = choose_machines(100_000, machines, group, wire)
+    rows = what_if(100_000, names, machines, group, wire)
+    assert time.process_time() - start < 1
+    assert sum(split(100_000, group)) == 100_000
+    assert rows["the fastest 512"].step_s >= choice.chosen.step_s / CLOSE
 
 
 @pytest.mark.parametrize(

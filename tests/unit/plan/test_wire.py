@@ -24,7 +24,7 @@ from motley.measure.all_reduce import _tensors
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange, choose_machines, forecast
-from motley.plan.split import SpeedTable
+from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.planner.measured_plan import _best_mode
 from motley.tasks.classifiers import vit_digits

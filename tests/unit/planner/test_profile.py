@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from motley.comm.modes.numbers import EXACT
-from motley.plan.split import SpeedTable, split
+from motley.plan.speed_table import SpeedTable
+from motley.plan.split import split
 from motley.plan.wire import AllReduceCost
 from motley.planner import speed_cache as speeds
 from motley.planner.profile import Measured, refine

@@ -1,0 +1,174 @@
+"""How fast one rank is, as it was measured. Pure.
+
+Source of the arithmetic: ARITHMETIC.md. A rank needs
+
+    t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
+
+seconds for n samples in k micro-batches of like size, from a measured table of micro(b), the
+time of one micro-batch of b.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+_AS_FAST = 0.99  # of the best rate; what is less apart is the clock's noise
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """How long one rank computes, as measured.
+
+    Attributes:
+        sizes: micro-batch sizes that were timed, ascending from 1; all of them fit in memory.
+        seconds: forward and backward pass of a micro-batch of each.
+        step_s: once a step, whatever the batch: clipping and the optimizer, seconds.
+        memory_mib: peak memory at each size; None where unknown.
+        preferred: one of the sizes, to be m though others may be faster; 0: none.
+        grain: samples that stay together; all sizes are multiples of it.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    step_s: float
+    memory_mib: tuple[float | None, ...] = ()
+    preferred: int = 0
+    grain: int = 1
+
+    @cached_property
+    def micro_batch(self) -> int:
+        """m: the largest measured size that is as fast as any, per sample; or the preferred one.
+
+        The largest, since most shares are no multiple of it: cut into few micro-batches, all
+        of them stay near the best rate.
+        """
+        if self.preferred:
+            return self.preferred
+        rates = [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True)]
+        enough = _AS_FAST * max(rates)
+        return max(s for s, rate in zip(self.sizes, rates, strict=True) if rate >= enough)
+
+    @cached_property
+    def rate(self) -> float:
+        """Samples a second, step by step without an end: the best that was measured."""
+        return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
+
+    @cached_property
+    def rising(self) -> tuple[float, ...]:
+        """``seconds`` without the noise of a clock.
+
+        Fewer samples never take more time: what disturbs a measurement makes it longer. And none
+        below m is faster per sample than m.
+        """
+        place = self.sizes.index(self.micro_batch)
+        shortest = [*accumulate(reversed(self.seconds), min)][::-1]
+        least = shortest[place] / self.micro_batch
+        return tuple(
+            max(seconds, least * min(size, self.micro_batch))
+            for size, seconds in zip(self.sizes, shortest, strict=True)
+        )
+
+    def micro_s(self, samples: float) -> float:
+        """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""
+        if samples <= 0:
+            return 0.0
+        if samples <= self.sizes[0] or len(self.sizes) == 1:
+            return self.rising[0] * max(1.0, samples / self.sizes[0])
+        right = min(bisect_right(self.sizes, samples), len(self.sizes) - 1)
+        (low, high), (start, end) = (
+            self.sizes[right - 1 : right + 1],
+            self.rising[right - 1 : right + 1],
+        )
+        return start + (end - start) * (samples - low) / (high - low)
+
+    def seconds_of(self, samples: float) -> float:
+        """t(n): a rank's own time for its part of a step."""
+        parts = max(1, math.ceil(samples / self.micro_batch))
+        return self.step_s + parts * self.micro_s(samples / parts)
+
+    def samples_in(self, seconds: float) -> float:
+        """The most samples in so many seconds, a real number: the inverse of :meth:`seconds_of`."""
+        left = seconds - self.step_s
+        if left <= 0:
+            return 0.0
+        full = int(left / self.micro_s(self.micro_batch))
+        more = (full + 1) * self._size_in(left / (full + 1))
+        return max(more, float(full * self.micro_batch))
+
+    def _size_in(self, seconds: float) -> float:
+        """The largest micro-batch up to m that takes so many seconds."""
+        if seconds < self.rising[0]:
+            return 0.0
+        place = bisect_right(self.rising, seconds) - 1
+        if self.sizes[place] >= self.micro_batch:
+            return float(self.micro_batch)
+        (low, high), (start, end) = self.sizes[place : place + 2], self.rising[place : place + 2]
+        return low + (high - low) * (seconds - start) / (end - start)
+
+    def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
+        """The same with one more size, that was not in it."""
+        place = bisect_right(self.sizes, size)
+        memory = self.memory_mib or (None,) * len(self.sizes)
+        return SpeedTable(
+            (*self.sizes[:place], size, *self.sizes[place:]),
+            (*self.seconds[:place], seconds, *self.seconds[place:]),
+            self.step_s,
+            (*memory[:place], memory_mib, *memory[place:]),
+            self.preferred,
+            self.grain,
+        )
+
+    def in_one(self, samples: int) -> "SpeedTable":
+        """The same that takes so many samples in one micro-batch, or in as few as were timed."""
+        if samples <= 0:
+            return self
+        enough = next((size for size in self.sizes if size >= samples), self.sizes[-1])
+        return replace(self, preferred=enough)
+
+    def at_most(self, micro_batch: int) -> "SpeedTable":
+        """The same with no micro-batch above this size, of one grain at least."""
+        micro_batch = max(1, micro_batch // self.grain) * self.grain
+        kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
+        memory = self.memory_mib or (None,) * len(self.sizes)
+        return (
+            SpeedTable(
+                (*(self.sizes[index] for index in kept), micro_batch),
+                (*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
+                self.step_s,
+                (*(memory[index] for index in kept), None),
+                min(self.preferred, micro_batch),
+                self.grain,
+            )
+            if micro_batch < self.sizes[-1]
+            else self
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json and for the cache; :meth:`from_json` reads it."""
+        return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
+                "memory_mib": self.memory_mib, "preferred": self.preferred,
+                "grain": self.grain}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
+        """Raises ValueError, KeyError or TypeError for anything that is no such table."""
+        sizes = tuple(int(size) for size in content["sizes"])
+        seconds = tuple(float(value) for value in content["seconds"])
+        step_s, memory = float(content["step_s"]), tuple(content["memory_mib"])
+        if not sizes or not len(sizes) == len(seconds) == len(memory or sizes):
+            raise ValueError("no table of speeds")
+        if min(sizes) < 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError("sizes do not ascend")
+        if not all(0 < value < math.inf for value in seconds) or not 0 <= step_s < math.inf:
+            raise ValueError("no times")
+        preferred = int(content.get("preferred", 0))
+        if preferred not in (0, *sizes):
+            raise ValueError("a preferred size that was not timed")
+        grain = int(content.get("grain", 1))
+        if grain < 1 or any(size % grain for size in sizes):
+            raise ValueError("sizes are no multiples of the grain")
+        return cls(sizes, seconds, step_s, memory, preferred, grain)
