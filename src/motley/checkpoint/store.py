@@ -27,6 +27,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Collection, Container, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,32 @@ class Checkpoints:
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path, self._keep = path, keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[Path] | None = None
+
+    def save_behind(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
+        """As :meth:`save`, while training goes on; first waits for the one before.
+
+        Args:
+            tensors: nobody changes them any more.
+
+        Raises:
+            MotleyError: why the one before could not be saved.
+        """
+        self.wait()
+        self._writing = self._writer.submit(self.save, tensors, progress)
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Until what :meth:`save_behind` was given is on the disk; raises what that has, and
+        TimeoutError after ``limit_s`` seconds."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result(limit_s)
+
+    def check(self) -> None:
+        """Raise what :meth:`save_behind` has, if it has ended by now."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def save(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Path:
         """Write one checkpoint.
@@ -121,8 +148,7 @@ class Checkpoints:
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
         for part in (*_PARTS, *_MORE):
-            own = part_of(tensors, part)
-            chosen = {name: tensor.clone().contiguous() for name, tensor in own.items()}
+            chosen = _apart(part_of(tensors, part))
             if part in _MORE and not chosen:
                 continue
             save_file(chosen, folder / f"{part}.safetensors")
@@ -145,6 +171,18 @@ class Checkpoints:
             found = _HALF_WRITTEN.fullmatch(leftover.name)
             if found and int(found[1]) != os.getpid():
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same, where no two share memory, as tied ones do: safetensors takes no others."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        alone = storage.data_ptr() not in seen and storage.nbytes() == tensor.nbytes
+        found[name] = tensor.contiguous() if alone else tensor.clone().contiguous()
+        seen.add(storage.data_ptr())
+    return found
 
 
 def step_of(path: Path) -> int | None:

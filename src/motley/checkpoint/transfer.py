@@ -40,7 +40,7 @@ class Kept:
 def save(
     engine: Engine, checkpoints: Checkpoints, position: TrainState, config: dict[str, Any]
 ) -> None:
-    """Write a checkpoint; all ranks call it, rank 0 writes."""
+    """Take a checkpoint, which rank 0 writes behind the training; all ranks call it."""
     state = engine.state()
     own: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
     first = dist.get_rank() == 0
@@ -51,7 +51,7 @@ def save(
     for rank, part in enumerate(own):
         tensors |= {f"ranks.{rank}.{name}": value for name, value in part.items()}
     progress = progress_of(position, len(own), engine.scale.state_dict(), config, state.plain)
-    checkpoints.save(tensors, progress)
+    checkpoints.save_behind(tensors, progress)
 
 
 def progress_of(

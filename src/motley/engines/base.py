@@ -21,7 +21,7 @@ from motley.engines.named_state import (
     fill_tied,
     load_model_state,
     model_state,
-    on_cpu,
+    snapshot,
 )
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
@@ -248,7 +248,7 @@ class EngineBase:
 
     def state(self) -> State:
         """See :class:`Engine`. All ranks hold the same, so rank 0 alone copies it."""
-        return self.whole_state(on_cpu) if dist.get_rank() == 0 else State()
+        return self.whole_state(snapshot) if dist.get_rank() == 0 else State()
 
     def load_state(self, state: State) -> None:
         """See :class:`Engine`."""

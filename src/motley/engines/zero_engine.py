@@ -22,7 +22,7 @@ from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import out_of_memory
-from motley.engines.named_state import fill_tied, model_state, on_cpu
+from motley.engines.named_state import fill_tied, model_state, on_cpu, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
@@ -238,7 +238,9 @@ class ZeroEngine(EngineBase):
         state.tensors.update(self._average_state(on_cpu))
         fill_tied(self._model.net, state.tensors)
         state.plain["groups"] = self.memory.groups(state.tensors)
-        return state if self._context.rank == 0 else State()
+        if self._context.rank != 0:
+            return State()
+        return State({name: snapshot(each) for name, each in state.tensors.items()}, state.plain)
 
     def alike(self) -> State:
         """See Engine. From stage 1 on no rank has another's part of the optimizer."""

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,11 @@ from motley.plan.length import TrainState
 from motley.planner.process_group import Worker
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
+_CHUNK = 1 << 24  # elements at a time; they take 16 bytes each meanwhile
+_GOLDEN = -0x61C8864680B583EB
+_MIXES = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 
 
 class Agreement:
@@ -50,6 +54,7 @@ class Agreement:
         if right is not None:
             self._take(right, wrong, position, "which more than half of the ranks have")
             return position
+        job.checkpoints.wait()
         folders = all_gather_object(job.checkpoints.found() or job.run.resume_from)[0]
         if folders and self._back_at is None and not self._round:
             return self._go_back(wrong, position, folders)
@@ -114,18 +119,35 @@ class Agreement:
 
 
 def digests(engine: Engine) -> list[str]:
-    """SHA-256 of what each rank holds that all should hold alike; all ranks call it."""
+    """A hash of what each rank holds that all should hold alike; all ranks call it."""
     state, digest = engine.alike(), hashlib.sha256()
-    for name, tensor in sorted(state.tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+    named = sorted(state.tensors.items())
+    found = [fingerprint(tensor).to(engine.device) for _, tensor in named]
+    numbers = torch.stack(found).tolist() if found else []
+    for (name, tensor), number in zip(named, numbers, strict=True):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {number}".encode())
     plain = (state.plain, engine.scale.state_dict())
     digest.update(json.dumps(plain, sort_keys=True).encode())
     return all_gather_object(digest.hexdigest())
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's bits, int64 []; computed where the tensor is, alike on any device.
+
+    The sum, modulo 2**64, of each element's bits mixed with its place (as SplitMix64 mixes): sums
+    of whole numbers do not depend on their order, as those of floating-point numbers do.
+    """
+    kind = _BITS.get(tensor.element_size(), torch.uint8)
+    bits = tensor.detach().contiguous().reshape(-1).view(kind)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        mixed = torch.arange(start + 1, start + 1 + part.numel(), device=bits.device)
+        mixed = mixed.mul_(_GOLDEN).bitwise_xor_(part)
+        for shift, factor in _MIXES:
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total += mixed.sum()
+    return total
 
 
 def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
+from motley.checkpoint.store import Checkpoints
 from motley.checkpoint.transfer import save
 from motley.comm.collectives import release_groups
 from motley.config.options import Config
@@ -53,6 +54,8 @@ from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
 from motley.train.survivor import Survivor
+
+_LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end
 
 
 def train(
@@ -137,14 +140,23 @@ def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, rescu
     release_groups()  # those that were measured
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
-    world.supervisor.before_end(recorder.last_words)
+    world.supervisor.before_end(partial(last_words, recorder, job.checkpoints))
     with gpu_logger(world, group, run.folder, lambda: recorder.progress, interval), recorder:
         evaluated = Loop(world, job, recorder, begun.state, rescue).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_process_group()
+    job.checkpoints.wait()
     if group.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
     run.finish()
+
+
+def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
+    """Write what this rank has not written yet."""
+    try:
+        recorder.last_words()
+    finally:
+        checkpoints.wait(_LAST_SAVE_S)
 
 
 def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
@@ -266,6 +278,7 @@ class Loop:
         """Where a checkpoint or the end is due, or somebody has asked for one: compare what all
         ranks hold, and save it; False if all have gone back to a checkpoint."""
         job, state = self._job, self._state
+        job.checkpoints.check()
         saves = asked or job.length.saves(state)
         if not saves and not job.length.ended(state):
             return True

@@ -66,6 +66,8 @@ class Rescue:
         Returns:
             What was done, for people; empty where nothing was left to do.
         """
+        with contextlib.suppress(MotleyError):  # of that one: this is another
+            self._checkpoints.wait()
         step = (self.kept.state if self.kept else self._state).step
         if step == 0 or self._is_saved(step):
             return ""
@@ -143,6 +145,7 @@ def pause(world: World, job: Job, state: TrainState, save: Callable[[], bool]) -
     elif state.step > 0:
         if not save():
             return
+        job.checkpoints.wait()
         said = f"saved as of step {state.step}"
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     world.supervisor.pause(said, first=dist.get_rank() == 0)

@@ -1,8 +1,12 @@
 """More than half of the ranks say what is right."""
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from motley.train.agreement import vote
+from motley.train import agreement
+from motley.train.agreement import fingerprint, vote
 
 
 @pytest.mark.parametrize(
@@ -17,3 +21,31 @@ def test_more_than_half_say_what_is_right(
     digests: str, right: int | None, wrong: list[int]
 ) -> None:
     assert vote(digests) == (right, wrong)
+
+
+KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 200), st.data())
+def test_a_flipped_bit_and_a_swap_change_the_fingerprint(
+    kind: torch.dtype, size: int, data: st.DataObject
+) -> None:
+    torch.manual_seed(size)
+    tensor = (torch.randn(size) * 100).to(kind)
+    found = fingerprint(tensor)
+    assert found == fingerprint(tensor.clone()) and found.dtype == torch.int64
+    flipped = tensor.clone()
+    bits = flipped.view(torch.uint8)
+    place = data.draw(st.integers(0, len(bits) - 1))
+    bits[place] ^= 1 if kind == torch.bool else 1 << data.draw(st.integers(0, 7))
+    assert found != fingerprint(flipped)
+    swapped = tensor.flip(0)
+    assert (found == fingerprint(swapped)) == torch.equal(swapped, tensor)
+
+
+def test_a_long_tensor_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1000)
+    whole = fingerprint(tensor)
+    monkeypatch.setattr(agreement, "_CHUNK", 7)
+    assert fingerprint(tensor) == whole
+    assert fingerprint(tensor.reshape(10, 100).T) == fingerprint(tensor.reshape(10, 100).T.clone())
