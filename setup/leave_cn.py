@@ -1,6 +1,5 @@
 """Has hosts leave training after their step; the .sh beside it says how to call it."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,9 +12,7 @@ from cn_report import printable
 from motley.cluster.fan_out import run_on_all, split
 from motley.errors import MotleyError
 from motley.launch.give_way import WAIT_S
-
-_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_MOST_S = 366 * 86400
+from motley.text import seconds_of
 
 
 def main(words: Sequence[str]) -> int:
@@ -24,7 +21,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
     options = parser.parse_args(words)
-    seconds = None if options.time is None else seconds_of(options.time)
+    seconds = None if options.time is None else time_of(options.time)
     hosts = chosen(options)
     found, troubles = split(cn.ask_all(hosts, lambda host: tell(host, "ranks"), ASK_S))
     refuse(found)
@@ -85,14 +82,12 @@ def refuse(found: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def seconds_of(text: str) -> int:
-    """A time, as 2h, 30m or 1h30m; MotleyError if it is none."""
-    found = re.fullmatch(r"(?:\d{1,6}[dhms])+", text)
-    parts = re.findall(r"(\d+)([dhms])", text) if found else []
-    seconds = sum(int(number) * _UNITS[unit] for number, unit in parts)
-    if not 0 < seconds <= _MOST_S:
+def time_of(word: str) -> int:
+    """A time; MotleyError if it is none."""
+    seconds = seconds_of(word)
+    if seconds is None:
         raise MotleyError(
-            f"--for {text!r} is no time from 1s to 366d; write it as in 2h, 30m, 1d or 1h30m, or "
+            f"--for {word!r} is no time from 1s to 366d; write it as in 2h, 30m, 1d or 1h30m, or "
             "leave it out to stay away until join_cn.sh"
         )
     return seconds

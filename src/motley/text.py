@@ -1,10 +1,23 @@
-""" "Did you mean": the nearest names, for errors about unknown ones."""
+"""What users write: the nearest names, for errors about unknown ones; and times, as 1h30m."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_MOST_S = 366 * 86400
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:
     """`` (nearest: a, b)`` for the known names most like ``word``, or nothing."""
     close = get_close_matches(word, list(known), n=most, cutoff=0.5)
     return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def seconds_of(text: str) -> int | None:
+    """Of a time, as 2h, 30m or 1h30m; None of what is no time from 1s to 366d."""
+    if not re.fullmatch(r"(?:[0-9]{1,6}[dhms])+", text):
+        return None
+    parts = re.findall(r"([0-9]+)([dhms])", text)
+    seconds = sum(int(number) * _UNITS[unit] for number, unit in parts)
+    return seconds if 0 < seconds <= _MOST_S else None

@@ -6,7 +6,7 @@ import torch
 from jobs import Jobs, Trained
 from project import DDP, ZERO
 
-from motley.checkpoint.store import load_checkpoint
+from motley.checkpoint.read import load_checkpoint
 from motley.infer.export import build_trained
 from motley.infer.predictor import open_trained
 

@@ -5,7 +5,7 @@ import torch
 from jobs import Jobs, Trained
 from project import DDP, ZERO
 
-from motley.checkpoint.store import load_checkpoint
+from motley.checkpoint.read import load_checkpoint
 
 pytestmark = pytest.mark.mpi
 

@@ -45,12 +45,12 @@ ROOMS = {
         "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store transfer find_run run initial verify",
+    "checkpoint": "store read transfer find_run run initial verify",
     "measure": "device all_reduce links",
     "planner": "process_group open_model speed_cache profile measured_plan planner",
     "train": (
         "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
-        "rescue survivor evaluate command_line loop script"
+        "rescue survivor evaluate save_timer command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }

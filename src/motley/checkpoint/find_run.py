@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from motley.checkpoint.store import checkpoints_at
+from motley.checkpoint.read import checkpoints_at
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.records.run_folder import RunFolder, find_runs

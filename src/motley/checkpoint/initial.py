@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from motley.checkpoint.store import checkpoints_at, newest_whole
+from motley.checkpoint.read import checkpoints_at, newest_whole
 from motley.checkpoint.transfer import spread
 from motley.config.options import Config
 from motley.data.order import seed_of

@@ -13,25 +13,22 @@
 
 Only folders of these exact names are ours: whatever else lies there is left alone, and never taken
 for a checkpoint unless --resume names it.
-A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed.
-torch.load and safetensors read a flipped bit without a word, so nothing is loaded but bytes that
-the manifest vouches for; a damaged checkpoint is named and the one before it is used.
+A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed. How they are
+read is in motley.checkpoint.read.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 import threading
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from motley.engines.named_state import part_of
@@ -40,12 +37,8 @@ from motley.records.lines import fix_for
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?")  # by a process, and thread
-_PARTS = ("model", "optimizer", "ranks")
-_MORE = ("ema", "ema_numbers")  # of a run that averages
-_FILES = {*(f"{part}.safetensors" for part in _PARTS), "progress.json"}
-_MORE_FILES = {f"{part}.safetensors" for part in _MORE}
-_MOST_MANIFEST = 65_536  # bytes; one has 500
-_COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
+PARTS = ("model", "optimizer", "ranks")
+MORE = ("ema", "ema_numbers")  # of a run that averages
 
 
 class Checkpoints:
@@ -147,9 +140,9 @@ class Checkpoints:
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
-        for part in (*_PARTS, *_MORE):
+        for part in (*PARTS, *MORE):
             chosen = _apart(part_of(tensors, part))
-            if part in _MORE and not chosen:
+            if part in MORE and not chosen:
                 continue
             save_file(chosen, folder / f"{part}.safetensors")
         (folder / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
@@ -189,131 +182,6 @@ def step_of(path: Path) -> int | None:
     """Of a checkpoint's folder; None of a file, a link, and what has another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
-
-
-def load_checkpoint(
-    folder: Path, needs: Collection[str] = ()
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read one checkpoint; what is loaded are the very bytes whose hashes were compared.
-
-    Args:
-        needs: what the progress must tell, besides the step.
-
-    Raises:
-        MotleyError: names the file that is missing or damaged.
-    """
-    manifest = _read_manifest(folder / "manifest.json")
-    tensors: dict[str, Tensor] = {}
-    for part in (*_PARTS, *_MORE):
-        path = folder / f"{part}.safetensors"
-        if path.name not in manifest:
-            continue
-        with _reading(path):
-            content = load(_read_vouched(path, manifest[path.name]))
-        tensors |= {f"{part}.{name}": tensor for name, tensor in content.items()}
-    path = folder / "progress.json"
-    with _reading(path):
-        progress = json.loads(_read_vouched(path, manifest[path.name]))
-        _check_progress(progress, needs)
-    return tensors, progress
-
-
-def newest_whole(
-    folders: list[Path], needs: Collection[str] = ()
-) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
-    """Load the first of ``folders`` that is whole.
-
-    Args:
-        needs: as for :func:`load_checkpoint`.
-
-    Returns:
-        It, its content, and what was wrong with those before it.
-    """
-    problems: list[str] = []
-    for folder in folders:
-        try:
-            return folder, *load_checkpoint(folder, needs), problems
-        except MotleyError as error:
-            problems.append(str(error))
-    raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever a reader makes of garbage, it is said of the file."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:  # safetensors, JSON and torch raise types of their own
-        gone = isinstance(error, FileNotFoundError)
-        text = "it is missing" if gone else " ".join(str(error).split()) or type(error).__name__
-        raise MotleyError(f"{path} is damaged: {text}") from None
-
-
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of each file that is loaded, and of no other."""
-    with _reading(path):
-        _check_size(path, range(_MOST_MANIFEST))
-        manifest: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(manifest, dict) or manifest.keys() - _MORE_FILES != _FILES:
-            raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
-        for name, described in manifest.items():
-            if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
-                raise ValueError(f"it does not give size and SHA-256 of {name}")
-    return manifest
-
-
-def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:
-    """A file's bytes; ValueError where they are not those that the manifest describes."""
-    _check_size(path, [expected["bytes"]])
-    content = path.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if {"bytes": len(content), "sha256": digest} != expected:
-        raise ValueError(
-            f"{len(content)} bytes, SHA-256 {digest[:12]}, not {expected['bytes']}, "
-            f"{str(expected['sha256'])[:12]}"
-        )
-    return content
-
-
-def _check_size(path: Path, allowed: Container[int]) -> None:
-    """ValueError unless it is a file of such a size: no other is read, for it may be endless."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size not in allowed:
-        raise ValueError(f"it is no file of the size that it was saved with, but {found.st_size} "
-                         "bytes")  # fmt: skip
-
-
-def _check_progress(progress: Any, needs: Collection[str]) -> None:
-    """ValueError unless it is what :meth:`Checkpoints.save` takes."""
-    if not isinstance(progress, dict):
-        raise ValueError(f"it is a {type(progress).__name__}, not an object")
-    for name in ("step", *needs):
-        if name not in progress:
-            raise ValueError(f"it has no '{name}'")
-    for name in _COUNTS & progress.keys():
-        if type(progress[name]) is not int or progress[name] < 0:
-            raise ValueError(f"its {name} is {progress[name]!r}, not a count")
-    for name in _OBJECTS & progress.keys():
-        if not isinstance(progress[name], dict):
-            raise ValueError(f"its {name} is {progress[name]!r}, not an object")
-
-
-def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoints that ``--resume PATH`` means, the preferred one first.
-
-    Args:
-        path: one checkpoint's folder, a copy of one, ``checkpoints/``, or a run folder.
-    """
-    if (step := step_of(path)) is not None:
-        return [path, *Checkpoints(path.parent, 1).found(step - 1)]
-    if (path / "manifest.json").is_file():
-        return [path]
-    for place in (path / "checkpoints", path):
-        if found := Checkpoints(place, 1).found():
-            return found
-    return []
 
 
 def _describe(file: Path) -> dict[str, Any]:

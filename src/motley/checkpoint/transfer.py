@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.checkpoint.store import Checkpoints, newest_whole
+from motley.checkpoint.read import newest_whole
+from motley.checkpoint.store import Checkpoints
 from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.option import Decides, flag_of
 from motley.config.options import Config

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley.checkpoint.store import checkpoints_at, load_checkpoint
+from motley.checkpoint.read import checkpoints_at, load_checkpoint
 from motley.errors import MotleyError
 from motley.records.lines import read_json_lines
 from motley.records.run_folder import RunFolder

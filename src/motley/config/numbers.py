@@ -1,6 +1,20 @@
 """Readers of options: numbers within bounds, and lists."""
 
 import argparse
+from dataclasses import dataclass
+
+from motley.text import seconds_of
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A time, as a user has written it."""
+
+    text: str
+    seconds: int
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
@@ -16,6 +30,14 @@ def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
     return int(_number(text, int, 1, 2**62, "a whole number of 1 or more"))
+
+
+def steps_or_time(text: str) -> int | Duration:
+    """A whole number of 1 or more, or a time, as 10m."""
+    if (seconds := seconds_of(text)) is not None:
+        return Duration(text, seconds)
+    says = "a number of steps of 1 or more, or a time, as 90s, 10m or 1h30m"
+    return int(_number(text, int, 1, 2**62, says))
 
 
 def natural(text: str) -> int:

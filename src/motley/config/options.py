@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from motley.config.numbers import (
+    Duration,
     above_zero,
     fraction,
     names,
@@ -17,6 +18,7 @@ from motley.config.numbers import (
     naturals,
     not_negative,
     positive,
+    steps_or_time,
 )
 from motley.config.option import Decides, Option, option, options_of
 from motley.plan.per_rank import PerRank, read_micro_batches, read_named_hosts, read_shares
@@ -201,9 +203,9 @@ class RecordOptions:
         "unfinished run that has a checkpoint",
         NOTHING, metavar="PATH|auto", cell="nothing",
     )  # fmt: skip
-    save_every: int | None = option(
-        "steps between checkpoints; default: one an epoch, not for noise",
-        NOTHING, read=positive, metavar="K",
+    save_every: int | Duration | None = option(
+        "steps, or time, as 10m, between checkpoints; default: one an epoch, not for noise",
+        NOTHING, read=steps_or_time, metavar="K|TIME",
     )  # fmt: skip
     keep: int = option("checkpoints kept, default 2", NOTHING, 2, read=positive, metavar="N")
     log_interval: float = option(

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from motley.checkpoint.store import checkpoints_at, newest_whole
+from motley.checkpoint.read import checkpoints_at, newest_whole
 from motley.data.batch import Batch
 from motley.data.source import Source, UnreadableSample, read
 from motley.engines.memory import in_halves

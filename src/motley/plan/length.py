@@ -29,6 +29,7 @@ class Length:
         batch: samples in a step; the last one of an epoch may have fewer.
         max_steps: where the run ends if that comes before; None: nowhere.
         save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
+        by_clock: checkpoints are due by the clock, which is not asked here, and at the end.
     """
 
     epochs: int
@@ -36,6 +37,7 @@ class Length:
     batch: int
     max_steps: int | None = None
     save_every: int | None = None
+    by_clock: bool = False
 
     @property
     def steps_an_epoch(self) -> int:
@@ -64,6 +66,8 @@ class Length:
 
     def saves(self, position: TrainState) -> bool:
         """A checkpoint is due there; at the end always, if there are any."""
+        if self.by_clock:
+            return self.ended(position)
         if self.save_every is None:
             return self.evaluates(position)
         return self.save_every > 0 and (
@@ -88,6 +92,8 @@ class Length:
         last, every = self.last_step(position), self.save_every
         if every == 0 or last == position.step:
             return 0
+        if self.by_clock:  # at most
+            return last - position.step
         if every:
             return last // every - position.step // every + (last % every > 0)
         after_epoch = last - position.step - self._epoch_left(position)

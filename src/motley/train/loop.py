@@ -50,6 +50,7 @@ from motley.train.recovery import (
     shrink_micro_batches,
 )
 from motley.train.rescue import Rescue, arm_rescue, pause
+from motley.train.save_timer import SaveTimer
 from motley.train.schedule import rate_of
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
@@ -185,6 +186,7 @@ class Loop:
         self._world, self._job, self._recorder = world, job, recorder
         self._agreement = Agreement(job, recorder)
         self._state, self._rescue = state, rescue
+        self._timer = SaveTimer(job.config.save_every, state.step)
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
         job.engine.clock.on_phase = lambda phase: self._say(phase, recorder.timeout_s)
 
@@ -279,7 +281,7 @@ class Loop:
         ranks hold, and save it; False if all have gone back to a checkpoint."""
         job, state = self._job, self._state
         job.checkpoints.check()
-        saves = asked or job.length.saves(state)
+        saves = asked or job.length.saves(state) or self._timer.due(state.step)
         if not saves and not job.length.ended(state):
             return True
         self._say(Phase.SAVE)
@@ -292,6 +294,7 @@ class Loop:
         if saves:
             save(job.engine, job.checkpoints, state, job.saved_config)
             self._agreement.saved(state)
+            self._timer.saved(state.step)
         job.engine.clock.restart()
         return True
 

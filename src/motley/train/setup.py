@@ -13,6 +13,7 @@ from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.checkpoint.transfer import Kept, go_on, resume
 from motley.comm.collectives import all_gather_object
+from motley.config.numbers import Duration
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
@@ -171,9 +172,12 @@ def assemble(
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
 
+    every = config.save_every
+    by_clock = isinstance(every, Duration)
     length = Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
-        save_every=config.save_every or (None if model.task.keeps else 0),
+        save_every=every if isinstance(every, int) else None if by_clock or model.task.keeps else 0,
+        by_clock=by_clock,
     )  # fmt: skip
     return Job(
         config, run, plan, loader, model, engine,

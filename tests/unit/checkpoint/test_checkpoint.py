@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
-from motley.checkpoint.store import Checkpoints, checkpoints_at, load_checkpoint, newest_whole
+from motley.checkpoint.read import checkpoints_at, load_checkpoint, newest_whole
+from motley.checkpoint.store import Checkpoints
 from motley.errors import MotleyError
 
 TENSORS = {

@@ -10,7 +10,8 @@ import timm.optim
 import torch
 from torch import Tensor, nn
 
-from motley.checkpoint.store import Checkpoints, load_checkpoint
+from motley.checkpoint.read import load_checkpoint
+from motley.checkpoint.store import Checkpoints
 from motley.config.options import Config
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer import make_optimizer

@@ -51,6 +51,13 @@ def test_checkpoints_are_counted_as_they_are_made(
         assert all(each.consumed == 0 for each in made)
 
 
+def test_by_the_clock_the_last_step_alone_is_known() -> None:
+    length = Length(2, 60, 7, by_clock=True)
+    *before, last = walk(length, TrainState())
+    assert length.saves(last) and not any(length.saves(each) for each in before)
+    assert length.saves_left(TrainState()) == last.step
+
+
 @given(EPOCHS, SAMPLES, BATCH, st.floats(0, 4))
 def test_the_rate_of_an_unchanged_batch_is_that_of_its_step_to_the_bit(
     epochs: int, samples: int, batch: int, warmup: float
