@@ -104,6 +104,10 @@ class OwnRank:
     def say(self, message: dict[str, Any]) -> None:
         """Have the watching thread send a message to rank 0."""
         self.outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        """The watching thread, if it waits."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
@@ -118,6 +122,11 @@ class OwnRank:
             self._unanswered = dead_peers()
         now = replace(self.heartbeat, step=self.step, unanswered=self._unanswered)
         return now.message()
+
+    def hasten_heartbeat(self) -> None:
+        """Have the next one be now."""
+        self._next_heartbeat = 0.0
+        self._wake()
 
     def heartbeat_in(self) -> float:
         """Seconds until the next heartbeat."""

@@ -85,7 +85,9 @@ class Supervisor:
 
     @step.setter
     def step(self, step: int) -> None:
-        self._own.step = step
+        first, self._own.step = self._own.step is None, step
+        if first:  # should the launcher be killed at once
+            self._own.hasten_heartbeat()
 
     def begin_step(self, step: int) -> bool:
         """Whether this step may begin; not, where all ranks are to :meth:`pause` before it."""
