@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from motley.plan.engine_traits import EngineTraits
-from motley.plan.forecast import Choice, Forecast, arrange, choose_machines
+from motley.plan.forecast import Choice, Forecast, arrange, choose_machines, rates_of
 from motley.plan.links import Links
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
@@ -11,7 +11,7 @@ from motley.plan.wire import AllReduceCost, WireMode
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
 _DOUBLINGS = 6  # of the batch, at most
-_FEW_MACHINES = 6  # one of which is the best alone
+_FASTEST = 6  # machines, one of which is the best alone
 
 
 def better_modes(
@@ -75,17 +75,14 @@ def larger_batch(
         wire: of what the plan would send.
     """
 
-    of: dict[int, list[int]] = {}
-    for rank, machine in enumerate(machines):
-        of.setdefault(machine, []).append(rank)
-    rates = {machine: sum(speeds[rank].rate for rank in ranks) for machine, ranks in of.items()}
-    fastest = sorted(of, key=lambda machine: -rates[machine])[:_FEW_MACHINES]
+    rates = rates_of(machines, speeds)
+    fastest = sorted(rates, key=lambda machine: -rates[machine])[:_FASTEST]
+    ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
     def gain(samples: int) -> tuple[float, int]:
         """Times as fast as the best machine alone, and a rank of that one."""
         alone = {}
-        for machine in fastest:
-            ranks = of[machine]
+        for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
             alone[ranks[0]] = arrange(samples, few, less)[2].step_s
         best = min(alone, key=lambda rank: alone[rank])
@@ -93,7 +90,7 @@ def larger_batch(
         return alone[best] / together.step_s, best
 
     times, best = gain(global_batch)
-    if len(of) < 2 or times >= _BEATS:
+    if len(rates) < 2 or times >= _BEATS:
         return ()
     for power in range(1, _DOUBLINGS + 1):
         samples = global_batch * 2**power

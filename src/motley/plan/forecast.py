@@ -187,9 +187,7 @@ def choose_machines(
                 return Choice(tuple(ranks), frozenset(some) - set(ranks), whole, found)
             ranks = able
 
-    rates: dict[int, float] = {}
-    for machine, speed in zip(machines, speeds, strict=True):
-        rates[machine] = rates.get(machine, 0.0) + speed.rate
+    rates = rates_of(machines, speeds)
     *_, whole = arrange(global_batch, speeds, wire)
     if fixed:
         return Choice(everyone, frozenset(), whole, whole)
@@ -200,6 +198,14 @@ def choose_machines(
     ]  # fmt: skip
     best = min([most, *fewer], key=lambda found: found.chosen.step_s)
     return best if best.chosen.step_s < (1 - WORTH_IT) * most.chosen.step_s else most
+
+
+def rates_of(machines: Sequence[int], speeds: Sequence[SpeedTable]) -> dict[int, float]:
+    """Samples a second of each machine, all of its ranks together, at their best."""
+    rates: dict[int, float] = {}
+    for machine, speed in zip(machines, speeds, strict=True):
+        rates[machine] = rates.get(machine, 0.0) + speed.rate
+    return rates
 
 
 def _subsets(rates: Mapping[int, float], links: Links | None) -> list[frozenset[int]]:

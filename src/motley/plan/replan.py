@@ -70,12 +70,12 @@ class ReplanMonitor:
         if self._speeds is None:
             return None
         self._steps.append(np.array(ready_s))
-        steps, now = np.array(self._steps), np.array(counts, dtype=float)
-        usual = np.where(now > 0, self._speeds.compute_s(now), 1.0)
+        steps = np.array(self._steps)
+        usual = self._speeds.compute_s(np.array(counts, dtype=float))
         # The noise of a median falls with the root of what it is taken of.
         bands = ((span, DEAD_BAND * math.sqrt(WINDOW / span)) for span in SPANS)
         found = (
-            self._propose(self._speeds, counts, now, _median(steps[-span:]) / usual, band)
+            self._propose(self._speeds, counts, usual, _median(steps[-span:]), band)
             for span, band in bands if len(steps) >= span
         )  # fmt: skip
         proposal = next((each for each in found if each), None)
@@ -83,17 +83,17 @@ class ReplanMonitor:
         return proposal if self._asked >= STEPS_IN_A_ROW else None
 
     def _propose(
-        self, speeds: Speeds, counts: Sequence[int], now: Floats, took: Floats, band: float
+        self, speeds: Speeds, counts: Sequence[int], usual: Floats, took: Floats, band: float
     ) -> Proposal | None:
         """Another split, if it saves more than ``band`` of a step.
 
         Args:
-            now: ``counts``. took: times the measured time of these.
+            usual: seconds of compute for ``counts``, as measured. took: now.
         """
-        # Who had nothing to do showed nothing.
-        self._slowdown = np.where(now > 0, np.maximum(took, 1e-6), self._slowdown)
+        works = usual > 0  # who had nothing to do showed nothing
+        self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
         slowdown = self._kinds.median(self._slowdown)
-        old = speeds.seconds_of(now, slowdown).max()
+        old = (speeds.step_s + slowdown * usual).max()
         # So quick that each step can ask it: could all together be faster by so much?
         if speeds.whole_in((1 - band) * old, slowdown).sum() < sum(counts):
             return None

@@ -90,25 +90,6 @@ class SpeedTable:
         parts = max(1, math.ceil(samples / self.micro_batch))
         return self.step_s + parts * self.micro_s(samples / parts)
 
-    def samples_in(self, seconds: float) -> float:
-        """The most samples in so many seconds, a real number: the inverse of :meth:`seconds_of`."""
-        left = seconds - self.step_s
-        if left <= 0:
-            return 0.0
-        full = int(left / self.micro_s(self.micro_batch))
-        more = (full + 1) * self._size_in(left / (full + 1))
-        return max(more, float(full * self.micro_batch))
-
-    def _size_in(self, seconds: float) -> float:
-        """The largest micro-batch up to m that takes so many seconds."""
-        if seconds < self.rising[0]:
-            return 0.0
-        place = bisect_right(self.rising, seconds) - 1
-        if self.sizes[place] >= self.micro_batch:
-            return float(self.micro_batch)
-        (low, high), (start, end) = self.sizes[place : place + 2], self.rising[place : place + 2]
-        return low + (high - low) * (seconds - start) / (end - start)
-
     def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
         """The same with one more size, that was not in it."""
         place = bisect_right(self.sizes, size)

@@ -25,6 +25,9 @@ class Speeds:
 
     Args:
         tables: of one grain.
+
+    Attributes:
+        step_s: of each.
     """
 
     def __init__(self, tables: Sequence[SpeedTable]) -> None:
@@ -35,7 +38,7 @@ class Speeds:
         self._seconds = np.array([_filled(table.rising, longest) for table in tables])
         self._m = np.array([float(table.micro_batch) for table in tables])
         self._m_s = np.array([table.micro_s(table.micro_batch) for table in tables])
-        self._step_s = np.array([table.step_s for table in tables])
+        self.step_s = np.array([table.step_s for table in tables])
         self._grain = tables[0].grain
 
     def compute_s(self, samples: Floats) -> Floats:
@@ -49,16 +52,20 @@ class Speeds:
         Args:
             slowdown: factor on each micro-batch's time.
         """
-        return self._step_s + slowdown * self.compute_s(samples)
+        return self.step_s + slowdown * self.compute_s(samples)
 
-    def whole_in(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
-        """The most whole samples, or grains, in so many seconds; what is one but for rounding
-        counts as one. See :meth:`SpeedTable.samples_in`."""
-        left = np.maximum(0.0, seconds - self._step_s) / slowdown
+    def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
+        """The most samples in so many seconds, real numbers: the inverse of :meth:`seconds_of`."""
+        left = np.maximum(0.0, seconds - self.step_s) / slowdown
         full = np.floor(left / self._m_s)
         more = (full + 1) * self._size_in(left / (full + 1))
-        samples = np.where(left > 0, np.maximum(more, full * self._m), 0.0)
-        return (samples / self._grain + 1e-8).astype(np.int64) * self._grain
+        found: Floats = np.where(left > 0, np.maximum(more, full * self._m), 0.0)
+        return found
+
+    def whole_in(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
+        """Of these, whole samples, or grains; what is one but for rounding counts as one."""
+        grains = self.samples_in(seconds, slowdown) / self._grain
+        return (grains + 1e-8).astype(np.int64) * self._grain
 
     def _micro_s(self, samples: Floats) -> Floats:
         right = np.clip((self._sizes <= samples[:, None]).sum(axis=1), 1, np.maximum(1, self._last))
@@ -69,6 +76,7 @@ class Speeds:
         return np.where(samples > 0, found, 0.0)
 
     def _size_in(self, seconds: Floats) -> Floats:
+        """The largest micro-batch up to m that takes so many seconds."""
         place = (self._seconds <= seconds[:, None]).sum(axis=1) - 1
         right = np.minimum(place + 1, self._last)
         found = self._between(seconds, self._seconds, self._sizes, right)

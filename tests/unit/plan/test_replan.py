@@ -93,4 +93,4 @@ def test_a_thousand_ranks_are_watched_in_a_millisecond() -> None:
         start = time.process_time()
         assert lab.watch.step(ready, lab.counts) is None
         took.append(time.process_time() - start)
-    assert statistics.median(took) < 0.002  # 0.0006 where nothing else runs
+    assert statistics.median(took) < 0.002  # 0.0008 where nothing else runs
