@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
 from motley.engines.memory import out_of_memory
-from motley.engines.named_state import snapshot
+from motley.engines.named_state import on_cpu, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
 from motley.engines.protocol import EngineContext
@@ -99,8 +99,9 @@ class FsdpEngine(SynchronousEngine):
 
     def state(self) -> State:
         """See Engine."""
-        state = self.whole_state(snapshot)
-        return state if self._context.rank == 0 else State()
+        first = self._context.rank == 0
+        state = self.whole_state(snapshot if first else on_cpu)
+        return state if first else State()
 
     def load_state(self, state: State) -> None:
         """See Engine."""

@@ -12,22 +12,32 @@ from motley.errors import MotleyError
 
 def on_cpu(value: Tensor) -> Tensor:
     """Whole; for a sharded one all ranks must ask."""
+    return _whole(value).cpu()
+
+
+def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
+    """The same, as a copy that nobody else has: training may go on while it is written.
+
+    Args:
+        pinned: in memory that a GPU writes to several times as fast; to make some waits for all
+            that the GPU has to do.
+    """
+    whole = _whole(value)
+    if not whole.is_cuda:
+        return whole.clone()
+    if pinned:
+        with contextlib.suppress(RuntimeError):  # there is no room for it
+            return torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True).copy_(whole)
+    return whole.cpu()
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Where it is computed with."""
     if isinstance(value, DTensor):
         value = value.to(value.device_mesh.device_type)
         whole: Tensor = value.full_tensor()  # type: ignore[attr-defined]
-        return whole.cpu()
-    return value.detach().cpu()
-
-
-def snapshot(value: Tensor) -> Tensor:
-    """The same, as a copy that nobody else has: training may go on while it is written."""
-    whole = on_cpu(value) if isinstance(value, DTensor) else value.detach()
-    if whole.device.type != "cuda":
-        return whole.clone()
-    with contextlib.suppress(RuntimeError):  # no room for it: the usual way is four times slower
-        copy = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-        return copy.copy_(whole)
-    return whole.cpu()
+        return whole
+    return value.detach()
 
 
 def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:

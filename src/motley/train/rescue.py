@@ -9,13 +9,13 @@ changes: odd while it does.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from motley.checkpoint.transfer import Kept, progress_of
-from motley.engines.named_state import on_cpu
+from motley.engines.named_state import snapshot
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -91,7 +91,8 @@ class Rescue:
             version, state, plan = self._version, self._state, self._plan
             if version % 2 == 0:
                 with _beside(engine.device):
-                    found = engine.whole_state(_copied)
+                    # Not pinned: the GPU may have a collective to do that never ends.
+                    found = engine.whole_state(partial(snapshot, pinned=False))
                 kept = Kept(state, plan, found, engine.scale.state_dict())
                 time.sleep(_LOOK_S)
                 if version == self._version:
@@ -111,10 +112,6 @@ def _beside(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         yield
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return on_cpu(tensor).clone()
 
 
 def arm_rescue(world: World, begun: Begun, shared: bool) -> Rescue:
