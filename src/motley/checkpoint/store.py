@@ -69,9 +69,8 @@ class Checkpoints:
     def wait(self, limit_s: float | None = None) -> None:
         """Until what :meth:`save_behind` was given is on the disk; raises what that has, and
         TimeoutError after ``limit_s`` seconds."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result(limit_s)
+        if self._writing is not None:
+            self._writing.result(limit_s)
 
     def check(self) -> None:
         """Raise what :meth:`save_behind` has, if it has ended by now."""

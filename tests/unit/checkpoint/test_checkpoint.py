@@ -280,3 +280,19 @@ def test_a_full_disk_is_said_and_leaves_the_older_one(tmp_path: Path) -> None:
         load_checkpoint(older)
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_what_is_written_behind_is_whole_or_said_whoever_waits(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run", keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save_behind(TENSORS, {"step": step})
+    checkpoints.wait()
+    checkpoints.check()
+    assert [folder.name[-1] for folder in checkpoints.found()] == ["3", "2"]
+    assert load_checkpoint(checkpoints.found()[0])[1]["step"] == 3
+    (tmp_path / "file").touch()
+    checkpoints.path = tmp_path / "file"
+    checkpoints.save_behind(TENSORS, {"step": 4})
+    for wait in (checkpoints.wait, checkpoints.wait, checkpoints.check):
+        with pytest.raises(MotleyError, match="cannot save the checkpoint"):
+            wait()
