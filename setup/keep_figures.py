@@ -44,7 +44,7 @@ class Figures:
         self._end_s = time.time() - asked
 
     def look(self) -> None:
-        """See whether the first step since the launch was taken; cheap, once a second."""
+        """See whether the first step since the launch was taken; cheap."""
         if self._first:
             return
         times = [step["time"] for step in self._folder.last_steps()]

@@ -106,6 +106,11 @@ class Keeper:
         """Of run.json, which a job writes once it has begun."""
         return RunFolder(self._line.folder).read_run()
 
+    def _has_failed(self, started: str | None) -> bool:
+        """Whether the job that runs has; not the one before, which was started at a time."""
+        content = self._content()
+        return content.get("status") == "failed" and content.get("started") != started
+
     def _gives_up(self, content: dict[str, Any], before: int, asked: Asked) -> str:
         """Why the line is not started again; empty if it is, which is said.
 
@@ -223,9 +228,7 @@ class Keeper:
                 except subprocess.TimeoutExpired:
                     self._figures.look()
                     returns.look()
-                    content = self._content()
-                    failed = content.get("status") == "failed"
-                    if early is None and failed and content.get("started") != started:
+                    if early is None and self._has_failed(started):
                         early = self._asking.submit(self._ask)
         finally:
             self._stop.job = None

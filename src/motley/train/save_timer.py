@@ -26,7 +26,7 @@ class SaveTimer:
         """Whether one is to be made now; all ranks call it, after the same step."""
         if self._every_s is None or step < self._ask_at:
             return False
-        passed_s, *_ = all_gather_floats([time.monotonic() - self._time])[0]
+        ((passed_s,), *_) = all_gather_floats([time.monotonic() - self._time])
         steps = max(1, step - self._step)
         left = (self._every_s - passed_s) / (passed_s / steps) if passed_s else 1.0
         self._ask_at = step + max(1, int(left / 2))

@@ -172,12 +172,11 @@ def assemble(
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
 
-    every = config.save_every
-    by_clock = isinstance(every, Duration)
+    every = config.save_every or (None if model.task.keeps else 0)
     length = Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
-        save_every=every if isinstance(every, int) else None if by_clock or model.task.keeps else 0,
-        by_clock=by_clock,
+        save_every=None if isinstance(every, Duration) else every,
+        by_clock=isinstance(every, Duration),
     )  # fmt: skip
     return Job(
         config, run, plan, loader, model, engine,
