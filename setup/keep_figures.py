@@ -1,6 +1,7 @@
 """What keep_training.py knows of a run's speed, from its records: does a host's return pay?"""
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -28,24 +29,28 @@ class Figures:
 
     def __init__(self, folder: Path) -> None:
         self._folder = RunFolder(folder)
-        # Samples a second of each host, by its own name; 0: the plan has left it out.
+        # Of each host, by its own name: samples a second of all its ranks, 0 where the plan has
+        # left it out; and how many ranks these are.
         self._rates: dict[str, float] = {}
-        self._steps: dict[frozenset[str], float] = {}  # seconds of a step, by who takes part
+        self._ranks = Counter[str]()
+        self._steps: dict[frozenset[tuple[str, int]], float] = {}  # seconds of one, by who trains
         self._launched = 0.0
         self._starts: list[float] = []  # seconds from each launch to its first step
         self._end_s = 0.0  # from when the end was asked for
 
     def launched(self) -> None:
         """A start begins now."""
-        self._launched, self._first = time.time(), False
+        self._launched, self._first, self._knows = time.time(), False, False
 
     def ended(self, asked: float) -> None:
         """A job has ended now, which was asked to at a time."""
         self._end_s = time.time() - asked
 
     def look(self) -> None:
-        """See whether the first step since the launch was taken; cheap."""
+        """See when the first step since the launch was taken, and how fast the first ones are, of
+        all ranks; cheap once it is known."""
         if self._first:
+            self._knows = self._knows or self.read()
             return
         times = [step["time"] for step in self._folder.last_steps()]
         since = [at for at in times if at > self._launched]
@@ -53,19 +58,23 @@ class Figures:
             self._first = True
             self._starts.append(min(since) - self._launched)
 
-    def read(self) -> None:
-        """Learn from the records of the job that runs, or ran last."""
+    def read(self) -> bool:
+        """Learn from the records of the job that runs, or ran last; False if they say too little
+        yet."""
         content, step_s = self._folder.read_run(), self._step_s()
         hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
         counts: list[int] = (content.get("plan") or {}).get("counts") or []
         if step_s is None or len(hosts) != len(counts):
-            return
-        self._steps[frozenset(hosts)] = step_s
+            return False
+        now = Counter(hosts)
+        self._steps[frozenset(now.items())] = step_s
+        self._ranks |= now  # the most of each
         self._rates |= {str(each.get("host")): 0.0 for each in content.get("left_out") or []}
-        for host in set(hosts):
+        for host, ranks in now.items():
             own = sum(n for name, n in zip(hosts, counts, strict=True) if name == host)
             if own:
-                self._rates[host] = own / step_s
+                self._rates[host] = own / step_s * self._ranks[host] / ranks
+        return True
 
     def lost(self) -> set[str]:
         """Hosts, by their own names, without a rank of which the job of now has gone on."""
@@ -86,7 +95,8 @@ class Figures:
         return left / sum(counts)
 
     def take_back(self, back: Mapping[str, Sequence[Mapping[str, Any]]]) -> TakeBack | None:
-        """What it would save to take hosts back now; None where that is not known yet.
+        """What it would save to take hosts back now, or lost ranks of theirs; None where that is
+        not known yet.
 
         How fast a host is, is known of when it took part; else of what it remembers; else it is
         thought to be as fast as the others are on average.
@@ -99,13 +109,15 @@ class Figures:
         last, steps = content.get("last_step"), self._folder.last_steps()
         if step_s is None or not self._starts or not isinstance(last, int):
             return None
-        now = frozenset(str(rank["host"]) for rank in content["ranks"])
+        now = Counter(str(rank["host"]) for rank in content["ranks"])
         batch = int(content["plan"]["global_batch"])
         usual = batch / step_s / len(now)
         for node, speeds in back.items():
             self._rates.setdefault(node, _remembered(speeds, content["config"]) or usual)
-        rates = [self._rates[node] for node in back if self._rates[node] > 0]
-        with_s = self._steps.get(now | frozenset(back)) or step_with(batch, step_s, rates)
+        whole = now | Counter({node: self._ranks[node] or 1 for node in back})
+        rates = [self._rates[node] * (1 - now[node] / whole[node]) for node in back]
+        known = self._steps.get(frozenset(whole.items()))
+        with_s = known or step_with(batch, step_s, [rate for rate in rates if rate > 0])
         left = max(0, last - int(steps[-1]["step"]) - 1)
         # The first start may have loaded data; and with more hosts it takes longer.
         start_s = max(self._starts[1:] or self._starts)

@@ -81,6 +81,25 @@ def test_those_who_are_left_go_on_by_themselves(
     assert sum(run.run["plan"]["counts"]) == after["n_global"] == 96
 
 
+@pytest.mark.parametrize("every", [2, 50], ids=["meets again soon", "meets at an epoch's end"])
+def test_those_who_are_left_go_on_with_steps_of_their_own(
+    module_jobs: Jobs, unbroken: Trained, every: int
+) -> None:
+    name = f"local {every}"
+    place = ("--logs", module_jobs.logs, "--run", name)
+    fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", 2)
+    done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS, "--wire", f"local:{every}")
+    assert done.code == -9 and "on with 2 of 3 ranks" in done.output, done.output
+    run = Trained(module_jobs.logs / name, done)
+    assert run.run["status"] == "finished" and len(run.run["ranks"]) == 2
+    assert [step["step"] for step in run.steps()] == list(range(30))
+    assert not [event for event in run.events if event["event"] == "drift"]
+    (said,) = [event for event in run.events if event["event"] == "resume"]
+    assert "the mean of those who are left" in said["text"]
+    whole = unbroken.run["result"]["top1"]  # it learns nearly as well with steps of all ranks
+    assert run.run["result"]["top1"] == pytest.approx(whole, abs=0.15)
+
+
 def test_what_is_wrong_in_itself_is_not_saved(module_jobs: Jobs) -> None:
     place = ("--logs", module_jobs.logs, "--run", "wild")
     done = module_jobs.fork(2, DDP, *place, "--lr", 1e9, "--epochs", 3, "--warmup-epochs", 0)

@@ -113,11 +113,14 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
     """Continue from what each rank has kept of a group that has broken; all ranks call it.
 
     Those who were a step ahead have it right: a step that one has finished is finished. Where all
-    have finished the same, theirs are equal to the bit, and nothing is sent.
+    have finished the same, theirs are equal to the bit, and nothing is sent. Ranks that diverge are
+    steps apart, and what each has learned counts: they go on from the mean, at rank 0's step.
 
     Returns:
         As :func:`resume`.
     """
+    if engine.diverges:
+        return _unite(engine, kept)
     steps = [int(step) for (step,) in all_gather_floats([float(kept.state.step)])]
     newest, state = steps.index(max(steps)), kept.found
     position, plain, scale = all_gather_object((kept.state, state.plain, kept.scale))[newest]
@@ -127,6 +130,20 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
     engine.load_state(state)
     engine.scale.load_state_dict(scale)
     return position, engine.load_own_state({})
+
+
+def _unite(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
+    positions = all_gather_object(kept.state)
+    engine.load_state(kept.found)
+    engine.scale.load_state_dict(kept.scale)
+    engine.unite()
+    steps = [position.step for position in positions]
+    where = f"{min(steps)} to {max(steps)}" if min(steps) < max(steps) else f"{steps[0]}"
+    note = (
+        f"continuing from the mean of those who are left, at their steps {where}; what the lost "
+        "rank had learned and not yet sent is lost"
+    )
+    return positions[0], [note, *engine.load_own_state({})]
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import Sharding, try_optimizer
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.step_timer import Clock
-from motley.errors import MotleyError, NoMemoryError
+from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
@@ -50,7 +50,7 @@ class EngineBase:
 
     traits: EngineTraits
     replicated = True
-    rescuable = False
+    rescuable = diverges = False
     _sharding: Sharding | None = None
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
@@ -154,6 +154,9 @@ class EngineBase:
             self._model.statistics.unite(self.on_change)
             self.on_same()
 
+    def unite(self) -> None:
+        """See :class:`Engine`."""
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """See :class:`Engine`."""
@@ -165,8 +168,14 @@ class EngineBase:
 
     def _exchange(self) -> None:
         assert self.average is not None
+        with self._changing():
+            self.average.exchange()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What belongs to the state changes, but not by a step."""
         self.on_change()
-        self.average.exchange()
+        yield
         self.on_same()
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -226,14 +235,6 @@ class EngineBase:
     def _backward(self, loss: Tensor) -> None:
         self.clock.on_phase(Phase.BACKWARD)
         loss.backward()  # type: ignore[no-untyped-call]
-
-    def _no_second_try(self, error: Exception, instead: str) -> NoReturn:
-        """Memory has ended in a pass that communicates: nobody can do the step again."""
-        found = shortage(error, self._context.device)
-        raise NoMemoryError(
-            f"{found}; in a pass in which {self.traits.words}, so the step cannot be done again; "
-            f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
-        ) from error
 
     def _told_weight(self, weights: Iterable[float]) -> float | None:
         """:attr:`StepResult.weight`, of what each rank told."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
-from motley.engines.memory import out_of_memory
+from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import on_cpu, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding
@@ -73,7 +73,7 @@ class FsdpEngine(SynchronousEngine):
                 self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
-                self._no_second_try(error, "--strategy ddp")
+                no_second_try(error, self.device, self.traits.words, "--strategy ddp")
             raise
         self.clock.lap("compute", ready=last)
         return losses.detach()

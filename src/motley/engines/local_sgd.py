@@ -39,6 +39,7 @@ class LocalEngine(EngineBase):
 
     traits = EngineTraits(additions=(Addition.LOCAL_STEPS,), spares_slow_rank=False)
     loss_weight = 1
+    rescuable = diverges = True
     equal_micro_steps = False
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
@@ -86,6 +87,11 @@ class LocalEngine(EngineBase):
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
         scale, weight = self.scale.value, self._weight
         norm, overflow = None, False
+        averages = self._steps + 1 == self._sync_every
+        if averages:  # while all is as after the step before, should a lost rank be waited for
+            self._land()
+            self.clock.lap("sync")
+        self.on_change()
         if weight and not self._short:
             factor = scale * weight / self._usual_weight
             found = gradient_norm(self._parameters)
@@ -108,9 +114,9 @@ class LocalEngine(EngineBase):
                 )
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1
-        self.clock.lap("opt")
-        if self._steps == self._sync_every:
+        if averages:
             self._average(ready_s)
+        self.clock.lap("opt")
         if self._heard is None:
             return StepResult(None, norm, overflow, scale, ())
         (losses, used, ready, short), self._heard = self._heard.unbind(dim=1), None
@@ -124,9 +130,8 @@ class LocalEngine(EngineBase):
     # -- averaging rounds
 
     def _average(self, ready_s: float = 0.0) -> None:
-        """Take what the last averaging round sent, and send this rank's progress on its way."""
-        self._land()
-        self.clock.lap("sync")
+        """Take what the last averaging round sent, which has landed, and send this rank's progress
+        on its way."""
         own = self._agreed.new_zeros(self._context.size, _TOLD)
         own[self._context.rank] = torch.stack([
             self._loss_sum, *own.new_tensor([self._used, ready_s, bool(self._short)])
@@ -138,7 +143,6 @@ class LocalEngine(EngineBase):
         self._take(self._start)
         self._steps, self._used = 0, 0.0
         self._loss_sum.zero_()
-        self.clock.lap("opt")
 
     def _land(self) -> None:
         """Wait for what is on its way."""
@@ -166,9 +170,26 @@ class LocalEngine(EngineBase):
         super().sync_parameters()
         if self._steps == 0 and self._sum is None:
             return
-        self._average()
         self._land()
-        self._begin()
+        with self._changing():
+            self._average()
+        self._land()
+        self._begin_alike()
+
+    def unite(self) -> None:
+        """See Engine: the mean of what all ranks hold, by their shares of the batch."""
+        self._agreed = self._vector() * self._share
+        dist.all_reduce(self._agreed)
+        self._begin_alike()
+
+    @property
+    def _share(self) -> float:
+        return self._plan.counts[self._context.rank] / self._plan.global_batch
+
+    def _begin_alike(self) -> None:
+        """All ranks hold the same, and what they keep besides is averaged."""
+        with self._changing():
+            self._begin()
         self._average_memory()
         scale = self.scale
         values, steps = zip(*all_gather_floats([scale.value, scale.good_steps]), strict=True)
@@ -176,7 +197,8 @@ class LocalEngine(EngineBase):
 
     def _average_memory(self) -> None:
         if not self.memory.slots():  # this rank had no samples yet
-            self._step_of_size_0()
+            with self._changing():
+                self._step_of_size_0()
         memory = self.memory.slots()
         groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
         kept = [(memory[n], slot) for n in sorted(memory) for slot in sorted(memory[n])]
@@ -191,9 +213,10 @@ class LocalEngine(EngineBase):
                 continue
             flat = torch.cat([t.flatten().float() for t in some]).to(self._context.device)
             if many:
-                flat *= self._plan.counts[self._context.rank] / self._plan.global_batch
+                flat *= self._share
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
-            _copy_into(some, flat)
+            with self._changing():
+                _copy_into(some, flat)
         numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps
         if numbers:
             table = all_gather_floats([float(each[key]) for each, key in numbers])

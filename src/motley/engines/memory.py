@@ -3,13 +3,14 @@
 import gc
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from motley.cluster.gpus import MIB, read_gpu_processes
+from motley.errors import NoMemoryError
 from motley.faults import says_no_memory
 
 Found = TypeVar("Found")
@@ -64,3 +65,15 @@ def shortage(error: BaseException, device: torch.device) -> str:
         if process.pid != os.getpid()
     ]
     return f"{said}; others there: {', '.join(others) or 'none that the driver names'}"
+
+
+def no_second_try(error: BaseException, device: torch.device, words: str, instead: str) -> NoReturn:
+    """Memory has ended in a pass that communicates: nobody can do the step again.
+
+    Args:
+        words: what the engine does in such a pass, as its traits say. instead: to take.
+    """
+    raise NoMemoryError(
+        f"{shortage(error, device)}; in a pass in which {words}, so the step cannot be done again; "
+        f"lower --micro-batch, add --grad-checkpointing, or take {instead}"
+    ) from error

@@ -70,6 +70,7 @@ class Engine(Protocol):
             model is one of all ranks.
         rescuable: each rank holds the whole state between two steps, and :meth:`whole_state` reads
             it without the others.
+        diverges: ranks hold different parameters between two steps, until they are synchronised.
         on_change: called when what belongs to the state begins to change.
         on_same: called when it is as after the same step again; after :meth:`step` it is not.
         clock: where this rank's time went in the current step.
@@ -81,6 +82,7 @@ class Engine(Protocol):
     equal_micro_steps: bool
     replicated: bool
     rescuable: bool
+    diverges: bool
     on_change: Callable[[], None]
     on_same: Callable[[], None]
     clock: Clock
@@ -104,6 +106,10 @@ class Engine(Protocol):
     def sync_parameters(self) -> None:
         """Make the parameters the same on all ranks, where they are not after every step; all
         ranks call it, before an evaluation and before :meth:`state`."""
+
+    def unite(self) -> None:
+        """Where ranks diverge: have all of them go on from the mean of what they hold; all call
+        it, when each has loaded what it had."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Have the model be :attr:`average` meanwhile; all ranks call it."""

@@ -21,7 +21,7 @@ from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
-from motley.engines.memory import out_of_memory
+from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import fill_tied, model_state, on_cpu, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
@@ -143,7 +143,7 @@ class ZeroEngine(EngineBase):
             losses: Tensor = self._engine(data)
         except (RuntimeError, MemoryError) as error:
             if not self.replicated and out_of_memory(error):
-                self._no_second_try(error, "--stage 1")
+                no_second_try(error, self.device, self.traits.words, "--stage 1")
             raise
         return losses
 
@@ -157,7 +157,7 @@ class ZeroEngine(EngineBase):
             self._engine.backward(loss, scale_wrt_gas=False)
         except (RuntimeError, MemoryError) as error:
             if self._stage >= 2 and out_of_memory(error):
-                self._no_second_try(error, "--stage 1")
+                no_second_try(error, self.device, self.traits.words, "--stage 1")
             raise
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:

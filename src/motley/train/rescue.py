@@ -3,10 +3,12 @@ all of it.
 
 The training's thread is blocked then, in a collective that never ends, so the watching thread reads
 the state. It is whole if the training's thread has changed nothing meanwhile, which counts what it
-changes: odd while it does.
+changes: odd while it does. Where it is not blocked, as in steps of a rank alone, it waits before
+the next one.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -43,6 +45,7 @@ class Rescue:
     def __init__(self, job: Job, state: TrainState) -> None:
         self._state, self._plan, self._version = state, job.plan, 0
         self._engine: Engine | None = job.engine
+        self._taking = threading.Lock()
         self._checkpoints, self._config = job.checkpoints, job.saved_config
         self.possible = job.engine.rescuable and job.length.save_every != 0
         self.kept: Kept | None = None
@@ -55,6 +58,8 @@ class Rescue:
         """They are as after ``state``'s last step; a full batch is split by ``plan``."""
         self._state, self._plan = state, plan
         self.same()
+        with self._taking:
+            pass
 
     def same(self) -> None:
         """They are as they were before :meth:`changing`, as far as they belong to a step."""
@@ -87,17 +92,18 @@ class Rescue:
         """A copy of the last finished step; MotleyError if there is none in time."""
         deadline, engine = time.monotonic() + _WAIT_S, self._engine
         assert engine is not None
-        while time.monotonic() < deadline:
-            version, state, plan = self._version, self._state, self._plan
-            if version % 2 == 0:
-                with _beside(engine.device):
-                    # Not pinned: the GPU may have a collective to do that never ends.
-                    found = engine.whole_state(partial(snapshot, pinned=False))
-                kept = Kept(state, plan, found, engine.scale.state_dict())
+        with self._taking:
+            while time.monotonic() < deadline:
+                version, state, plan = self._version, self._state, self._plan
+                if version % 2 == 0:
+                    with _beside(engine.device):
+                        # Not pinned: the GPU may have a collective to do that never ends.
+                        found = engine.whole_state(partial(snapshot, pinned=False))
+                    kept = Kept(state, plan, found, engine.scale.state_dict())
+                    time.sleep(_LOOK_S)
+                    if version == self._version:
+                        return kept
                 time.sleep(_LOOK_S)
-                if version == self._version:
-                    return kept
-            time.sleep(_LOOK_S)
         raise MotleyError("it was not finished in time")
 
     def _is_saved(self, step: int) -> bool:

@@ -16,9 +16,16 @@ import time
 import torch
 
 from motley.data.batch import Batch
+from motley.engines.base import EngineBase
 from motley.engines.ddp import DdpEngine
+from motley.engines.local_sgd import LocalEngine
+from motley.engines.protocol import EngineContext
+from motley.engines.strategy import Engines
 from motley.launch.survivors import SURVIVE
 from motley.launch.world import run
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import Addition
+from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.loop import train
 
@@ -33,23 +40,37 @@ FAILURES = {
 }
 
 
-class Failing(DdpEngine):
+class Failing(EngineBase):
     """Fails in a step, and again if that is taken again; not with fewer ranks than at first."""
 
     failure: str
     step_of_it: int
     rank: int | None
     ranks: int | None = None
-    _steps = 0
+    _taken = 0
 
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
         ranks = self._context.size
         Failing.ranks = Failing.ranks or ranks
         here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
-        if here and ranks == Failing.ranks and self._steps >= self.step_of_it:
+        if here and ranks == Failing.ranks and self._taken >= self.step_of_it:
             FAILURES[self.failure]()
-        self._steps += last
+        self._taken += last
         return super()._accumulate(batch, last)
+
+
+class FailingDdp(Failing, DdpEngine):
+    """Sends what each step finds."""
+
+
+class FailingLocal(Failing, LocalEngine):
+    """Takes steps alone."""
+
+
+def failing_engine(model: TaskModel, context: EngineContext) -> Failing:
+    """As ``--wire`` says."""
+    alone = context.plan.wire.addition is Addition.LOCAL_STEPS
+    return (FailingLocal if alone else FailingDdp)(model, context)
 
 
 def main() -> None:
@@ -63,7 +84,7 @@ def main() -> None:
         os.environ |= SURVIVE
     Failing.failure, Failing.step_of_it, Failing.rank = given.fail, given.step, given.on
     config = read_config(training_parser(""), rest)
-    run(lambda world: train(world, config, Failing))
+    run(lambda world: train(world, config, Engines(EngineTraits(), failing_engine)))
 
 
 if __name__ == "__main__":
