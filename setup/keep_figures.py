@@ -84,6 +84,10 @@ class Figures:
             if event["event"] == "lost" and event["time"] > self._launched
         }  # fmt: skip
 
+    def training(self) -> set[str]:
+        """Hosts, by their own names, of which a rank trains."""
+        return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
+
     def speed_without(self, nodes: Collection[str]) -> float | None:
         """What the other hosts did of each step, by the last plan; None where it is not known."""
         content: dict[str, Any] = self._folder.read_run()

@@ -68,16 +68,20 @@ class Returns:
         back = self._missing - asked.missing
         if not back:
             return
-        nodes = [asked.nodes.get(name, name) for name in back]
-        gain = self._figures.take_back({node: asked.speeds.get(node, []) for node in nodes})
-        names = f"{words_of(sorted(back))} {'is' if len(back) == 1 else 'are'}"
+        nodes = {name: asked.nodes.get(name, name) for name in sorted(back)}
+        gain = self._figures.take_back(
+            {node: asked.speeds.get(node, []) for node in nodes.values()}
+        )
+        trains = self._figures.training()  # but for lost ranks
+        words = [f"the rest of {name}" if nodes[name] in trains else name for name in nodes]
+        names = f"{words_of(words)} {'is' if len(back) == 1 else 'are'}"
         if gain is None:
             self._due = time.monotonic() + _NOT_YET_S
         elif not gain.worth_it:
             if back != self._told:
                 say(f"{names} there again, and not taken back: {gain.sentence()}")
             self._told = back
-        elif self._pause([host.name for host in asked.alive if host.name not in back]):
+        elif self._pause([h.name for h in asked.alive if asked.nodes.get(h.name) in trains]):
             say(f"{names} taken back after this step: {gain.sentence()}")
 
     def _pause(self, hosts: Collection[str]) -> bool:

@@ -31,7 +31,11 @@
 #
 # It gives up, and says why, where going on makes no sense: a wrong option, a loss
 # that is not finite, or faults again and again without a step in between. Ctrl-C
-# ends it at once. Under Slurm's srun the same line is run again.
+# ends it at once.
+#
+# Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
+# Slurm; it needs salloc or sbatch with --no-kill, for a job without it ends with its first node:
+#   salloc --no-kill -N 3 bash setup/keep_training.sh srun --mpi=pmix -n 3 ./entry_cn.sh
 #
 # Options, before the line:
 #   --restarts N   faults in a row without progress before it gives up; default 3

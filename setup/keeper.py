@@ -16,14 +16,19 @@ from keep_figures import Figures, progress
 from keep_hosts import Asked, ask, say
 from keep_returns import Returns, until_asked_s
 from launch_line import LaunchLine
+from srun_line import NODE_COUNTS
 
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
 from motley.launch.survivors import SURVIVE
+from motley.records.folder_lock import is_free
 from motley.records.run_folder import RunFolder
 
 _LOOK_S = 0.5
+# That srun has to end after a fault, once rank 0 has ended or not: it waits for a lost node, for
+# minutes by Slurm's own settings.
+_SRUN_S, _SRUN_MOST_S = 3.0, 60.0
 _NO_MACHINE = {  # of faults that would come again with any machines
     FaultKind.NOT_FINITE: "the loss or gradient is not finite, which no machine is to blame for",
     FaultKind.REFUSED: "what it says is for you to change",
@@ -199,6 +204,11 @@ class Keeper:
 
     # -- while a job runs
 
+    def _has_ended(self, failed: float) -> bool:
+        """Whether a job that has failed at a time has ended, but for its launcher."""
+        limit = _SRUN_S if is_free(self._line.folder) else _SRUN_MOST_S
+        return time.monotonic() > failed + limit
+
     def _start(
         self, line: LaunchLine, asked: Asked, started: str | None
     ) -> tuple[int, Future[Asked] | None]:
@@ -211,10 +221,13 @@ class Keeper:
             Its status, and what the hosts answer after a fault: the dead take their time not to,
             and so does mpirun, which waits for them.
         """
-        early: Future[Asked] | None = None
+        early, failed = None, 0.0
         self._figures.launched()
+        environ = {**os.environ, **SURVIVE}
+        if line != self._line:  # than was granted
+            environ = {name: value for name, value in environ.items() if name not in NODE_COUNTS}
         job = subprocess.Popen(
-            line.words, env={**os.environ, **SURVIVE},
+            line.words, env=environ,
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         self._stop.job = job
@@ -229,7 +242,9 @@ class Keeper:
                     self._figures.look()
                     returns.look()
                     if early is None and self._has_failed(started):
-                        early = self._asking.submit(self._ask)
+                        early, failed = self._asking.submit(self._ask), time.monotonic()
+                    if early and line.under_slurm and self._has_ended(failed):
+                        job.kill()
         finally:
             self._stop.job = None
             self._figures.read()

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from srun_line import hosts_of_step, on_hosts
+
 from motley.cluster.hostfile import Host, read_hosts
 from motley.errors import MotleyError
 
 _MPI = ("mpirun", "mpiexec", "prterun", "orterun")
-_LAUNCHERS = (*_MPI, "srun")
+_SLURM = "srun"
+_LAUNCHERS = (*_MPI, _SLURM)
 _RANKS = ("-np", "--np", "-n", "--n")
 _HOSTFILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile")
 _ENTRY = "entry_cn.sh"
@@ -21,7 +24,7 @@ class LaunchLine:
     """The line.
 
     Attributes:
-        words: it. hosts: of its hostfile; empty: it names none.
+        words: it. hosts: of its hostfile, or of Slurm's allocation; empty: it names none.
     """
 
     words: tuple[str, ...]
@@ -42,6 +45,8 @@ class LaunchLine:
                 f"the line has no ./{_ENTRY}, which starts each rank; as in: {_EXAMPLE}"
             )
         found = cls(tuple(line), ())
+        if found.under_slurm:
+            return replace(found, hosts=hosts_of_step(line[: found._entry]))
         hostfile = found._launcher_value(_HOSTFILES)
         return replace(found, hosts=read_hosts(hostfile)) if hostfile else found
 
@@ -49,6 +54,11 @@ class LaunchLine:
     def _entry(self) -> int:
         """Where the ranks' own words begin."""
         return next(n for n, word in enumerate(self.words) if Path(word).name == _ENTRY) + 1
+
+    @property
+    def under_slurm(self) -> bool:
+        """Slurm starts the ranks."""
+        return Path(self.words[0]).name == _SLURM
 
     @property
     def folder(self) -> Path:
@@ -82,20 +92,26 @@ class LaunchLine:
         asked = self._launcher_value(_RANKS)
         places = seats[: int(asked)] if asked and asked.isdigit() else seats
         stay = [name in names for name in places]
-        line = list(self.words)
-        for flags, value in ((_HOSTFILES, str(hostfile)), (_RANKS, str(sum(stay)))):
-            for at, word in enumerate(line[: self._entry]):
-                if word in flags:
-                    line[at + 1] = value
-        if hostfile.parent.is_dir():
-            hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in alive))
-        found = replace(self, words=tuple(line))
+        found = self._on(alive, sum(stay), hostfile)
         for flag in _BY_RANK:
             each = (found._value(flag) or "").split(",")
             if len(each) == len(stay) > 1:
                 left = [value for value, stays in zip(each, stay, strict=True) if stays]
                 found = found._with_option(flag, ",".join(left))
         return found
+
+    def _on(self, hosts: Sequence[Host], ranks: int, hostfile: Path) -> "LaunchLine":
+        own = list(self.words[: self._entry])
+        if self.under_slurm:
+            own = [*on_hosts(own[:-1], hosts), own[-1]]
+            return replace(self, words=(*own, *self.words[self._entry :]))
+        for flags, value in ((_HOSTFILES, str(hostfile)), (_RANKS, str(ranks))):
+            for at, word in enumerate(own):
+                if word in flags:
+                    own[at + 1] = value
+        if hostfile.parent.is_dir():
+            hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in hosts))
+        return replace(self, words=(*own, *self.words[self._entry :]))
 
     def _launcher_value(self, flags: Sequence[str]) -> str | None:
         own = self.words[: self._entry]

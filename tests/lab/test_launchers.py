@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import needs, wait_until
 from project import DDP, ROOT, environment, venv
+from slurm import PROGRAMS, write_conf
 
 pytestmark = pytest.mark.mpi
 
@@ -62,38 +63,10 @@ def test_debians_open_mpi_4(who: Path) -> None:
     assert said(done.stdout) == expected(3)
 
 
-SLURM = """
-ClusterName=motley
-SlurmctldHost={host}
-SlurmctldPort={port}
-SlurmdPort={slurmd_port}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CryptoType=crypto/munge
-SlurmUser=root
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=pmix
-ReturnToService=2
-SchedulerType=sched/builtin
-SelectType=select/linear
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-NodeName={host} CPUs=2 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES OverSubscribe=FORCE:8 State=UP
-"""
-
-
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A real Slurm of one node on free ports; gives the variables that its commands need."""
-    for program in ("slurmctld", "slurmd", "munged", "srun"):
+    for program in PROGRAMS:
         needs(program, "Slurm")
     if os.getuid() != 0:
         pytest.skip("slurmd needs root")
@@ -103,9 +76,14 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     ports = [free_port() for _ in range(2)]
     host = socket.gethostname().partition(".")[0]
     configuration = folder / "slurm.conf"
-    configuration.write_text(
-        SLURM.format(host=host, folder=folder, port=ports[0], slurmd_port=ports[1])
-    )
+    write_conf(
+        configuration, SlurmctldHost=host, SlurmctldPort=ports[0], SlurmdPort=ports[1],
+        SlurmUser="root", AuthInfo=f"socket={folder}/munge.socket",
+        StateSaveLocation=f"{folder}/state", SlurmdSpoolDir=f"{folder}/spool",
+        SlurmctldPidFile=f"{folder}/slurmctld.pid", SlurmdPidFile=f"{folder}/slurmd.pid",
+        SlurmctldLogFile=f"{folder}/slurmctld.log", SlurmdLogFile=f"{folder}/slurmd.log",
+        NodeName=f"{host} CPUs=2 State=UNKNOWN",
+    )  # fmt: skip
     (folder / "munge.key").write_bytes(secrets.token_bytes(64))
     (folder / "munge.key").chmod(0o600)
     for name in ("state", "spool"):

@@ -18,7 +18,9 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # In a folder with a star each file adds one thing, and needs no place of its own.
 ROOMS = {
     "root": "__init__ __main__ errors extras faults registry text",
-    "cluster": "hostfile facts gpus network ssh login shell fan_out orphans processes presence",
+    "cluster": (
+        "hostfile facts gpus network slurm login shell ssh fan_out orphans processes presence"
+    ),
     "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import IO, Any
@@ -39,12 +39,14 @@ class Finished:
     Attributes:
         output, errors: what it printed to stdout and stderr.
         chatter: what the login shell had printed before it; normally nothing.
+        begun: it was begun at all.
     """
 
     code: int
     output: str
     errors: str
     chatter: str
+    begun: bool = True
 
 
 class Talk:
@@ -97,15 +99,21 @@ class Talk:
 
     def finish(self, code: int) -> Finished:
         """All that was said."""
-        before, _, after = bytes(self._data).partition(self._mark)
-        said = (each.decode(errors="replace") for each in (after, self.errors, before))
-        return Finished(code, *said)
+        before, mark, after = bytes(self._data).partition(self._mark)
+        output, errors, chatter = (
+            each.decode(errors="replace") for each in (after, self.errors, before)
+        )
+        return Finished(code, output, errors, chatter, begun=bool(mark))
 
 
-def run_here(talk: Talk, limit: float) -> int:
-    """Run it on this machine; its exit status. Raises TooLong after ``limit`` seconds."""
+def run_here(talk: Talk, limit: float, through: Sequence[str] = ()) -> int:
+    """Run it on this machine; its exit status. Raises TooLong after ``limit`` seconds.
+
+    Args:
+        through: the words of a program that runs it elsewhere.
+    """
     job = subprocess.Popen(
-        ["sh", "-c", _LOADER], start_new_session=True,
+        [*through, "sh", "-c", _LOADER], start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert job.stdin and job.stdout and job.stderr

@@ -2,14 +2,15 @@
 
 Asks as OpenSSH (and so ``mpirun``) would: ``~/.ssh/config``, ``~/.ssh/known_hosts``, the
 agent and the user's keys. A host whose key is unknown or changed is never talked to. This
-machine itself, however hosts.txt names it, needs no ssh.
+machine itself, however hosts.txt names it, needs no ssh; nor does a node of Slurm's allocation
+that we are in, where Slurm runs what is asked.
 """
 
 import base64
 import contextlib
 import getpass
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,7 @@ from motley.cluster.login import (
     refused,
 )
 from motley.cluster.shell import Finished, Talk, TooLong, run_here, run_over
+from motley.cluster.slurm import allocated_nodes, on_node
 from motley.errors import HostTrouble, MotleyError
 
 # It prints each authentication failure, which are reported here as what they mean.
@@ -59,17 +61,19 @@ def login_of(host: str) -> Login:
 
 
 class Remote:
-    """A host that let us in, by ssh or because we are on it. A context manager.
+    """A host that let us in, by ssh, through Slurm or because we are on it. A context manager.
 
     Attributes:
         here: it is this machine.
-        key: its host key, as it proved it; None for this machine.
+        key: its host key, as it proved it; None without ssh.
     """
 
-    def __init__(self, host: str, client: paramiko.SSHClient | None) -> None:
+    def __init__(
+        self, host: str, client: paramiko.SSHClient | None, through: Sequence[str] = ()
+    ) -> None:
         self.host = host
-        self.here = client is None
-        self._client = client
+        self.here = client is None and not through
+        self._client, self._through = client, through
         transport = client.get_transport() if client else None
         self.key = _as_key(transport.get_remote_server_key()) if transport else None
 
@@ -107,7 +111,10 @@ class Remote:
         """
         talk = Talk(script, words, payload, tell)
         try:
-            code = self._run_there(talk, limit) if self._client else run_here(talk, limit)
+            if self._client:
+                code = self._run_there(talk, limit)
+            else:
+                code = run_here(talk, limit, self._through)
         except TooLong:
             self.close()
             raise HostTrouble(
@@ -115,7 +122,14 @@ class Remote:
                 f"{self.host} did not finish within {limit:.0f} s",
                 "see what keeps it busy, then run the same command again",
             ) from None
-        return talk.finish(code)
+        done = talk.finish(code)
+        if self._through and not done.begun:
+            said = (done.errors.strip().splitlines() or ["no message"])[-1]
+            raise HostTrouble(
+                "not started", f"Slurm starts nothing on {self.host}: {said}",
+                f"see: scontrol show node {self.host}",
+            )  # fmt: skip
+        return done
 
     def _run_there(self, talk: Talk, limit: float) -> int:
         assert self._client is not None
@@ -150,6 +164,8 @@ def connect(
     """
     if is_here(host):
         return Remote(host, None)
+    if host in allocated_nodes():
+        return Remote(host, None, on_node(host))
     login = login_of(host)
     client = _client(login, known)
     ways: dict[str, Any] = {"allow_agent": False, "look_for_keys": False}
