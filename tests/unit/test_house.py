@@ -38,7 +38,7 @@ ROOMS = {
         "batch source images shards dataset datasets/* mixing transforms order loader_memory loader"
     ),
     "tasks": (
-        "ghost_batch_norm blocks task classifiers corpus gpt hf_model hf_tokens lora "
+        "ghost_batch_norm compiled blocks task classifiers corpus gpt hf_model hf_tokens lora "
         "hf_text states netcdf aurora_net builtin/* find model check scores"
     ),
     "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
@@ -49,7 +49,7 @@ ROOMS = {
     ),
     "checkpoint": "store read transfer find_run run initial verify",
     "measure": "device all_reduce links",
-    "planner": "process_group open_model speed_cache profile measured_plan planner",
+    "planner": "process_group open_model speed_cache profile compile_trial measured_plan planner",
     "train": (
         "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
         "rescue survivor evaluate save_timer command_line loop script"

@@ -38,7 +38,11 @@ class ModelOptions:
     """model"""
 
     task: str = option("", NOTHING, "image", metavar="NAME|FILE.py")  # its identity() decides
-    compile: bool = option("torch.compile the model", SPEED, False)
+    compile: str = option(
+        "torch.compile the model, block by block: auto (default) where a GPU is then faster by more "
+        "than compiling takes of the run; on, without a value, or off",
+        SPEED, "auto", choices=("auto", "on", "off"), bare="on",
+    )  # fmt: skip
     grad_checkpointing: tuple[str, ...] | None = option(
         "compute activations again in the backward pass in place of keeping them: less memory, up "
         "to a third more time. Of all blocks, or of modules of these names, as in "

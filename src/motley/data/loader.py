@@ -107,12 +107,12 @@ class _Keyed(Dataset[_Sample]):
                 )
 
 
-def first_batch(samples: Samples, count: int) -> Batch:
-    """The first training samples, or as many as there are; for a pass that only is to be made."""
+def first_batch(samples: Samples, count: int) -> tuple[Batch, int]:
+    """The first training samples, for a pass that only is to be made; and how many there are."""
     keyed = _Keyed(samples, training=True)
     check_length(samples, len(keyed), held_out=False)
     keys = [Key(index, index) for index in range(min(count, len(keyed)))]
-    return keyed.batch(keyed.__getitems__(keys))
+    return keyed.batch(keyed.__getitems__(keys)), len(keyed)
 
 
 def check_length(samples: Samples, length: int, held_out: bool) -> None:

@@ -73,8 +73,6 @@ class EngineBase:
         self.optimizer_traits = try_optimizer(context.config, context.device, self._sharding)
         self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
         self.memory = OptimizerMemory(model.net, self.optimizer)
-        if context.config.compile:
-            model.compile_task()
 
     @cached_property
     def average(self) -> ParameterAverage | None:

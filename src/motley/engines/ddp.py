@@ -47,9 +47,14 @@ class DdpEngine(SynchronousEngine):
     def _wrap(self) -> None:
         buckets = self._context.plan.buckets
         each = None if buckets is None else self._mib / buckets
-        # A compiled model is cut where DDP's buckets end, so that they are sent meanwhile: not if
-        # nobody is there to hear, nor where they are smaller than what torch takes for the first.
-        cuts = self._context.size > 1 and (each is None or each * 2**20 >= _FIRST_BUCKET)
+        # A model that is compiled as a whole is cut where DDP's buckets end, so that they are sent
+        # meanwhile: not if nobody is there to hear, nor where they are smaller than what torch
+        # takes for the first.
+        cuts = (
+            self._model.task.compiles_whole
+            and self._context.size > 1
+            and (each is None or each * 2**20 >= _FIRST_BUCKET)
+        )
         torch._dynamo.config.optimize_ddp = cuts
         self._ddp = DistributedDataParallel(
             self._model,
@@ -86,9 +91,11 @@ class DdpEngine(SynchronousEngine):
             # The first gradients are not views of the buckets yet, and DDP says so.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             reducer, self._reducer = self._reducer, Reducer()  # what is sent here is no gradient
-            for _ in range(2):
-                self._buckets.clear()
-                self._ddp(self._model.blank()).sum().backward()
+            # What is compiled for one sample would be compiled for it alone.
+            with torch.compiler.set_stance("force_eager"):
+                for _ in range(2):
+                    self._buckets.clear()
+                    self._ddp(self._model.blank()).sum().backward()
         self._reducer, self._sent = reducer, 0
         self._zero_gradients()
 

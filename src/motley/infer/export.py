@@ -71,7 +71,7 @@ def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:
         return net(*given)
 
     with torch.no_grad():
-        task.scores(recorder, first_batch(task, _EXAMPLES).data)
+        task.scores(recorder, first_batch(task, _EXAMPLES)[0].data)
     return kept[0]
 
 

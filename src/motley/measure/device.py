@@ -241,6 +241,12 @@ def _fits(
     return peak + (size - last) * (peak - less) / (last - before) < _MEMORY_MARGIN * room
 
 
+def can_compile(model: TaskModel) -> bool:
+    """Whether torch can compile it here at all: Triton needs compute capability 7.0."""
+    device = next(model.parameters()).device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
     """Whether a micro-batch of ``size`` should fit into memory, and is worth timing.
 

@@ -30,6 +30,7 @@ class SpeedTable:
         memory_mib: peak memory at each size; None where unknown.
         preferred: one of the sizes, to be m though others may be faster; 0: none.
         grain: samples that stay together; all sizes are multiples of it.
+        compiled: it is of a model that is compiled.
     """
 
     sizes: tuple[int, ...]
@@ -38,6 +39,7 @@ class SpeedTable:
     memory_mib: tuple[float | None, ...] = ()
     preferred: int = 0
     grain: int = 1
+    compiled: bool = False
 
     @cached_property
     def micro_batch(self) -> int:
@@ -94,14 +96,31 @@ class SpeedTable:
         """The same with one more size, that was not in it."""
         place = bisect_right(self.sizes, size)
         memory = self.memory_mib or (None,) * len(self.sizes)
-        return SpeedTable(
-            (*self.sizes[:place], size, *self.sizes[place:]),
-            (*self.seconds[:place], seconds, *self.seconds[place:]),
-            self.step_s,
-            (*memory[:place], memory_mib, *memory[place:]),
-            self.preferred,
-            self.grain,
+        return replace(
+            self,
+            sizes=(*self.sizes[:place], size, *self.sizes[place:]),
+            seconds=(*self.seconds[:place], seconds, *self.seconds[place:]),
+            memory_mib=(*memory[:place], memory_mib, *memory[place:]),
         )
+
+    def compiled_as(self, seconds: Mapping[int, float]) -> "SpeedTable":
+        """The same of a compiled model, of which some sizes were timed, of those in the table or
+        others: between and beyond them it is taken to be faster by as much as the largest is.
+
+        Args:
+            seconds: of a micro-batch, by its size.
+        """
+        most = max(seconds)
+        part = seconds[most] / self.micro_s(most)
+        found = replace(self, compiled=True, seconds=tuple(part * each for each in self.seconds))
+        for size, each in seconds.items():
+            if size in found.sizes:
+                place = found.sizes.index(size)
+                times = (*found.seconds[:place], each, *found.seconds[place + 1 :])
+                found = replace(found, seconds=times)
+            else:
+                found = found.with_size(size, each)
+        return found
 
     def in_one(self, samples: int) -> "SpeedTable":
         """The same that takes so many samples in one micro-batch, or in as few as were timed."""
@@ -116,13 +135,12 @@ class SpeedTable:
         kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
         return (
-            SpeedTable(
-                (*(self.sizes[index] for index in kept), micro_batch),
-                (*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
-                self.step_s,
-                (*(memory[index] for index in kept), None),
-                min(self.preferred, micro_batch),
-                self.grain,
+            replace(
+                self,
+                sizes=(*(self.sizes[index] for index in kept), micro_batch),
+                seconds=(*(self.seconds[index] for index in kept), self.micro_s(micro_batch)),
+                memory_mib=(*(memory[index] for index in kept), None),
+                preferred=min(self.preferred, micro_batch),
             )
             if micro_batch < self.sizes[-1]
             else self
@@ -132,7 +150,7 @@ class SpeedTable:
         """For run.json and for the cache; :meth:`from_json` reads it."""
         return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
                 "memory_mib": self.memory_mib, "preferred": self.preferred,
-                "grain": self.grain}  # fmt: skip
+                "grain": self.grain, "compiled": self.compiled}  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
@@ -152,4 +170,5 @@ class SpeedTable:
         grain = int(content.get("grain", 1))
         if grain < 1 or any(size % grain for size in sizes):
             raise ValueError("sizes are no multiples of the grain")
-        return cls(sizes, seconds, step_s, memory, preferred, grain)
+        compiled = bool(content.get("compiled", False))
+        return cls(sizes, seconds, step_s, memory, preferred, grain, compiled)

@@ -14,6 +14,7 @@ from motley.plan.links import Links
 from motley.plan.plan import Plan, make_plan
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
+from motley.planner.compile_trial import compile_where_faster
 from motley.planner.process_group import ProcessGroup, shrink_group
 from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
 from motley.planner.speed_cache import remember
@@ -40,6 +41,10 @@ class Planned:
     others: Mapping[str, Forecast] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
     links: Links | None = None
+
+    def is_compiled(self, rank: int) -> bool:
+        """Whether a rank's model was faster compiled."""
+        return bool(self.speeds) and self.speeds[rank].compiled
 
     def with_note(self, mode: WireMode) -> "Planned":
         """The same, with what a wire mode costs said first."""
@@ -84,10 +89,18 @@ def measure_and_plan(
         remember(
             everyone, config, traits, own if group.rank is None else measured.speeds[group.rank]
         )
+    notes: tuple[str, ...] = ()
+    if traits.compiles or config.compile == "on":
+        speeds, notes = compile_where_faster(
+            world, group, model, config, measured.speeds, measured.wires[mode]
+        )
+        if speeds != measured.speeds:
+            measured = replace(measured, speeds=speeds)
+            measured = refine(world, group, model, config.batch_size, measured, mode, most)
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
     assert planned.forecast is not None
     engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
-    advice = better_engine(traits, planned.forecast, engines)
+    advice = notes + better_engine(traits, planned.forecast, engines)
     advice += _better(world, everyone, config, everything, options, mode)
     return group, replace(planned, advice=advice)
 

@@ -76,6 +76,12 @@ def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: S
     write_speed(*_place(group, config, traits.optimizer_shards(group.size)), speed)
 
 
+def compile_file(group: ProcessGroup, config: Config) -> Path:
+    """Where it is remembered what compiling the model brings; see motley.planner.compile_trial."""
+    path, _ = _place(group, config, 1)
+    return path.with_name(path.name.replace("speed-", "compile-"))
+
+
 def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict[str, Any]]:
     """Where a rank's speed is remembered, and all that it depends on."""
     assert group.rank is not None

@@ -25,6 +25,8 @@ MODEL, NUMBERS, SPEED, NOTHING = (
 class HfOptions(Task):
     """A text task is one of these, besides what it has of its own."""
 
+    compiles_whole = True  # logits are the largest tensor of all, and are not written so
+
     hf_config: str | None = option(
         "a model of the transformers library (GPT-2, GPT-Neo, Llama, ...) with random weights: its "
         "config.json, or a folder with one (needs: pip install transformers)",

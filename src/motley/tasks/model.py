@@ -14,6 +14,7 @@ from motley.config.options import Config
 from motley.data.batch import Tensors
 from motley.data.loader import first_batch
 from motley.errors import MotleyError
+from motley.tasks.compiled import Compiled
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.task import Task, is_in
 from motley.text import did_you_mean
@@ -157,7 +158,7 @@ class TaskModel(nn.Module):
         precision: this rank's; see motley.plan.precision.
 
     Attributes:
-        example: some samples.
+        example: some samples. samples: how many there are to train on.
         score_names: of what :meth:`forward` gives of held-out samples, in order.
         statistics: of batch norms, if it has any.
     """
@@ -176,11 +177,13 @@ class TaskModel(nn.Module):
                 "taken, as in grain = 32"
             )
         self.statistics = GroupStatistics(net, task.grain) if norms else None
+        self._compiled: Compiled | None = None
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)
         self._dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
-        self.example = first_batch(task, _EXAMPLES).to(device)
+        example, self.samples = first_batch(task, _EXAMPLES)
+        self.example = example.to(device)
         self.score_names = self._score_names()
 
     def _score_names(self) -> tuple[str, ...]:
@@ -204,10 +207,22 @@ class TaskModel(nn.Module):
         return self._losses(data)
 
     def compile_task(self) -> None:
-        """torch.compile all that is computed of a batch: the loss too, for which a language model's
-        logits, the largest tensor of all, would else be read and written again and again."""
-        self._losses = torch.compile(self._losses)  # type: ignore[method-assign]
-        self._scores = torch.compile(self._scores)  # type: ignore[method-assign]
+        """Have torch.compile do what is computed of a batch; see motley.tasks.compiled."""
+        if self._compiled is None:
+            whole = self.task.compiles_whole
+            blocks = () if whole else self.task.blocks(self.net).values()
+            self._compiled = Compiled(self, ("_losses", "_scores"), blocks)
+
+    def compute_plainly(self) -> None:
+        """Take :meth:`compile_task` back."""
+        if self._compiled is not None:
+            self._compiled.undo()
+            self._compiled = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """It is, or will be at the first batch."""
+        return self._compiled is not None
 
     def _losses(self, data: Tensors) -> Tensor:
         return self.task.losses(self.compute, data)

@@ -43,6 +43,8 @@ class Task:
         grain_is: why they do, behind "32 samples", and which option decides it.
         block_classes: names of classes of modules that are sharded and recomputed as one; empty:
             those of the longest lists of equal modules.
+        compiles_whole: torch.compile takes the loss too, and not the blocks alone: what is between
+            them, as a language model's logits, is worth it.
         fp32: modules, by path or by its last word, that never compute in 16 bits.
         keeps: a run is worth checkpoints; not where there is nothing to learn.
         head_options: names of options that decide what the head tells apart.
@@ -57,6 +59,7 @@ class Task:
     grain: int = 1
     grain_is: str = "stay together in this task, as its grain says"
     block_classes: ClassVar[tuple[str, ...]] = ()
+    compiles_whole: ClassVar[bool] = False
     fp32: ClassVar[tuple[str, ...]] = ()
     head_options: ClassVar[tuple[str, ...]] = ()
     recipes: ClassVar[Mapping[str, str]] = {}

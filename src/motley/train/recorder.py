@@ -56,11 +56,13 @@ class Recorder:
         tells_sync: bool,
         done: int,
         total: int,
+        compiles: bool,
     ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
         Args:
-            tells_sync: the engine can tell compute from communication.
+            tells_sync: the engine can tell compute from communication. compiles: a model, anew where
+                that is needed.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
@@ -78,7 +80,7 @@ class Recorder:
         self._started = time.monotonic()
         self._samples = 0
         self._scale: float | None = None  # of the last step
-        self._compiles = config.compile
+        self._compiles = compiles
         self._local = False  # ranks meet after some steps alone
         self._seconds: deque[float] = deque(maxlen=32)
         self.progress = Progress()

@@ -147,6 +147,8 @@ def assemble(
     """
     assert group.rank is not None
     plan = planned.plan
+    if config.compile == "on" or planned.is_compiled(group.rank):
+        model.compile_task()
     most = max(plan.micro_batches[group.rank], default=0)
     loader = Loader(model.task, config, group.rank, group.device, model.example, most)
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))

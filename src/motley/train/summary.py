@@ -78,7 +78,7 @@ def print_summary(
     for worker in group.workers:
         print(
             f"  rank {worker.rank} on {worker.host}: {worker.device}, {worker.precision} "
-            f"({worker.why}), {plan.sentence(worker.group_rank)}"
+            f"({worker.why}), {'compiled, ' if planned.is_compiled(worker.group_rank) else ''}{plan.sentence(worker.group_rank)}"
             + (f", {predicted.compute_s[worker.group_rank]:.3g} s" if predicted else "")
         )
     for line in group.who_is_left_out():

@@ -107,7 +107,7 @@ def test_made_fields_are_usual_and_none_that_is_held_out_is_trained_on() -> None
 
 def test_errors_count_by_area_and_by_their_usual_size() -> None:
     task = tiny()
-    batch = first_batch(task, 2).data
+    batch = first_batch(task, 2)[0].data
 
     def told(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any], Any]:
         """A net that tells what came, changed."""
@@ -176,7 +176,7 @@ def test_aurora_learns_in_16_bits_between_an_encoder_and_a_decoder_of_32() -> No
 
 def test_a_time_is_the_same_wherever_a_host_is(monkeypatch: pytest.MonkeyPatch) -> None:
     task = tiny()
-    batch, places = first_batch(task, 1).data, task._kept(CPU).places
+    batch, places = first_batch(task, 1)[0].data, task._kept(CPU).places
     for zone in ("UTC", "Asia/Tokyo"):
         monkeypatch.setenv("TZ", zone)
         made = as_batch(batch["surface"], batch["air"], [438294], places, {}, (500, 850))
