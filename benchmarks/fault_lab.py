@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from bench_lab import READY, BenchLab
@@ -88,6 +89,16 @@ class LabPlace(Place):
         job = self.on(host, script, root=True)
         assert job.wait(20) == 0, job.output
         return job.output
+
+    def other_file(self, host: str, path: Path, edit: str) -> None:
+        """Let a host alone see another file in place of one that all share.
+
+        Args:
+            edit: a script for sed.
+        """
+        copy = f"/run/other.{path.name}"
+        text = f"sed {quote(edit)} {path} >{copy} && chmod --reference={path} {copy}"
+        self.root(host, f"{text} && mount --bind {copy} {path}", undo=f"umount {path}")
 
     def harm(self, what: str, host: str) -> float:
         """``cut``, ``freeze`` or ``kill``; when it was done, seconds since the epoch."""

@@ -60,6 +60,25 @@ def folder_removed(place: Place, seen: Seen) -> None:
     story.judge_left()
 
 
+@row("the run's folder is a symbolic link, to a folder and to nowhere",
+     "refused in one line, with where it leads; nothing is written there")  # fmt: skip
+def folder_a_link(place: Place, seen: Seen) -> None:
+    place.logs.mkdir()
+    there, nowhere = place.folder / "there", place.folder / "nowhere"
+    there.mkdir()
+    for target, more in ((there, ()), (nowhere, ()), (there, ("--resume", "auto"))):
+        link = place.logs / "x"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        story = Story(place, seen, 2, "--max-steps", 8, *more)
+        code = story.end(60)
+        seen.expect(code not in (0, None), f"exit status {code}")
+        says = f"logs/x is a symbolic link, to {place.tidy(str(target))};"
+        seen.expect(len(seen.said) == 1 and says in seen.line, f"not one line with {says!r}")
+    seen.expect(not any(there.iterdir()) and not nowhere.exists(), "it was followed")
+    story.judge_left()
+
+
 @row("logs cannot be written to", "one line, before it trains")
 def logs_read_only(place: Place, seen: Seen) -> None:
     place.logs = Path("/proc/motley-logs")

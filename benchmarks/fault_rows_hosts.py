@@ -4,11 +4,13 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from fault_lab import LabPlace
 from fault_places import Place
 from fault_row import Seen, row
-from fault_story import Story
+from fault_story import BEGIN_S, Story
+from result import ROOT
 
 from motley.faults import FaultKind
 
@@ -133,6 +135,41 @@ def head_frozen(place: Place, seen: Seen) -> None:
         story.job.wait(60)
     story.judge_left()
     story.launch_again()
+
+
+_AHEAD = r"""s/^exec "\$python"/export LD_PRELOAD=%s FAKETIME=+1h DONT_FAKE_MONOTONIC=1\n&/"""
+_PLOTS = ("plot_gpu.py", "plot_training.py", "report.py")
+
+
+@row("a host's clock is an hour ahead", "nobody notices; no duration in the records is negative",
+     lab=3)  # fmt: skip
+def host_clock_ahead(place: Place, seen: Seen) -> None:
+    assert isinstance(place, LabPlace)
+    shifting = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+    assert shifting, "libfaketime is not there: apt-get install faketime"
+    place.other_file(
+        place.hosts[1], ROOT / "entry_cn.sh", _AHEAD % str(shifting).replace("/", r"\/")
+    )
+    story = Story(place, seen, 3, "--max-steps", 60)
+    code = story.end(BEGIN_S + 60)
+    seen.expect(code == 0, f"exit status {code}")
+    seen.expect(not seen.said, f"a word: {seen.said[:1]}")
+    place.restore()
+    story.judge_records(None, "finished", {})
+    story.judge_losses()
+    steps = story.folder.read_steps()
+    ahead = steps[1][-1]["time"] - steps[0][-1]["time"]
+    seen.expect(3590 < ahead < 3610, f"rank 1's clock is {ahead:.0f} s ahead")
+    spans = [(name, value) for lines in [*steps.values(), story.folder.read_epochs()]
+             for line in lines for name, value in line.items()
+             if value is not None and (name.startswith("t_") or name == "seconds")]  # fmt: skip
+    spans += [pair for pair in story.folder.read_run()["result"].items() if "second" in pair[0]]
+    wrong = [pair for pair in spans if pair[1] < 0 or pair[1] > 600]
+    seen.expect(len(spans) > 900 and not wrong, f"durations: {wrong[:3]} of {len(spans)}")
+    for script in _PLOTS:
+        job = place.command("python", f"plots/{script}", place.logs)
+        seen.expect(job.wait(60) == 0, f"{script}: {job.output[-200:]}")
+    story.judge_left()
 
 
 @row("a host is off before the start, under keep_training.sh", "goes on without it, and says so",

@@ -2,12 +2,14 @@
 
 import socket
 import time
+from importlib.metadata import version
 
 from fault_job import until
 from fault_lab import LabPlace
 from fault_places import Place
 from fault_row import Seen, row
 from fault_story import Story, refused
+from result import ROOT, VENV
 
 _LAST = "our line last, with the host; not 0"
 
@@ -83,12 +85,19 @@ def _while_starting(place: Place, seen: Seen, how: str) -> None:
 @row("a host has another file", "refused, with the host, the file and sync_cn.sh", lab=2)
 def other_files(place: Place, seen: Seen) -> None:
     assert isinstance(place, LabPlace)
-    from result import ROOT
-
     odd, name = place.hosts[1], "src/motley/train/schedule.py"
-    copy = f"cd {ROOT} && cp {name} /run/odd.py && echo '# edited' >>/run/odd.py"
-    place.root(odd, f"{copy} && mount --bind /run/odd.py {name}", undo=f"umount {ROOT}/{name}")
+    place.other_file(odd, ROOT / name, "$a # edited")
     refused(place, seen, odd, name, "sync_cn.sh", last=False)
+
+
+@row("a host has another torch", "refused, with the host, both versions and install_cn.sh", lab=2)
+def other_torch(place: Place, seen: Seen) -> None:
+    assert isinstance(place, LabPlace)
+    usual, odd, hosts = version("torch").partition("+")[0], "1.13.1", place.hosts
+    (about,) = VENV.glob(f"lib/python3*/site-packages/torch-{usual}*.dist-info/METADATA")
+    place.other_file(hosts[1], about, f"s/^Version: .*/Version: {odd}/")
+    has = f"{odd} on {hosts[1]} .*{usual} on {hosts[0]}"
+    refused(place, seen, "versions of torch", has, "install_cn.sh", last=False)
 
 
 @row("MASTER_PORT is taken", "one line: which port, and what to do")

@@ -1,14 +1,17 @@
 """Rows of the fault matrix: ranks that are killed, stopped or fail by themselves."""
 
 import os
+import re
 import signal
 import time
 from typing import Any
 
 from fault_job import until
+from fault_memory import starve
 from fault_places import Place
 from fault_row import Seen, row
-from fault_story import Story
+from fault_story import BEGIN_S, Story
+from result import ROOT
 
 from motley.faults import FaultKind
 
@@ -20,6 +23,17 @@ SHORT, LONG = ("--max-steps", 60), ("--max-steps", 120)
 def rank_killed(place: Place, seen: Seen) -> None:
     story = Story(place, seen, 3, *LONG, keep=True).reach(12).kill(2)
     story.went_on(90, "rank 2 on", steps=120, next_s=60)
+    seen.expect((seen.first_word_s or 0) <= 1.5, "the first word took over 1.5 s")
+
+
+@row("the kernel's out-of-memory killer ends a rank, under keep_training.sh",
+     "named in 1 s, with where to look; goes on, no step lost")  # fmt: skip
+def rank_starved(place: Place, seen: Seen) -> None:
+    story = Story(place, seen, 3, *LONG, keep=True).reach(12)
+    with starve(place.ranks()[2]) as killed:
+        story.harm(lambda: until(killed, 30))
+        words = ("rank 2 on", "killed", "dmesg.* out-of-memory killer")
+        story.went_on(90, *words, steps=120, next_s=60)
     seen.expect((seen.first_word_s or 0) <= 1.5, "the first word took over 1.5 s")
 
 
@@ -142,6 +156,43 @@ def rank_holds_gil(place: Place, seen: Seen) -> None:
 @row("a rank has no memory for any micro-batch", "that rank, and less memory is advised")
 def rank_no_memory(place: Place, seen: Seen) -> None:
     _fails(place, seen, "memory", 40, "memory", kind=FaultKind.OUT_OF_MEMORY)
+
+
+@row("a sample of one rank is NaN, under keep_training.sh",
+     "that rank and the sample, and to repair it; failed, not started again")  # fmt: skip
+def rank_sample_nan(place: Place, seen: Seen) -> None:
+    task, path = (ROOT / "examples" / "my_task.py").read_text(), place.folder / "mine.py"
+    assert 'return {"x": x' in task
+    path.write_text(task.replace('return {"x": x', 'return {"x": x / (item != 137)'))
+    words = ("--task", path, "--batch-size", 4000, "--micro-batch", 1000, *SHORT)
+    story = Story(place, seen, 2, *words, keep=True)
+    code = story.end(BEGIN_S)
+    seen.expect(code not in (0, None), f"exit status {code}")
+    says = r"rank \d on .* not finite .*'x' in the data of 137; repair or remove it"
+    named = [line for line in seen.said if re.search(says, line)]
+    seen.expect(len(named) == 1, f"{len(named)} lines name the rank and the sample")
+    again = [line for line in seen.said if "does not start it again" in line]
+    seen.expect(bool(again) and len(seen.said) == 2, "not one line of each")
+    seen.line = named[0] if named else seen.line
+    story.judge_records(FaultKind.NOT_FINITE, "failed", {})
+    story.judge_left()
+
+
+@row("a rank's parameter becomes Inf", "that rank is named, and not for its memory")
+def rank_parameter_inf(place: Place, seen: Seen) -> None:
+    _fails(place, seen, "parameter", 40, "not finite", kind=FaultKind.NOT_FINITE)
+    seen.expect("memory" not in seen.line, "the line speaks of memory")
+
+
+@row("one rank's gradient is Inf once: rank 1's, then rank 2's of another run",
+     "that rank is named, and no other; no step lost")  # fmt: skip
+def rank_gradient_inf(place: Place, seen: Seen) -> None:
+    for rank in (1, 2):
+        driver = ("--fail", "gradient", "--step", 8, "--on", rank)
+        story = Story(place, seen, 3, *SHORT, run=f"of{rank}", driver=driver, script=FAILING)
+        words = (f"rank {rank} on", "this rank's gradient", "--resume auto")
+        story.reach(6).ended(40, *words, kind=FaultKind.DEVICE, rank=rank)
+        seen.expect(not seen.steps_lost, "steps were lost")
 
 
 def _start_stopped(place: Place, seen: Seen, ranks: tuple[int, ...], *says: str) -> None:

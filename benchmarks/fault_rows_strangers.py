@@ -1,6 +1,5 @@
-"""Rows of the fault matrix: strangers on rank 0's port, and hostile words."""
+"""Rows of the fault matrix: strangers on rank 0's port."""
 
-import json
 import socket
 import statistics
 import subprocess
@@ -8,13 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 from fault_places import Place
 from fault_row import Seen, row
-from fault_story import BEGIN_S, Story
+from fault_story import Story
 
 _CALM = "training goes on: the same losses, at most three times as slow"
 _BACKLOG = "1024"  # of rank 0's port; those of MPI, gloo and torch have others
@@ -122,68 +119,3 @@ def strangers_port_scan(place: Place, seen: Seen) -> None:
         time.sleep(0.2)
 
     _pester(place, seen, visit, every_port=True)
-
-
-class _Tags(HTMLParser):
-    """Counts tags, and attributes that run something."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.scripts = self.handlers = self.strange = 0
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See HTMLParser."""
-        self.scripts += tag == "script"
-        self.strange += tag in ("iframe", "object", "b")
-        self.handlers += sum(name.startswith("on") for name, _ in attrs)
-
-
-def _report(place: Place) -> _Tags:
-    job = place.command("python", "plots/report.py", place.logs)
-    assert job.wait(60) == 0, job.output
-    return _Tags(place.logs / "report.html")
-
-
-@row(
-    "a run's name is hostile to shells and browsers", "refused, or a name; nothing runs, no markup"
-)
-def hostile_run_name(place: Place, seen: Seen) -> None:
-    name = "$(touch ran)`touch ran`;touch ran<b onclick=alert(1)>$\\frac{"
-    story = Story(place, seen, 1, "--max-steps", 8, run=name)
-    code = story.job.wait(BEGIN_S)
-    seen.said = [place.tidy(line.text) for line in story.job.said()]
-    seen.line = seen.said[-1] if seen.said else f"ended with {code}"
-    seen.expect("Traceback" not in story.job.output, "a traceback")
-    seen.expect(not any(place.folder.rglob("ran")) and not Path("ran").exists(), "it was run")
-    if code == 0:
-        tags = _report(place)
-        seen.expect(not (tags.handlers or tags.strange), "markup in report.html")
-    seen.left = place.left()
-
-
-@row("hostile words in the records that report.html shows", "no markup in it", quick=True)
-def hostile_records(place: Place, seen: Seen) -> None:
-    words = "<script>alert(1)</script><b onclick=alert(1)>$\\frac{"
-    story = Story(place, seen, 1, "--max-steps", 8)
-    assert story.job.wait(BEGIN_S) == 0, story.job.output
-    usual = _report(place)
-    path = story.folder.path / "run.json"
-
-    def hostile(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: hostile(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [hostile(each) for each in value]
-        return f"{value}{words}" if isinstance(value, str) else value
-
-    content = json.loads(path.read_text())
-    kept = {key: content[key] for key in ("status", "started", "ended") if key in content}
-    path.write_text(json.dumps({**hostile(content), **kept}))  # type: ignore[dict-item]
-    story.folder.event("fault", error=words, rank=0, host=words, kind=words)
-    found = _report(place)
-    same = (found.scripts, found.handlers, found.strange) == (
-        usual.scripts, usual.handlers, usual.strange,
-    )  # fmt: skip
-    seen.expect(same, f"{found.scripts - usual.scripts} scripts, {found.handlers} handlers")
-    seen.line = "report.html has the same tags as without them"

@@ -25,6 +25,7 @@ from typing import Any
 
 import fault_rows_disks  # noqa: F401  # each adds its rows
 import fault_rows_files  # noqa: F401
+import fault_rows_hostile  # noqa: F401
 import fault_rows_hosts  # noqa: F401
 import fault_rows_launch  # noqa: F401
 import fault_rows_ranks  # noqa: F401

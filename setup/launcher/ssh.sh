@@ -17,6 +17,12 @@ for word; do
   words+=("$word")
 done
 
+why='ssh did not reach it, for what is said above'
+case ${to[*]: -1} in
+  -*) # to ssh an option, which may write a file, or run a command
+    ssh=(false) why="a name that begins with '-' is no host's" ;;
+esac
+
 wait_for() { # PROCESS TENTHS: whether it ends within these tenths of a second
   local n
   for ((n = 0; n < $2; n++)); do
@@ -33,8 +39,8 @@ say_failure() {
   # Unless it took its time, it may be mpirun that has ended it, for another host.
   ((SECONDS - began < 9)) && "${ssh[@]}" -n "${to[@]}" true 2>/dev/null && exit
   wait_for "$launcher" 50
-  echo "motley: ${to[-1]} takes no part: ssh did not reach it, for what is said above; see all" \
-    "hosts with bash setup/test_cn_connection.sh, or leave it out of hosts.txt" >&2
+  echo "motley: ${to[-1]} takes no part: $why; see all hosts with" \
+    "bash setup/test_cn_connection.sh, or leave it out of hosts.txt" >&2
 }
 
 watch=$(say_failure & echo $!)

@@ -17,6 +17,10 @@ class NotFiniteError(MotleyError):
     """A loss or a gradient is infinite or no number, and training cannot go on."""
 
 
+class DeviceError(MotleyError):
+    """A device has computed what it does not compute when it is asked again."""
+
+
 class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault
     """One host cannot take part.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
-from motley.errors import MotleyError, NoMemoryError, NotFiniteError
+from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
 
 _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
@@ -155,7 +155,8 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
         said = str(error)[:_MOST_WORDS]
         kind = (
             FaultKind.OUT_OF_MEMORY if isinstance(error, NoMemoryError)
-            else FaultKind.NOT_FINITE if isinstance(error, NotFiniteError) else FaultKind.REFUSED
+            else FaultKind.NOT_FINITE if isinstance(error, NotFiniteError)
+            else FaultKind.DEVICE if isinstance(error, DeviceError) else FaultKind.REFUSED
         )  # fmt: skip
         return Fault(rank, host, step, said, echo=_is_echo(error.__cause__), kind=kind)
     text = " ".join(str(error).split()) or "no message"

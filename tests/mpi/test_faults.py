@@ -10,7 +10,8 @@ from project import ROOT, environment
 
 pytestmark = pytest.mark.mpi
 
-ROWS = ("rank-0-segfault", "checkpoint-pickle", "hostile-records")
+ROWS = ("rank-0-segfault", "rank-gradient-inf", "checkpoint-pickle", "hostile-hosts",
+        "hostile-records")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)

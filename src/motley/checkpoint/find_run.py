@@ -8,6 +8,7 @@ from pathlib import Path
 from motley.checkpoint.read import checkpoints_at
 from motley.config.options import Config
 from motley.errors import MotleyError
+from motley.records.folder_lock import refuse_link
 from motley.records.run_folder import RunFolder, find_runs
 
 
@@ -19,11 +20,7 @@ def find_run(config: Config) -> tuple[Path, list[Path]]:
         raise MotleyError(
             f"cannot read {error.filename}: {error.strerror}; choose another place with --logs DIR"
         ) from None
-    if path.is_symlink():
-        raise MotleyError(
-            f"the run folder {path} is a symbolic link, to {path.resolve()}; name that one by "
-            "--logs DIR and --run NAME, or by --resume PATH"
-        )
+    refuse_link(path)
     if found and (continued := run_of(found[0])):
         try:
             RunFolder(continued).read_run()

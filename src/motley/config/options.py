@@ -39,8 +39,8 @@ class ModelOptions:
 
     task: str = option("", NOTHING, "image", metavar="NAME|FILE.py")  # its identity() decides
     compile: str = option(
-        "torch.compile the model, block by block: auto (default) where a GPU is then faster by more "
-        "than compiling takes of the run; on, without a value, or off",
+        "torch.compile the model, block by block: auto (default) where that is going to save a GPU "
+        "more of the run than it takes; on, also where no value is given; off",
         SPEED, "auto", choices=("auto", "on", "off"), bare="on",
     )  # fmt: skip
     grad_checkpointing: tuple[str, ...] | None = option(

@@ -65,6 +65,7 @@ class DdpEngine(SynchronousEngine):
         # Each rank has them alike, and after a pass that broke off not all would send them.
         self._ddp.broadcast_buffers = False
         self._buckets: dict[int, Bucket] = {}
+        self._own_norms: list[Tensor] = []  # of what was sent, as it was before
         self._sent = 0  # buckets, in a step
         self._broken_off = False  # DDP takes no other backward pass then
         self._ddp.register_comm_hook(None, self._sum_bucket)
@@ -79,9 +80,18 @@ class DdpEngine(SynchronousEngine):
         if own.final:
             self.clock.lap("compute", ready=True)
         self._buckets[own.place] = own
-        future = self._reducer.send(own)
+        future = self._add_up(own)
         self._sent += 1  # if memory had ended, it would be sent again
         return future
+
+    def _add_up(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        if self._context.size > 1:  # the sum does not tell whose it was
+            self._own_norms.append(torch.linalg.vector_norm(bucket.flat))
+        return self._reducer.send(bucket)
+
+    def _own_norm(self) -> Tensor | float:
+        norms, self._own_norms = self._own_norms, []
+        return torch.stack(norms).sum() if norms else 0.0
 
     def _fix_buckets(self) -> None:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
@@ -96,7 +106,7 @@ class DdpEngine(SynchronousEngine):
                 for _ in range(2):
                     self._buckets.clear()
                     self._ddp(self._model.blank()).sum().backward()
-        self._reducer, self._sent = reducer, 0
+        self._reducer, self._sent, self._own_norms = reducer, 0, []
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
@@ -118,7 +128,7 @@ class DdpEngine(SynchronousEngine):
     def _send(self) -> None:
         # Gradients are views of these, and DDP's own hook would sum the very same.
         buckets = [self._buckets[index] for index in range(self._sent, len(self._buckets))]
-        for future in [self._reducer.send(bucket) for bucket in buckets]:
+        for future in [self._add_up(bucket) for bucket in buckets]:
             future.wait()
         self._sent = 0
         self.clock.lap("sync")

@@ -43,6 +43,8 @@ class StepResult:
             nobody stepped, and the parameters and the loss scale are as before.
         retry: the loop must repeat this batch, if there are ``oom_ranks``; False for Local SGD,
             where only those ranks skipped a step, some steps ago.
+        unsound: ranks whose own gradient was not finite before it was added up; empty where nobody
+            can tell.
         losses: of each of this rank's samples, fp32 [n], detached.
         laps: where this rank's time went.
     """
@@ -55,6 +57,7 @@ class StepResult:
     weight: float | None = None
     oom_ranks: Mapping[int, str] = field(default_factory=dict)
     retry: bool = True
+    unsound: tuple[int, ...] = ()
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
     laps: Laps = field(default_factory=lambda: Laps([]))
 

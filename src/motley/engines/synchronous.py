@@ -31,6 +31,10 @@ class SynchronousEngine(EngineBase):
         """
         return norms[0]
 
+    def _own_norm(self) -> Tensor | float:
+        """Of this rank's gradient before it was added up, not finite if any entry was not."""
+        return 0.0
+
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
 
@@ -50,8 +54,9 @@ class SynchronousEngine(EngineBase):
         if self._short:
             norm.fill_(math.nan)  # nobody steps
         table = all_gather(
-            [loss_sum, norm, ready_s, bool(self._short), self._broken_off, self._weight]
-        )
+            [loss_sum, norm, ready_s, bool(self._short), self._broken_off, self._weight,
+             self._own_norm()]
+        )  # fmt: skip
         copy, copied = begin_copy(table)  # on its way while the GPU does what follows
         norms = table[:, 1]
         correction = None
@@ -94,4 +99,5 @@ class SynchronousEngine(EngineBase):
             ready_s=tuple(row[2] for row in rows),
             weight=weight,
             oom_ranks=short,
+            unsound=tuple(rank for rank, row in enumerate(rows) if not math.isfinite(row[6])),
         )

@@ -60,6 +60,15 @@ def _owner(file: TextIO) -> str:
         return ""
 
 
+def refuse_link(folder: Path) -> None:
+    """Raise MotleyError where a run's folder leads elsewhere: to another run's records, say."""
+    if folder.is_symlink():
+        raise MotleyError(
+            f"the run folder {folder} is a symbolic link, to {folder.resolve()}; name that one by "
+            "--logs DIR and --run NAME, or by --resume PATH"
+        )
+
+
 def is_free(folder: Path) -> bool:
     """Whether surely no living process has taken a folder."""
     try:

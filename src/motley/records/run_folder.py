@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley.errors import MotleyError
-from motley.records.folder_lock import is_free, take_folder
+from motley.records.folder_lock import is_free, refuse_link, take_folder
 from motley.records.gpu_csv import GpuLog
 from motley.records.json_file import Reserve, read_json, write_json
 from motley.records.lines import (
@@ -140,7 +140,8 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def create(self) -> None:
-        """Make the folder; raise MotleyError if that is not possible."""
+        """Make the folder; raise MotleyError if that is not possible, or a link is there."""
+        refuse_link(self.path)  # each host may have a disk of its own
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Two hosts that share the disk may well have a process of the same number.
@@ -155,9 +156,8 @@ class RunFolder:
 
     def lock(self) -> TextIO:
         """Take the folder for this process; see :func:`take_folder`."""
-        busy = f"the run folder {self.path} is in use by another run"
         return take_folder(
-            self.path, busy,
+            self.path, f"the run folder {self.path} is in use by another run",
             "wait for it, end it to take its place, or choose another name with --run NAME (if "
             f"that host is gone for good and the lock stays, remove {self.path / '.lock'})",
         )  # fmt: skip

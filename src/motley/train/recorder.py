@@ -61,8 +61,8 @@ class Recorder:
         """Start where ``done`` of ``total`` steps are taken.
 
         Args:
-            tells_sync: the engine can tell compute from communication. compiles: a model, anew where
-                that is needed.
+            tells_sync: the engine can tell compute from communication.
+            compiles: the model is compiled, in a step where that is needed.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank

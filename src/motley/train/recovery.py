@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from motley.checkpoint.run import Run
@@ -11,7 +12,7 @@ from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
-from motley.errors import MotleyError, NoMemoryError, NotFiniteError
+from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
@@ -111,10 +112,14 @@ def check_numbers(
 
     check_finite(known, result.losses, indices, batches)
     if math.isfinite(known) and result.overflow and not job.engine.scale.may_clear:
-        raise NotFiniteError(describe_overflow(job, plan, state, result))
+        job.engine.on_same()  # nobody stepped
+        error = explain_overflow(job, plan, state, result)
+        if dist.get_rank() == (*result.unsound, 0)[0]:
+            raise error
+        dist.barrier()  # the word is that rank's, and it ends the job
 
 
-def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> str:
+def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:
     """What to say where skipping steps can help no more: which layer overflows, on which samples.
 
     All ranks compute the step again, and say the same; not where nobody can do it alone.
@@ -122,7 +127,7 @@ def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepRe
     found = f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
     if not job.engine.replicated:
-        return f"{found} are; {advice}"
+        return NotFiniteError(f"{found} are; {advice}")
     part, micro_batches = next(iter(job.loader.steps(position.epoch, position.consumed, plan)))
     usual_weight = part.global_batch * job.model.task.weight
     factor = result.loss_scale * job.engine.loss_weight / usual_weight
@@ -136,7 +141,16 @@ def describe_overflow(job: Job, plan: Plan, position: TrainState, result: StepRe
         f"rank {worker.rank} on {worker.host} ({worker.precision}): {words}"
         for worker, words in zip(job.workers, all_gather_object(words), strict=True) if words
     )  # fmt: skip
-    return f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
+    if result.unsound and not where:
+        host = job.workers[result.unsound[0]].host
+        return DeviceError(
+            "this rank's gradient was not finite before it was added up, though its losses are, "
+            "and computed once more it is: its device or memory may be faulty; continue with "
+            f"--resume auto, without {host} in hosts.txt if it happens again"
+        )
+    return NotFiniteError(
+        f"{found} are: {where or 'no rank alone overflows, their sum does'}; {advice}"
+    )
 
 
 def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: TrainState) -> Plan:

@@ -76,10 +76,12 @@ def print_summary(
     name = run.folder.path.name
     print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
     for worker in group.workers:
+        number = worker.group_rank
+        compiled = config.compile == "on" or planned.is_compiled(number)
         print(
             f"  rank {worker.rank} on {worker.host}: {worker.device}, {worker.precision} "
-            f"({worker.why}), {'compiled, ' if planned.is_compiled(worker.group_rank) else ''}{plan.sentence(worker.group_rank)}"
-            + (f", {predicted.compute_s[worker.group_rank]:.3g} s" if predicted else "")
+            f"({worker.why}), {'compiled, ' if compiled else ''}{plan.sentence(number)}"
+            + (f", {predicted.compute_s[number]:.3g} s" if predicted else "")
         )
     for line in group.who_is_left_out():
         print(f"  {line}")

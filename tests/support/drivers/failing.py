@@ -3,11 +3,13 @@
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
 
 Out of memory whatever the micro-batch, killed, at a wrong address, for ever at rest, the same with
-the GIL held, gone without a word, or by sys.exit. ``--step``: in which; default 3.
+the GIL held, gone without a word, or by sys.exit; by a parameter that becomes Inf, or a gradient
+that is Inf once. ``--step``: in which; default 3.
 """
 
 import argparse
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -38,6 +40,7 @@ FAILURES = {
     "gone": lambda: os._exit(0),
     "exit": lambda: sys.exit(0),
 }
+_SPOILT = ("parameter", "gradient")
 
 
 class Failing(EngineBase):
@@ -47,6 +50,7 @@ class Failing(EngineBase):
     step_of_it: int
     rank: int | None
     ranks: int | None = None
+    spoilt = False  # a gradient; once
     _taken = 0
 
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
@@ -54,9 +58,19 @@ class Failing(EngineBase):
         Failing.ranks = Failing.ranks or ranks
         here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
         if here and ranks == Failing.ranks and self._taken >= self.step_of_it:
-            FAILURES[self.failure]()
+            self._fail()
         self._taken += last
         return super()._accumulate(batch, last)
+
+    def _fail(self) -> None:
+        parameter = self._parameters[0]
+        if self.failure in FAILURES:
+            FAILURES[self.failure]()
+        elif self.failure == "parameter":
+            parameter.detach().view(-1)[0] = math.inf
+        elif not Failing.spoilt:
+            Failing.spoilt = True
+            hook = parameter.register_hook(lambda gradient: (hook.remove(), gradient + math.inf)[1])
 
 
 class FailingDdp(Failing, DdpEngine):
@@ -75,7 +89,7 @@ def failing_engine(model: TaskModel, context: EngineContext) -> Failing:
 
 def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--fail", choices=FAILURES, required=True)
+    own.add_argument("--fail", choices=[*FAILURES, *_SPOILT], required=True)
     own.add_argument("--step", type=int, default=3)
     own.add_argument("--on", type=int)
     own.add_argument("--survive", action="store_true", help="the others may go on")

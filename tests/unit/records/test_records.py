@@ -240,6 +240,16 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file" / "run").create()
 
 
+@pytest.mark.parametrize("target", [".", "nowhere"])
+def test_a_link_in_place_of_a_run_folder_is_not_followed(tmp_path: Path, target: str) -> None:
+    (tmp_path / "there").mkdir()
+    run = tmp_path / "run"
+    run.symlink_to(tmp_path / "there" / target)
+    with pytest.raises(MotleyError, match=f"{run} is a symbolic link, to {tmp_path}/there"):
+        RunFolder(run).create()
+    assert not any((tmp_path / "there").iterdir())
+
+
 @given(st.recursive(st.none() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=9))
 def test_any_value_becomes_strict_json(value: object) -> None:
     json.loads(to_json({"value": value}), parse_constant=lambda name: pytest.fail(name))
