@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from motley.config.options import Config
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
@@ -87,7 +89,7 @@ def compile_where_faster(
     own = model is not None and group.rank is not None
     kept = compile_file(group, config) if own else None
     promise = None
-    if model is not None and kept and can_compile(model):
+    if model is not None and kept and (config.compile == "on" or can_compile(model)):
         promise = Promise.read(kept)
     steps = 0 if model is None else steps_of(config, model.samples)
     told = [each for each in world.allgather((promise, steps) if own else None) if each]
@@ -122,10 +124,12 @@ def _try(
     start = time.perf_counter()
     model.compile_task()
     try:
-        timed = {size: time_micro_batch(model, size)[0] for size in sorted(sizes)}
+        with torch._dynamo.config.patch(suppress_errors=False):
+            timed = {size: time_micro_batch(model, size)[0] for size in sorted(sizes)}
     except Exception as error:  # torch's own, of a compiler that is missing, or of the model
         model.compute_plainly()
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = " ".join(lines[:2])[:200]  # torch names the compiler, and in the next line why
         return speed, f"the model is not compiled, for that fails: {said}"
     finally:
         model.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.compile_trial import compile_where_faster
 from motley.planner.process_group import ProcessGroup, shrink_group
-from motley.planner.profile import Measured, can_overlap, measure_team, refine, wires_of
+from motley.planner.profile import Measured, alike, can_overlap, measure_team, refine, wires_of
 from motley.planner.speed_cache import remember
 from motley.tasks.model import TaskModel
 
@@ -42,9 +42,9 @@ class Planned:
     advice: tuple[str, ...] = ()
     links: Links | None = None
 
-    def is_compiled(self, rank: int) -> bool:
-        """Whether a rank's model was faster compiled."""
-        return bool(self.speeds) and self.speeds[rank].compiled
+    def is_compiled(self, rank: int, asked: str) -> bool:
+        """Whether a rank's model is: as was timed; where nothing was, as ``--compile`` asks."""
+        return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
         """The same, with what a wire mode costs said first."""
@@ -95,7 +95,7 @@ def measure_and_plan(
             world, group, model, config, measured.speeds, measured.wires[mode]
         )
         if speeds != measured.speeds:
-            measured = replace(measured, speeds=speeds)
+            measured = replace(measured, speeds=alike(group, speeds))
             measured = refine(world, group, model, config.batch_size, measured, mode, most)
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
     assert planned.forecast is not None

@@ -66,7 +66,7 @@ def measure_team(
     found = [each for each in world.allgather(own) if each is not None]
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
-    speeds = _alike(group, found)
+    speeds = alike(group, found)
     wires = wires_of(world, group, model, [EXACT], traits)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
@@ -203,7 +203,7 @@ def refine(
     return measured
 
 
-def _alike(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
+def alike(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
     """CPU ranks of one machine share its cores and are equal: noise must not tell them apart."""
     groups: dict[str, list[SpeedTable]] = {}
     for worker, speed in zip(group.workers, speeds, strict=True):
@@ -223,4 +223,5 @@ def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
         tuple(statistics.median(table[size] for table in tables) for size in sizes),
         statistics.median(speed.step_s for speed in speeds),
         grain=speeds[0].grain,
+        compiled=speeds[0].compiled,
     )

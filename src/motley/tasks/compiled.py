@@ -24,6 +24,7 @@ class Compiled:
     """
 
     def __init__(self, whole: nn.Module, names: Iterable[str], blocks: Iterable[nn.Module]) -> None:
+        torch._dynamo.config.suppress_errors = True  # what cannot be compiled is computed plainly
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST)
         parts = [(block, "forward") for block in blocks]
         self._parts = parts or [(whole, name) for name in names]

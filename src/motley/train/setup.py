@@ -147,7 +147,7 @@ def assemble(
     """
     assert group.rank is not None
     plan = planned.plan
-    if config.compile == "on" or planned.is_compiled(group.rank):
+    if planned.is_compiled(group.rank, config.compile):
         model.compile_task()
     most = max(plan.micro_batches[group.rank], default=0)
     loader = Loader(model.task, config, group.rank, group.device, model.example, most)

@@ -77,7 +77,7 @@ def print_summary(
     print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
     for worker in group.workers:
         number = worker.group_rank
-        compiled = config.compile == "on" or planned.is_compiled(number)
+        compiled = planned.is_compiled(number, config.compile)
         print(
             f"  rank {worker.rank} on {worker.host}: {worker.device}, {worker.precision} "
             f"({worker.why}), {'compiled, ' if compiled else ''}{plan.sentence(number)}"
