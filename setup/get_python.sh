@@ -9,7 +9,8 @@
 #
 # A standalone build of https://github.com/astral-sh/python-build-standalone, checked against
 # that project's SHA256SUMS when it comes from the network; "install_only" archives of it can
-# be given as FILE. FOLDER then holds bin/python3. One that works already is left alone.
+# be given as FILE. FOLDER then holds bin/python3. One that works already is left alone. (uv
+# fetches such a build too; but without a Python uv itself would have to be fetched first.)
 #
 # Variables: MOTLEY_PYTHON_URL, a mirror: where SHA256SUMS and the archives lie.
 set -euo pipefail

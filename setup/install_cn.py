@@ -82,7 +82,7 @@ def check_wheels(folder: Path) -> None:
         raise MotleyError(
             f"--offline {folder} lacks {len(missing)} of {len(lines)} packages "
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); where there is a "
-            f"network: {VENV}/bin/pip download -r {LOCK} -d {folder}"
+            f"network: {VENV}/bin/pip download uv -r {LOCK} -d {folder}"
         )
 
 

@@ -5,7 +5,7 @@
 #   bash setup/install_cn.sh
 #   bash setup/install_cn.sh --dry-run            # what each host lacks
 #   bash setup/install_cn.sh --python-archive cpython-3.12-install_only.tar.gz
-#   .venv/bin/pip download -r .venv/requirements.lock -d wheels  # with a network
+#   .venv/bin/pip download uv -r .venv/requirements.lock -d wheels  # with a network
 #   bash setup/install_cn.sh --offline wheels     # hosts without one
 #
 # This machine's environment (setup/make_env.sh) is the model. torch's build is
@@ -22,7 +22,7 @@
 #   --hostfile FILE   default: hosts.txt in the repository
 #   --python-archive FILE   an install_only archive of python-build-standalone
 #                     for hosts that need a Python and have no network
-#   --offline FOLDER  install from its wheels alone
+#   --offline FOLDER  install from its wheels alone; by pip if uv is not among them
 #   --dry-run         print every change, do none
 #
 # Exit status: 0 all hosts are ready, 1 some host is not, 2 nothing was begun.

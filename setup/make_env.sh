@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Make this machine's environment, .venv in the repository; no root needed.
 #
-#   bash setup/make_env.sh              # what training needs: 6 GB of disk, about 2 minutes
+#   bash setup/make_env.sh              # what training needs: 6 GB of disk, about a minute
 #   bash setup/make_env.sh --dev        # and what the tests need
 #   bash setup/make_env.sh --dry-run    # print what would be done
 #
-# An environment that is current is reused; one that was cut short is completed. On the
-# other machines of a lab, setup/install_cn.sh runs this script, with
+# An environment that is current is reused; one that was cut short is completed. uv installs,
+# from where pip is configured to (pip.conf, PIP_ variables), and from its wheel, which pip
+# puts beside the packages; where that cannot be had, pip installs, which is said. On the other
+# machines of a lab, setup/install_cn.sh runs this script, with
 #
 #   --python-archive FILE   a standalone Python (see get_python.sh) in place of the network's,
 #                           for a machine without Python >= 3.11
@@ -16,12 +18,15 @@
 #   --wheels FOLDER         from these wheels alone, without a network
 #   --torch BUILD           torch from download.pytorch.org/whl/BUILD: cu126, cu128, cpu ...
 #
+#   --pip                   pip installs in any case
+#
 # Variables: MOTLEY_VENV (default: .venv beside README.md), PYTHON (default: the newest
 # Python >= 3.11 here that every user can run; else a standalone one in .venv-python).
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 launcher=$root/setup/launcher
+install=("$root/setup/install_packages.py")
 venv=${MOTLEY_VENV:-$root/.venv}
 wanted=("$root/requirements.txt")
 dry_run=false own=false archive='' wheels='' torch='' lock=''
@@ -33,9 +38,10 @@ while [ $# -gt 0 ]; do
     --dry-run) dry_run=true ;;
     --python-archive) archive=$(realpath -e -- "${2:?--python-archive needs a file}"); shift ;;
     --own-python) own=true ;;
-    --lock) lock=$(realpath -e -- "${2:?--lock needs a file}"); shift ;;
-    --wheels) wheels=$(realpath -e -- "${2:?--wheels needs a folder}"); shift ;;
-    --torch) torch=${2:?--torch needs a build, such as cu126}; shift ;;
+    --pip) install+=(--pip) ;;
+    --lock) lock=$(realpath -e -- "${2:?--lock needs a file}"); install+=(--lock "$lock"); shift ;;
+    --wheels) wheels=$(realpath -e -- "${2:?--wheels needs a folder}"); install+=(--wheels "$wheels"); shift ;;
+    --torch) torch=${2:?--torch needs a build, such as cu126}; install+=(--torch "$torch"); shift ;;
     *) echo "motley: unknown option $1; see make_env.sh -h" >&2; exit 2 ;;
   esac
   shift
@@ -44,23 +50,6 @@ done
 # Every change passes here.
 change() {
   if $dry_run; then echo "would run: $*"; else "$@"; fi
-}
-
-# A long command with its output in a file, and every 10 s a word on how far it is.
-patiently() {
-  local log=$1; shift
-  "$@" >"$log" 2>&1 &
-  local pid=$! waited=0
-  while kill -0 "$pid" 2>/dev/null; do
-    sleep 1
-    waited=$((waited + 1))
-    [ $((waited % 10)) -ne 0 ] || echo "  $waited s: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-70)"
-  done
-  if ! wait "$pid"; then
-    tail -n 20 "$log" >&2
-    echo "motley: that failed; all of its output is in $log" >&2
-    return 1
-  fi
 }
 
 usable() { # can make environments, and is new enough
@@ -105,30 +94,11 @@ settle_mpi() {
   done
 }
 
-install_packages() {
-  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off) file
-  if [ -n "$wheels" ]; then
-    pip+=(--no-index --find-links "$wheels")
-  else
-    "${pip[@]}" --upgrade pip setuptools wheel
-  fi
-  local build=https://download.pytorch.org/whl/$torch
-  if [ -n "$lock" ]; then
-    "${pip[@]}" -r "$lock" ${torch:+--extra-index-url "$build"}
-  else
-    # torchvision comes from where torch does: beside another build it cannot be imported.
-    [ -z "$torch" ] || "${pip[@]}" --force-reinstall --index-url "$build" \
-      "$(grep -o '^torch>=[^ ]*' "$root/requirements.txt")" torchvision
-    for file in "${wanted[@]}"; do "${pip[@]}" -r "$file"; done
-  fi
-  "${pip[@]}" --no-deps --no-build-isolation -e "$root"
-}
-
 # What the environment was made for, a line each; one with the tests' packages, or with
 # versions or a torch that were asked for, serves plain training too.
 hash_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
 made_for() {
-  echo "$root $(hash_of "$root/requirements.txt" "${BASH_SOURCE[0]}" "$launcher"/*.sh)"
+  echo "$root $(hash_of "$root/requirements.txt" "${BASH_SOURCE[0]}" "${install[0]}" "$launcher"/*.sh)"
   [ ${#wanted[@]} -eq 1 ] || echo "dev $(hash_of "${wanted[@]}")"
   [ -z "$torch" ] || echo "torch $torch"
   [ -z "$lock" ] || echo "lock $(hash_of "$lock")"
@@ -169,13 +139,13 @@ if ! [ -x "$venv/bin/python" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
   change "$python" -m venv --clear "$venv"
 fi
 
-echo "environment: installing $(basename -a "${lock:-${wanted[@]}}" | xargs) (6 GB, about 2 minutes)"
+echo "environment: installing $(basename -a "${lock:-${wanted[@]}}" | xargs) (6 GB, about a minute)"
 if $dry_run; then
-  change pip install -r "${lock:-${wanted[@]}}"
+  change python "${install[@]}" "${wanted[@]}"
   exit 0
 fi
 rm -f "$venv/motley-stamp"
-patiently "$venv/install.log" install_packages
+"$venv/bin/python" "${install[@]}" "${wanted[@]}"
 settle_mpi
 "$venv/bin/python" -m pip freeze --disable-pip-version-check --all --exclude pip --exclude-editable >"$venv/requirements.lock"
 made_for >"$venv/motley-stamp"

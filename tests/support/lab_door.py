@@ -3,7 +3,6 @@
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import tempfile
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Done
-from project import ROOT, environment, venv
+from project import ROOT, copy_repository, environment, venv
 
 TESLA = ROOT / "lab" / "tesla.toml"
 PRIVATE = ROOT / "lab" / "private.toml"
@@ -107,13 +106,8 @@ class Door:
 
     def give_repository(self, host: str) -> None:
         """Copy this repository into the user's home on a host, as ``motley``."""
-        git = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(git, capture_output=True, text=True, check=True).stdout
         with tempfile.TemporaryDirectory() as folder:
-            for name in filter(None, names.split("\0")):
-                if (ROOT / name).exists():
-                    Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(ROOT / name, Path(folder, name))
+            copy_repository(Path(folder))
             self.give(host, Path(folder), "motley")
 
     def give_keys(self) -> None:

@@ -1,9 +1,9 @@
 """A small set of wheels, and a standalone Python, to make environments from in seconds.
 
-The real wheels are those that an environment must hold itself: Open MPI, mpi4py, setuptools.
-All other packages of the project's environment are wheels with nothing but their name,
-version and entry points, and one of them points to where they really are: torch is torch,
-without 5 GB unpacked for each host.
+The real wheels are those that an environment must hold itself: Open MPI, mpi4py, setuptools;
+and uv, which fills it. All other packages of the project's environment are wheels with nothing
+but their name, version and entry points, and one of them points to where they really are: torch
+is torch, without 5 GB unpacked for each host.
 """
 
 import base64
@@ -33,7 +33,8 @@ def make_wheels(folder: Path) -> Path:
             files = {"entry_points.txt": found.read_text("entry_points.txt")}
             _write_wheel(folder, name, found.version, files, f"{site}\n" * (name == "torch"))
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
-    subprocess.run([*pip, *(line for line in lock if line.split("==")[0] in REAL)], check=True)
+    real = [line for line in lock if line.split("==")[0] in REAL]
+    subprocess.run([*pip, *real, "uv"], check=True)
     path = folder / "requirements.lock"
     path.write_text("\n".join(sorted(lock)) + "\n")
     return path

@@ -1,6 +1,8 @@
 """The repository that is tested, its scripts, and its environment."""
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,3 +18,13 @@ def venv() -> Path:
 def environment(**extra: str) -> dict[str, str]:
     """This environment with the project's on PATH."""
     return {**os.environ, "PATH": f"{venv() / 'bin'}:{os.environ['PATH']}", **extra}
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy what git tracks, or would, as it is now."""
+    git = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
