@@ -5,13 +5,15 @@
     python benchmarks/single_gpu.py --quick --json /tmp/single_gpu.json
 
 All train the same model with the same optimizer: a timm model on synthetic images, or a GPT of
-GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing;
+GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing; nor
+do those through Accelerate and Lightning Fabric.
 Motley loads, augments and copies every sample, measures, logs the GPU and writes a record a step.
 Repeats are interleaved; a rate is the median over repeats, its spread (largest - smallest) /
 median. Without a GPU it runs on the CPU with a small model, to try it.
 """
 
 import argparse
+import importlib.util
 import itertools
 import platform
 import statistics
@@ -32,34 +34,76 @@ MANUAL = "manual"  # 99 times 0.4 MB: no epoch ends
 GPTS = {"gpt2": (50304, 1024, 12, 768, 12), "gpt-tiny": (256, 64, 2, 64, 2)}
 MODES = {
     "bare": "bare PyTorch loop",
+    "bare-compiled": "bare PyTorch loop, torch.compile(model)",
+    "accelerate": "the bare loop through Accelerate",
+    "accelerate-compiled": "the bare loop through Accelerate, torch.compile(model)",
+    "fabric": "the bare loop through Lightning Fabric",
+    "fabric-compiled": "the bare loop through Lightning Fabric, torch.compile(model)",
     "motley-np1": "motley, mpirun -np 1",
+    "motley-compiled": "motley, --compile, mpirun -np 1",
     "motley-np5": "motley, mpirun -np 5",
     "motley-deepspeed": "motley, DeepSpeed stage 0, mpirun -np 1",
 }
 
 
 def bare_loop(options: argparse.Namespace) -> float:
-    """Samples/s of the plainest loop that trains this model."""
+    """Samples/s of the plainest loop that trains this model, or of a peer's, which computes on the
+    same batch: what loads and records costs the peer nothing either."""
     import torch
     from timm.optim import create_optimizer_v2
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net, loss_of = (text if options.task == "text" else images)(options, device)
+    peer, _, compiled = options.bare.partition("-")
+    if compiled:
+        net = torch.compile(net)
     optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.05, fused=True)
+    net, optimizer, backward = PEERS[peer](net, optimizer, options.precision)
+    autocast = peer == "bare" and options.precision == "bf16"
     for step in range(options.steps):
         if step == options.skip:
             _wait(device)
             start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            loss = loss_of()
-        loss.backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = loss_of(net)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     _wait(device)
     return options.batch * (options.steps - options.skip) / (time.perf_counter() - start)
 
 
-def images(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[], Any]]:
+Loop = tuple[Any, Any, Callable[[Any], Any]]  # model, optimizer, and what goes backward
+
+
+def plain(net: Any, optimizer: Any, precision: str) -> Loop:
+    """As they are."""
+    return net, optimizer, lambda loss: loss.backward()
+
+
+def accelerate(net: Any, optimizer: Any, precision: str) -> Loop:
+    """As Accelerate's quicktour has it."""
+    from accelerate import Accelerator
+
+    made = Accelerator(mixed_precision="bf16" if precision == "bf16" else "no")
+    net, optimizer = made.prepare(net, optimizer)
+    return net, optimizer, made.backward
+
+
+def fabric(net: Any, optimizer: Any, precision: str) -> Loop:
+    """As Fabric's documentation has it."""
+    from lightning_fabric import Fabric
+
+    made = Fabric(precision="bf16-mixed" if precision == "bf16" else "32-true", devices=1)
+    net, optimizer = made.setup(net, optimizer)
+    return net, optimizer, made.backward
+
+
+PEERS = {"bare": plain, "accelerate": accelerate, "fabric": fabric}
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+
+
+def images(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[Any], Any]]:
     """A model, and what computes its loss on a batch."""
     import timm
     import torch
@@ -69,10 +113,10 @@ def images(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[], 
     size = timm.get_pretrained_cfg(options.model).input_size[-1]
     pixels = torch.randn(options.batch, 3, size, size, device=device)
     labels = torch.randint(0, 1000, (options.batch,), device=device)
-    return net, lambda: functional.cross_entropy(net(pixels), labels, label_smoothing=0.1)
+    return net, lambda net: functional.cross_entropy(net(pixels), labels, label_smoothing=0.1)
 
 
-def text(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[], Any]]:
+def text(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[Any], Any]]:
     """See :func:`images`; compiled, with its loss."""
     import torch
     from torch.nn import functional
@@ -82,7 +126,9 @@ def text(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[], An
     net = Gpt(Shape(*GPTS[options.model], dropout=0.0)).to(device)
     tokens = torch.randint(0, 256, (options.batch, GPTS[options.model][1] + 1), device=device)
     given, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
-    return net, torch.compile(lambda: functional.cross_entropy(net(given).flatten(0, 1), targets))
+    return net, torch.compile(
+        lambda net: functional.cross_entropy(net(given).flatten(0, 1), targets)
+    )
 
 
 def _wait(device: object) -> None:
@@ -102,7 +148,7 @@ def motley(mode: str, options: argparse.Namespace, logs: Path) -> float:
         "mpirun", "-np", "5" if mode == "motley-np5" else "1", "--hostfile", "hosts.txt",
         "./entry_cn.sh", script, *words_of(options), "--batch-size", str(options.batch),
         "--precision", options.precision, "--max-steps", str(options.steps),
-        "--logs", str(logs), "--run", name,
+        "--logs", str(logs), "--run", name, *(["--compile"] if mode == "motley-compiled" else []),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode != 0:
@@ -161,13 +207,17 @@ def main() -> None:
 
     started = time.time()
     rates: dict[str, list[float]] = {mode: [] for mode in options.modes}
-    own = [sys.executable, __file__, "--bare", *sys.argv[1:]]
+    for mode in options.modes:
+        package = PACKAGES.get(mode.partition("-")[0])
+        if package and importlib.util.find_spec(package) is None:
+            raise SystemExit(f"{mode} needs: pip install {package}")
     with tempfile.TemporaryDirectory() as logs:
         for repeat in range(options.repeats):
             order = options.modes if repeat % 2 == 0 else options.modes[::-1]
             for mode in order:
                 print(f"repeat {repeat + 1} of {options.repeats}: {MODES[mode]}", flush=True)
-                if mode == "bare":
+                if mode.partition("-")[0] in PEERS:
+                    own = [sys.executable, __file__, *sys.argv[1:], "--bare", mode]
                     done = subprocess.run(own, check=True, capture_output=True, text=True)
                     rates[mode].append(float(done.stdout.split()[-1]))
                 else:
@@ -208,7 +258,7 @@ def arguments() -> argparse.Namespace:
                         help=f"of {', '.join(MODES)}; the first one is bare")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one repeat")
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
     options = parser.parse_args()
     usual = {"image": ("vit_base_patch16_224", 256), "text": ("gpt2", 32)}
     small = {"image": ("vit_tiny_patch16_224", 8), "text": ("gpt-tiny", 8)}
