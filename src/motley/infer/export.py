@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from motley.data.loader import first_batch
+from motley.data.keyed import first_batch
 from motley.errors import MotleyError
 from motley.extras import check_extras
 from motley.infer.predictor import Trained

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Tensors
-from motley.data.loader import check_length, first_sample
+from motley.data.keyed import check_length, first_sample
 from motley.errors import MotleyError
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from motley.config.options import Config
 from motley.data.batch import Tensors
-from motley.data.loader import first_batch
+from motley.data.keyed import first_batch
 from motley.errors import MotleyError
 from motley.tasks.compiled import Compiled
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -122,18 +123,28 @@ def test_augmented_pixels_do_not_depend_on_the_split(
     assert alone.shape == (100, 3, 16, 16)
 
 
-def test_worker_processes_change_nothing() -> None:
-    options = config("--dataset", "synthetic", "--data-fraction", "0.002", "--img-size", "16")
-    images = task_of(options)
-    plan = Plan(40, (1.0,), (16,), EXACT)
-    with_workers = dataclasses.replace(options, workers=2)
-    loaders = (Loader(images, each, 0, CPU) for each in (options, with_workers))
-    ours, theirs = ([*chain(*batches(loader, plan))] for loader in loaders)
-    assert len(ours) == 8 and [len(batch.indices) for batch in ours] == [14, 13, 13] * 2 + [10, 10]
-    for one, other in zip(ours, theirs, strict=True):
-        assert (
-            torch.equal(one.data["images"], other.data["images"]) and one.indices == other.indices
-        )
+def test_worker_processes_change_nothing_and_serve_all_passes() -> None:
+    options = config("--data-fraction", "0.05", "--eval-samples", "20")
+    plan = Plan(16, (1.0,), (4,), EXACT)
+    inside = Loader(task_of(options), options, 0, CPU)
+    beside = Loader(task_of(options), dataclasses.replace(options, workers=2), 0, CPU)
+
+    def processes() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    before = processes()
+    broken_off = next(iter(beside.steps(0, 0, plan)))[1]  # as the search of a loss scale does
+    assert next(broken_off)[0].indices == batches(inside, plan)[0][0].indices
+    workers = processes() - before
+    for found, expected in (
+        (batches(beside, plan, 1), batches(inside, plan, 1)),
+        ([list(beside.test_batches(plan))], [list(inside.test_batches(plan))]),
+        (batches(beside, plan, 1, 32), batches(inside, plan, 1, 32)),
+    ):
+        for one, other in zip(chain(*found), chain(*expected), strict=True):
+            assert one.indices == other.indices
+            assert torch.equal(one.data["images"], other.data["images"])
+    assert len(workers) == 2 and workers == processes() - before
 
 
 @pytest.mark.parametrize(("words", "step"), [((), 1), (("--eval-images", "90"), 4)])

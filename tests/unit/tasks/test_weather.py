@@ -11,7 +11,8 @@ import torch
 import xarray as xr
 
 from motley.comm.modes.numbers import EXACT
-from motley.data.loader import Loader, first_batch
+from motley.data.keyed import first_batch
+from motley.data.loader import Loader
 from motley.data.source import UnreadableSample, read
 from motley.errors import MotleyError
 from motley.plan.plan import Plan

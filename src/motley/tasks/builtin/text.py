@@ -211,7 +211,9 @@ class TextTask(HfOptions):
         dice = torch.Generator(device).manual_seed(0)
         most = self.corpus.vocabulary
         tokens = torch.randint(most, (count, length), device=device, generator=dice)
-        return {"tokens": tokens, "targets": tokens, "bytes": tokens.new_full((count,), length)}
+        # Not the same tensor: a model compiled for that would be compiled anew in training.
+        targets = tokens.clone()
+        return {"tokens": tokens, "targets": targets, "bytes": tokens.new_full((count,), length)}
 
     def identity(self) -> dict[str, Any]:
         """See Task."""
