@@ -6,9 +6,9 @@
 
 All train the same model with the same optimizer: a timm model on synthetic images, or a GPT of
 GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing; nor
-do those through Accelerate and Lightning Fabric.
-Motley loads, augments and copies every sample, measures, logs the GPU and writes a record a step.
-Repeats are interleaved; a rate is the median over repeats, its spread (largest - smallest) /
+do those through Accelerate and Lightning Fabric. Motley loads, augments and copies every sample,
+measures, logs the GPU and writes a record a step; so short a run it compiles only when it is told
+to. Repeats are interleaved; a rate is the median over repeats, its spread (largest - smallest) /
 median. Without a GPU it runs on the CPU with a small model, to try it.
 """
 
@@ -56,6 +56,8 @@ def bare_loop(options: argparse.Namespace) -> float:
     net, loss_of = (text if options.task == "text" else images)(options, device)
     peer, _, compiled = options.bare.partition("-")
     if compiled:
+        if peer in PACKAGES:  # Fabric has to see how a model is compiled
+            importlib.import_module(PACKAGES[peer])
         net = torch.compile(net)
     optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.05, fused=True)
     net, optimizer, backward = PEERS[peer](net, optimizer, options.precision)
