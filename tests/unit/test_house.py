@@ -35,8 +35,8 @@ ROOMS = {
     ),
     "config": "option numbers options parser",
     "data": (
-        "batch source images shards dataset datasets/* mixing transforms order loader_memory keyed "
-        "loader"
+        "batch source images shards packed_file packer dataset datasets/* mixing transforms order "
+        "loader_memory keyed loader"
     ),
     "tasks": (
         "ghost_batch_norm compiled blocks task classifiers corpus gpt hf_model hf_tokens lora "

@@ -34,6 +34,7 @@ class Images:
         augment: a shifted or mirrored image is still of its class. Not so for digits: one
             of 8 pixels is far to shift, and costs 2 points of accuracy.
         name_of: how to call training image ``index`` in an error.
+        identity: a hash of all of them, where it is known: a run goes on with the same alone.
     """
 
     train: Source
@@ -45,6 +46,7 @@ class Images:
     native_size: int | None
     augment: bool = True
     name_of: Callable[[Source, int], str] = field(default=lambda source, index: f"image {index}")
+    identity: str = ""
 
 
 class InMemory:

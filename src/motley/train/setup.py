@@ -17,6 +17,7 @@ from motley.config.numbers import Duration
 from motley.config.options import Config
 from motley.data.loader import Loader
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
+from motley.errors import MotleyError
 from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
@@ -117,6 +118,7 @@ def begin(
     """
     if group.rank is None or model is None:
         return None
+    check_samples(config, group.workers)
     fresh = not run.resume_from and kept is None
     job = assemble(run, group, planned, config, engine_factory, model, monitor, fresh)
     if kept is not None:
@@ -128,6 +130,19 @@ def begin(
         budget.check()
     said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
     return Begun(job, state, [*((kind, text, {}) for kind, text in said), *job.notes], budget)
+
+
+def check_samples(config: Config, workers: Sequence[Worker]) -> None:
+    """Raise MotleyError unless all ranks learn from the same, as far as their task can tell."""
+    first, *others = all_gather_object(identity_of(config))
+    for worker, other in zip(workers[1:], others, strict=True):
+        unlike = [name for name in first if other.get(name) != first[name]]
+        if unlike:
+            raise MotleyError(
+                f"rank {worker.rank} on {worker.host} has other data than rank {workers[0].rank} "
+                f"on {workers[0].host}: their {', '.join(unlike)} differ; bring the same files to "
+                "all hosts"
+            )
 
 
 def assemble(

@@ -344,7 +344,8 @@ class ImageTask(Task):
 
     def identity(self) -> dict[str, Any]:
         """See Task."""
-        return {"img_size": self.size}
+        known = {"images_sha256": self.images.identity} if self.images.identity else {}
+        return {"img_size": self.size, **known}
 
     def title(self) -> str:
         """See Task."""

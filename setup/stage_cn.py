@@ -1,0 +1,218 @@
+"""The door of setup/stage_cn.sh; its -h explains it."""
+
+import argparse
+import getpass
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cn import Parser, ask_all, many, print_troubles, read_hostfile, run, table
+from cn_bar import Bar
+from stage_blocks import said, size_of
+from stage_copy import Copied, Source, Target, copy, full, look, read_source
+
+from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.login import is_here
+from motley.data.packed_file import BEGIN, JPEG, PIXELS, SUFFIX, Packed, open_packed
+from motley.data.packer import Folder, Keep, bytes_of, list_folder, pack
+from motley.errors import HostTrouble, MotleyError
+
+LOOK_S, DAY_S = 40, 86400
+HERE = "localhost"
+
+
+def main(words: Sequence[str]) -> int:
+    """Pack and copy; 1 if some host has no copy, or one that is too slow."""
+    options = parse(words)
+    folder, keep = list_folder(options.data_dir), Keep(options.keep, options.longest)
+    path = options.to / file_name(options.data_dir, keep)
+    hosts = [host.name for host in read_hostfile(options)]
+    here = look(HERE, path)
+    packed, why = packed_before(path, folder, keep)
+    size = path.stat().st_size if packed else estimate(folder, keep)
+    check_budget(size, options)
+    seen = ask_all(hosts, lambda host: look(host, path), LOOK_S)
+    targets, troubles = split(seen)
+    away = [host for host in targets if not is_here(host)]
+    lack = {host: full(host, path, targets[host], size) for host in away
+            if targets[host].lacks(size)}  # fmt: skip
+    if not packed and here.free < size:
+        raise full("this machine", path, here, size)
+    troubles |= lack
+    if options.dry_run:
+        print(table(("host", "free", str(path)), plan_rows(seen, lack, size, bool(packed))))
+        print_troubles(troubles)
+        return 1 if troubles else 0
+    if packed is None:
+        packed = pack_now(folder, keep, path, options.jobs, size, why)
+    copied, failed = split(copy_all([host for host in targets if host not in lack], packed))
+    troubles |= failed | slow(copied, options.needs)
+    report(copied, packed, not why)
+    print_troubles(troubles)
+    return 1 if troubles else 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options, checked before anything begins."""
+    parser = Parser("stage_cn")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--to", type=Path, default=Path(f"/var/tmp/motley-{getpass.getuser()}"))
+    parser.add_argument("--longest", type=int)
+    parser.add_argument("--keep", choices=(PIXELS, JPEG), default=PIXELS)
+    parser.add_argument("--budget", type=size_of)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--needs", type=float, default=0.0)
+    options = parser.parse_args(words)
+    if not options.to.is_absolute():
+        raise MotleyError(f"--to {options.to}: give a whole path, which is the same on all hosts")
+    for name, least in (("longest", 8), ("jobs", 1)):
+        if (value := getattr(options, name)) is not None and value < least:
+            raise MotleyError(f"--{name} {value}: give {least} or more")
+    options.data_dir = options.data_dir.resolve()
+    return options
+
+
+def file_name(folder: Path, keep: Keep) -> str:
+    """What the file is called: the folder, and how its images are kept."""
+    word = re.sub(r"[^A-Za-z0-9._-]", "_", folder.name).strip(".-") or "images"
+    words = [word, *([str(keep.longest)] if keep.longest else []), *([JPEG] * (keep.kind == JPEG))]
+    return "-".join(words) + SUFFIX
+
+
+def packed_before(path: Path, folder: Folder, keep: Keep) -> tuple[Packed | None, str]:
+    """The file, if it is there and of these images; else why it is made now.
+
+    Raises:
+        MotleyError: it is of another folder.
+    """
+    if not path.exists():
+        return None, "it is not there yet"
+    try:
+        packed = open_packed(path)
+    except MotleyError as error:
+        return None, str(error).partition(";")[0]
+    about = packed.about
+    if about.source != str(folder.root):
+        raise MotleyError(
+            f"{path} is of the images of {about.source}, not of {folder.root}; choose another "
+            "folder with --to, or remove it"
+        )
+    if (about.files, about.kept, about.longest) != (folder.files, keep.kind, keep.longest):
+        return None, "the images have changed since it was packed"
+    return packed, ""
+
+
+def estimate(folder: Folder, keep: Keep) -> int:
+    """Bytes that the file will have; says them, and what the other kind would take."""
+    count = len(folder.paths)
+    sizes = {kind: bytes_of(folder, Keep(kind, keep.longest)) for kind in (PIXELS, JPEG)}
+    texts = [
+        f"as {kind} {'' if kind == PIXELS else 'about '}{said(size / count)} an image, {said(size)}"
+        for kind, size in sizes.items()
+    ]
+    shrunk = f"of {keep.longest} pixels at most" if keep.longest else "not shrunk"
+    print(f"{many(count, 'image')}, {shrunk}: {'; '.join(texts)}")
+    return sizes[keep.kind] + 64 * count + 65536  # and what is told of them
+
+
+def check_budget(size: int, options: argparse.Namespace) -> None:
+    """Raise MotleyError if the file is too large."""
+    if options.budget is not None and size > options.budget:
+        raise MotleyError(
+            f"{said(size)} are more than --budget {said(options.budget)}; make it smaller with "
+            f"--longest PIXELS{'' if options.keep == JPEG else ' or --keep jpeg'}"
+        )
+
+
+def plan_rows(
+    seen: Mapping[str, Target | HostTrouble],
+    lack: Mapping[str, HostTrouble],
+    size: int,
+    is_packed: bool,
+) -> list[tuple[str, str, str]]:
+    """What would be done on each host."""
+    rows = []
+    for host, target in seen.items():
+        if isinstance(target, HostTrouble):
+            rows.append((host, "", target.kind))
+        elif is_here(host):
+            rows.append((host, said(target.free), "is there" if is_packed else "would be packed"))
+        elif host in lack:
+            rows.append((host, said(target.free), lack[host].kind))
+        elif is_packed and target.whole == size:
+            rows.append((host, said(target.free), "is there; would be checked"))
+        else:
+            rest = f", {said(target.part)} are there" if target.part else ""
+            rows.append((host, said(target.free), f"would be copied{rest}"))
+    return rows
+
+
+def pack_now(folder: Folder, keep: Keep, path: Path, jobs: int, size: int, why: str) -> Packed:
+    """Make the file here, and say which images could not be read."""
+    print(f"packing {path}: {why}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Bar("packing", size) as bar:
+        unreadable = pack(folder, keep, path, jobs, bar.at)
+    for each in unreadable[:5]:
+        print(f"cannot be read, and is told so in training: {each}")
+    if len(unreadable) > 5:
+        print(f"and {len(unreadable) - 5} more")
+    return open_packed(path)
+
+
+def copy_all(hosts: Sequence[str], packed: Packed) -> Mapping[str, Copied | HostTrouble]:
+    """To all hosts at once."""
+    end = len(packed.content)
+    with Bar("checking", packed.path.stat().st_size) as bar:
+        source: Source = read_source(packed.path, (BEGIN, end, packed.about.images_sha256), bar.at)
+    with Bar("copying", source.size * len(hosts)) as bar:
+        return run_on_all(
+            hosts, lambda host: copy(host, source, sample_bytes(packed), _part(bar)), DAY_S
+        )
+
+
+def sample_bytes(packed: Packed) -> int:
+    """Bytes of an image, in the mean."""
+    return max(1, int(packed.rows[:, 1].mean()))
+
+
+def _part(bar: Bar) -> Callable[[str, int], None]:
+    return lambda host, size: bar.at(size, host)
+
+
+def slow(copied: Mapping[str, Copied], needs: float) -> dict[str, HostTrouble]:
+    """Hosts whose disks give fewer images/s than their GPUs take."""
+    return {
+        host: HostTrouble(
+            "slow disk",
+            f"{host} reads {each.rate:,.0f} images/s from its disk, and {needs:,.0f} are needed",
+            "put the file on a faster disk with --to (/dev/shm is memory), or make it smaller with "
+            "--longest PIXELS or --keep jpeg; what fits in memory is read from the disk once",
+        )
+        for host, each in copied.items()
+        if each.rate is not None and each.rate < needs
+    }  # fmt: skip
+
+
+def report(copied: Mapping[str, Copied], packed: Packed, was_packed: bool) -> None:
+    """One table, and how to train from it."""
+    size = packed.path.stat().st_size
+    rows = [
+        (
+            host, said(each.sent), f"{each.seconds:.1f}",
+            f"{each.sent / 1e6 / each.seconds:.0f}" if each.sent else "", said(size - each.sent),
+            "" if each.rate is None else f"{each.rate:,.0f} images/s",
+        )
+        for host, each in copied.items()
+    ]  # fmt: skip
+    if rows:
+        columns = ("host", "sent", "seconds", "MB/s", "already there", "its disk reads")
+        print(table(columns, rows))
+    if was_packed and not any(each.sent for each in copied.values()):
+        print("already done")
+    print(f"\ntrain from it with: --dataset packed --data-dir {packed.path}")
+
+
+if __name__ == "__main__":
+    run(main)

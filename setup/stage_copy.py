@@ -1,0 +1,251 @@
+"""Copies one packed file to a host, block by block: what it has already is not sent again."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cn import VENV
+from cn_report import printable
+from stage_blocks import BLOCK, Run, blocks_of, bytes_in, missing, said
+
+from motley.cluster.shell import Finished
+from motley.cluster.ssh import Remote, connect
+from motley.errors import HostTrouble, MotleyError
+
+_SCRIPT = Path(__file__).with_name("stage_host.sh")
+_AT_ONCE = 16  # blocks that are sent before it is seen whether the host keeps up
+_SLOWEST = 1e6  # bytes/s of a host or link that is still waited for
+_LOOK_S = 30
+
+# Prints how many samples/s are read at random places: $1 file, $2 bytes of a sample.
+_READ = """
+import os, random, sys, time
+file, size = os.open(sys.argv[1], os.O_RDONLY), max(1, int(sys.argv[2]))
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+os.fsync(file)
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+most = max(1, os.fstat(file).st_size - size)
+dice, start, done = random.Random(0), time.perf_counter(), 0
+while done < 400 and time.perf_counter() < start + 2:
+    os.pread(file, size, dice.randrange(most))
+    done += 1
+print(done / (time.perf_counter() - start))
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a host has where a file is to go.
+
+    Attributes:
+        free: bytes. whole, part: of the file, and of a copy that was cut; None: there is none.
+    """
+
+    free: int
+    whole: int | None = None
+    part: int | None = None
+
+    def lacks(self, size: int) -> int:
+        """Bytes of room that are missing, for a file of this size."""
+        if self.whole == size:  # most likely the same one
+            return 0
+        return max(0, size - (self.part or 0) - self.free)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file here, and the hash of each of its blocks."""
+
+    path: Path
+    size: int
+    hashes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What came of it: bytes that were sent, and the seconds that it took.
+
+    Attributes:
+        rate: samples/s that its disk gives to one reader; None: it has no environment to ask.
+    """
+
+    sent: int
+    seconds: float
+    rate: float | None
+
+
+def look(host: str, path: Path) -> Target:
+    """See what is there; HostTrouble where nothing may be written."""
+    with connect(host) as remote:
+        done = _run(remote, "look", path, 0, limit=_LOOK_S)
+    found = dict(line.partition("=")[::2] for line in done.output.splitlines())
+    if "not" in found:
+        raise HostTrouble(
+            "not ours", f"{host}: {printable(found['not'])}",
+            "move it away, or choose another folder with --to",
+        )  # fmt: skip
+    try:
+        return Target(**{name: int(number) for name, number in found.items()})
+    except (TypeError, ValueError):
+        raise HostTrouble(
+            "no shell", f"{host} lets us in but does not run our script ({_last(done)})",
+            f"see what its login shell does: ssh -- {host} echo hello",
+        ) from None  # fmt: skip
+
+
+def full(host: str, path: Path, target: Target, size: int) -> HostTrouble:
+    """What is said of a host without room."""
+    return HostTrouble(
+        "full",
+        f"{host} has {said(target.free)} free where {path} is to go, and {said(size)} are needed",
+        "free some space there, choose another folder with --to, or make it smaller with "
+        "--longest PIXELS or --keep jpeg",
+    )
+
+
+def read_source(path: Path, images: tuple[int, int, str], tell: Callable[[int], None]) -> Source:
+    """Hash a file here.
+
+    Args:
+        images: where they begin and end in it, and their SHA-256.
+        tell: is called with the bytes read so far.
+
+    Raises:
+        MotleyError: the images are no longer those that were packed.
+    """
+    begin, end, wanted = images
+    size, whole = path.stat().st_size, hashlib.sha256()
+    hashes = []
+    with path.open("rb") as file:
+        for number in range(blocks_of(size)):
+            at, block = number * BLOCK, file.read(BLOCK)
+            hashes.append(hashlib.sha256(block).hexdigest())
+            whole.update(memoryview(block)[max(0, begin - at) : max(0, end - at)])
+            tell(at + len(block))
+    if whole.hexdigest() != wanted:
+        raise MotleyError(
+            f"{path} is damaged: its images have another hash than when they were packed; remove "
+            "it, run the same command again, and see whether this disk is well"
+        )
+    return Source(path, size, hashes)
+
+
+def copy(host: str, source: Source, sample: int, tell: Callable[[str, int], None]) -> Copied:
+    """Bring a file to a host, to the same path, and see how fast its disk reads.
+
+    Args:
+        sample: bytes of one.
+        tell: is called with the host and its bytes that are right there so far.
+
+    Raises:
+        HostTrouble: it could not be copied. What arrived stays for the next time.
+    """
+    with connect(host) as remote:
+        done = _Copying(remote, source, lambda size: tell(host, size))
+        start = time.monotonic()
+        sent = 0 if remote.here else done.bring()
+        seconds = time.monotonic() - start
+        tell(host, source.size)
+        return Copied(sent, seconds, _rate(remote, source.path, sample))
+
+
+class _Copying:
+    """One host, and which blocks are right there."""
+
+    def __init__(self, remote: Remote, source: Source, tell: Callable[[int], None]) -> None:
+        self._remote, self._source, self._tell = remote, source, tell
+        self._right: dict[int, str] = {}
+        self._bytes = 0
+        self._is_part = False  # they are of a copy that was cut
+
+    def bring(self) -> int:
+        """Send what is missing; how many bytes that was."""
+        size, hashes, sent = self._source.size, self._source.hashes, 0
+        self._look("hash")
+        if not self._is_part and len(self._right) < len(hashes):  # another file of this size
+            self._look("hash-part")
+        for run in list(missing(hashes, self._right, _AT_ONCE)):
+            self._send(run)
+            sent += bytes_in(run, size)
+        if self._is_part:
+            self._do("finish", limit=600)
+        return sent
+
+    def _look(self, what: str) -> None:
+        self._right, self._bytes = {}, 0
+        self._do(what, limit=_LOOK_S + 2 * self._source.size / 1e7)
+
+    def _send(self, run: Run) -> None:
+        """Write some blocks there, and compare what the disk then has."""
+        size = bytes_in(run, self._source.size)
+        with self._source.path.open("rb") as file:
+            file.seek(run.first * BLOCK)
+            limit = _LOOK_S + size / _SLOWEST
+            self._do("write", run, payload=_Piece(file, size), limit=limit)
+        if any(number not in self._right for number in range(run.first, run.last + 1)):
+            raise self._trouble("what its disk holds is not what was sent")
+
+    def _do(self, what: str, *words: object, limit: float, payload: "_Piece | None" = None) -> None:
+        done = _run(
+            self._remote, what, self._source.path, self._source.size, *words, payload=payload,
+            limit=limit, tell=self._hear,
+        )  # fmt: skip
+        if done.code:
+            raise self._trouble(_last(done))
+
+    def _hear(self, line: str) -> None:
+        word, _, digest = line.partition(" ")
+        hashes = self._source.hashes
+        if word == "part":
+            self._is_part = True
+        elif word.isdecimal() and int(word) < len(hashes) and digest == hashes[int(word)]:
+            number = int(word)
+            self._right[number] = digest
+            self._bytes += bytes_in(Run(number, number), self._source.size)
+            self._tell(self._bytes)
+
+    def _trouble(self, why: str) -> HostTrouble:
+        return HostTrouble(
+            "not copied",
+            f"{self._remote.host} could not take {self._source.path} ({why})",
+            "put that right, then run the same command again: it goes on from there",
+        )
+
+
+class _Piece:
+    """The next bytes of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._left = file, size
+
+    def read(self, most: int) -> bytes:
+        """The next ones; empty at the end."""
+        data = self._file.read(min(most, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _run(
+    remote: Remote, what: str, path: Path, size: int, *words: object, limit: float,
+    payload: _Piece | None = None, tell: Callable[[str], None] | None = None,
+) -> Finished:  # fmt: skip
+    return remote.run(
+        _SCRIPT.read_text(), what, path.parent, path.name, remote.host, BLOCK, size, *words,
+        payload=payload, limit=limit, tell=tell,
+    )  # fmt: skip
+
+
+def _rate(remote: Remote, path: Path, sample: int) -> float | None:
+    done = remote.run('"$1/bin/python" -c "$2" "$3" "$4"', VENV, _READ, path, sample)
+    try:
+        return float(done.output)
+    except ValueError:
+        return None
+
+
+def _last(done: Finished) -> str:
+    lines = (done.output + done.errors).strip().splitlines()
+    return printable(lines[-1]) if lines else "it says nothing"

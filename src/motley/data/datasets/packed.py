@@ -1,0 +1,98 @@
+"""A folder's images in one file on each host's own disk, as setup/stage_cn.sh makes it."""
+
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motley.data.dataset import Dataset
+from motley.errors import MotleyError
+
+if TYPE_CHECKING:
+    from motley.data.images import Images
+    from motley.data.packed_file import Packed
+
+_STALE = "MOTLEY_STALE_PACK"
+
+
+class _Part:
+    """Images of a packed file from one number to before another."""
+
+    def __init__(self, packed: "Packed", begin: int, end: int) -> None:
+        self._packed, self.begin = packed, begin
+        self._rows = packed.rows[begin:end]
+
+    @property
+    def targets(self) -> list[int]:
+        """The labels, as torchvision calls them."""
+        found: list[int] = self._rows[:, 4].tolist()
+        return found
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """An image as :class:`motley.data.images.Images` has it, and its label.
+
+        Pixels are not copied: [C, H, W] is another view of [H, W, C], as torchvision makes it of
+        PIL's, so that transforms find the same numbers in the same order.
+        """
+        import torch
+        from PIL import Image
+
+        from motley.data.packed_file import PIXELS
+        from motley.data.source import UnreadableSample
+
+        begin, size, height, width, label = self._rows[index].tolist()
+        if not size:
+            why = self._packed.about.unreadable.get(self.begin + index, "it was not read")
+            raise UnreadableSample(f"when it was packed: {why}")
+        content = self._packed.content[begin : begin + size]
+        if self._packed.about.kept == PIXELS:
+            return torch.from_numpy(content.reshape(height, width, 3)).permute(2, 0, 1), label
+        return Image.open(BytesIO(content.tobytes())).convert("RGB"), label
+
+
+def _open(place: Path, img_size: int) -> "Images":
+    from motley.data.images import Images
+    from motley.data.packed_file import open_packed
+    from motley.data.packer import has_changed
+
+    packed = open_packed(_file(place))
+    about = packed.about
+    if not os.environ.get(_STALE) and has_changed(about):
+        raise MotleyError(
+            f"{packed.path} was packed of {about.source}, whose images have changed since; pack "
+            f"them again with: bash setup/stage_cn.sh --data-dir {about.source}, or set {_STALE}=1 "
+            "to train on those that are packed"
+        )
+    train, test = (
+        _Part(packed, begin, end)
+        for begin, end in ((0, about.train), (about.train, len(packed.rows)))
+    )
+    return Images(
+        train, test, classes=len(about.classes), channels=3,
+        mean=None, std=None, native_size=None, identity=packed.identity,
+        name_of=lambda source, index: f"image {source.begin + index} of {packed.path}",  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+def _file(place: Path) -> Path:
+    """The file itself, or the only one of its kind in a folder."""
+    from motley.data.packed_file import SUFFIX
+
+    if not place.is_dir():
+        return place
+    found = sorted(place.glob(f"*{SUFFIX}"))
+    if len(found) != 1:
+        names = f"{len(found)} files: {', '.join(each.name for each in found[:5])}"
+        raise MotleyError(
+            f"--data-dir {place} has {names if found else 'no file'} of the kind NAME{SUFFIX}; "
+            + ("name one of them" if found else "make it with: bash setup/stage_cn.sh")
+        )
+    return found[0]
+
+
+DATASETS = (
+    Dataset("packed", "is a file of setup/stage_cn.sh, in or at --data-dir on each host", _open),
+)
