@@ -156,7 +156,7 @@ def connect(
 
     Args:
         password: use this alone, no key.
-        key: use this private key alone. Without either: all that ssh would try unasked.
+        key: use this private key alone. Without either: all that ssh would try unasked, or Slurm.
         known: take this for its host key if no known_hosts file holds one.
 
     Raises:
@@ -164,7 +164,7 @@ def connect(
     """
     if is_here(host):
         return Remote(host, None)
-    if host in allocated_nodes():
+    if password is None and key is None and host in allocated_nodes():
         return Remote(host, None, on_node(host))
     login = login_of(host)
     client = _client(login, known)
