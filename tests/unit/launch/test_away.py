@@ -121,8 +121,9 @@ def test_before_the_first_step_there_is_nothing_to_agree_on() -> None:
 
 
 def test_a_signal_goes_to_who_has_a_handler_for_it_alone() -> None:
-    code = "import signal, time; {} print(1, flush=True); time.sleep(60)"
-    handler = f"signal.signal({int(LEAVE_SIGNAL)}, lambda *_: print(2, flush=True));"
+    code = "import os, signal, time; {} print(1, flush=True); time.sleep(60)"
+    # Not print(), which the signal may have interrupted.
+    handler = f"signal.signal({int(LEAVE_SIGNAL)}, lambda *_: os.write(1, b'2' + bytes([10])));"
     for text, caught in ((code.format(""), False), (code.format(handler), True)):
         with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as process:
             assert process.stdout and process.stdout.readline() == b"1\n"
