@@ -21,8 +21,8 @@ ENGINES = {
 }  # fmt: skip
 
 
-def statistics(run: Trained) -> dict[str, torch.Tensor]:
-    tensors, _ = load_checkpoint(run.folder / "checkpoints" / "step_00000002")
+def statistics(run: Trained, step: int = 2) -> dict[str, torch.Tensor]:
+    tensors, _ = load_checkpoint(run.folder / "checkpoints" / f"step_{step:08d}")
     return {name: value for name, value in tensors.items() if "running_" in name or "num_b" in name}
 
 
@@ -54,6 +54,20 @@ def test_a_planned_resnet_goes_on_on_other_ranks(module_jobs: Jobs, alone: Train
     assert all(count % 8 == 0 for count in half.run["plan"]["counts"])
     then = module_jobs.train(3, ZERO, "planned", *RESNET, "--stage", 1, "--resume", "auto")
     assert then.losses == pytest.approx(alone.losses, rel=1e-4)
+
+
+def test_those_who_are_left_keep_what_their_batch_norms_have_seen(module_jobs: Jobs) -> None:
+    words = (*RESNET, "--max-steps", 8, "--shares", "3,3,2")
+    alone = module_jobs.train(1, DDP, "eight alone", *words[:-2])
+    place = ("--logs", module_jobs.logs, "--run", "left")
+    fault = ("--survive", "--fail", "killed", "--step", 6, "--on", 1)
+    done = module_jobs.fork(3, "tests/support/drivers/failing.py", *fault, *place, *words)
+    assert "on with 2 of 3 ranks" in done.output, done.output
+    run = Trained(module_jobs.logs / "left", done)
+    expected, found = statistics(alone, 8), statistics(run, 8)
+    for key, value in found.items():  # of what is lost, others' samples tell as much
+        torch.testing.assert_close(value, expected[key], rtol=0.1, atol=0.02, msg=key)
+    assert expected["model.bn1.num_batches_tracked"] == 8
 
 
 def test_a_batch_of_broken_groups_is_refused_before_anything_is_trained(jobs: Jobs) -> None:

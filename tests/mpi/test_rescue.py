@@ -39,13 +39,13 @@ def test_the_run_goes_on_from_the_last_finished_step(
     ranks = 2 if then[0] == ZERO else 3
     run = module_jobs.train(ranks, then[0], name, *WORDS, *then[1:], "--resume", "auto")  # type: ignore[arg-type]
     assert f"at step {STEP}" in run.done.output
-    found = [step["loss"] for step in run.steps(survivor)]
+    found = [step["loss"] for step in run.steps()]
     if ranks == 3:  # the same ranks: to the bit
         assert found == unbroken.losses
         assert run.run["result"]["ema_loss"] == unbroken.run["result"]["ema_loss"]
     else:
         assert found == pytest.approx(unbroken.losses, rel=2e-6)
-    assert [step["step"] for step in run.steps(survivor)] == list(range(30))
+    assert [step["step"] for step in run.steps()] == list(range(30))
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,11 @@ def test_the_run_goes_on_from_the_last_finished_step(
     [
         (2, ()),
         (1, ()),
+        (0, ()),
         (2, ("--wire", "bf16")),
         (2, ("--micro-batch", "40,20,9", "--hosts", "all", "--replan", "off")),
     ],
-    ids=["the last", "one between", "another wire", "values for each rank"],
+    ids=["the last", "one between", "rank 0", "another wire", "values for each rank"],
 )
 def test_those_who_are_left_go_on_by_themselves(
     module_jobs: Jobs, unbroken: Trained, lost: int, words: tuple[object, ...]

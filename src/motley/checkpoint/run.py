@@ -56,6 +56,10 @@ class Run:
     def of_survivors(self, world: World) -> None:
         """The same run, of those who are left; it continues from what they hold."""
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
+        if world.rank == 0 and not self._first:
+            self._first = True
+            told = [event for event in self.folder.read_events() if event["event"] == "unreadable"]
+            self._unreadable = {event["sample"] for event in told}
 
     def _take(self) -> None:
         if self._lock is None:

@@ -30,12 +30,14 @@ class Kept:
     Attributes:
         state: where training stood. plan: how a full batch was split then.
         found: parameters, optimizer and what belongs to them, on the CPU. scale: of the loss.
+        seen: what its batch norms have, since all ranks' were united.
     """
 
     state: TrainState
     plan: Plan
     found: State
     scale: dict[str, Any]
+    seen: dict[str, Tensor]
 
 
 def save(
@@ -119,17 +121,24 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
     Returns:
         As :func:`resume`.
     """
-    if engine.diverges:
-        return _unite(engine, kept)
-    steps = [int(step) for (step,) in all_gather_floats([float(kept.state.step)])]
-    newest, state = steps.index(max(steps)), kept.found
+    state, notes = _unite(engine, kept) if engine.diverges else (_newest(engine, kept), [])
+    return state, [*notes, *engine.load_own_state({})]
+
+
+def _newest(engine: Engine, kept: Kept) -> TrainState:
+    # Of the same step, those who have united what their batch norms had seen are ahead.
+    own = float(kept.state.step), -float(kept.seen.get("steps", 0))
+    told = all_gather_floats(own)
+    newest, state = told.index(max(told)), kept.found
+    position: TrainState
     position, plain, scale = all_gather_object((kept.state, state.plain, kept.scale))[newest]
-    if min(steps) < max(steps):
+    if min(told) < max(told):
         tensors = state.tensors if dist.get_rank() == newest else {}
         state = State(spread(tensors, engine.device, newest), plain)
     engine.load_state(state)
     engine.scale.load_state_dict(scale)
-    return position, engine.load_own_state({})
+    engine.unite_seen({} if own[1] < told[newest][1] else kept.seen)  # it is in there already
+    return position
 
 
 def _unite(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
@@ -137,13 +146,14 @@ def _unite(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
     engine.load_state(kept.found)
     engine.scale.load_state_dict(kept.scale)
     engine.unite()
+    engine.unite_seen(kept.seen)
     steps = [position.step for position in positions]
     where = f"{min(steps)} to {max(steps)}" if min(steps) < max(steps) else f"{steps[0]}"
     note = (
         f"continuing from the mean of those who are left, at their steps {where}; what the lost "
         "rank had learned and not yet sent is lost"
     )
-    return positions[0], [note, *engine.load_own_state({})]
+    return positions[0], [note]
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:

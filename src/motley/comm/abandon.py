@@ -17,23 +17,31 @@ _ABORT = getattr(dist.distributed_c10d, "_abort_process_group")  # noqa: B009  #
 
 def connections() -> frozenset[int]:
     """The TCP connections of this process, by their inodes."""
-    return frozenset(os.fstat(each.fileno()).st_ino for each in _connections())
+    return frozenset(map(_inode, _connections()))
 
 
-def abandon_group(since: Collection[int], hosts: Collection[str]) -> None:
+def abandon_group(
+    since: Collection[int], others: Collection[socket.socket], hosts: Collection[str]
+) -> None:
     """Break the process group, so that whoever waits in it is free.
 
     Args:
         since: :func:`connections` before it was made; these stay.
+        others: they stay too.
         hosts: addresses of the machines that compute; connections to others stay.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         _ABORT()
+    stay = {*since, *(_inode(each) for each in others if each.fileno() >= 0)}
     for each in _connections():
         peer, *_ = each.getpeername()
-        if os.fstat(each.fileno()).st_ino not in since and peer in hosts:
+        if _inode(each) not in stay and peer in hosts:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def _inode(each: socket.socket) -> int:
+    return os.fstat(each.fileno()).st_ino
 
 
 def _connections() -> Iterator[socket.socket]:

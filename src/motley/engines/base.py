@@ -285,6 +285,15 @@ class EngineBase:
     def _average_state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return self.average.state(keep) if self.average else {}
 
+    def seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """See :class:`Engine`."""
+        return self._model.statistics.state(keep) if self._model.statistics else {}
+
+    def unite_seen(self, seen: dict[str, Tensor]) -> None:
+        """See :class:`Engine`."""
+        if self._model.statistics:
+            self._model.statistics.go_on(seen)
+
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""
         return {}

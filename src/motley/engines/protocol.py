@@ -148,6 +148,17 @@ class Engine(Protocol):
     def own_state(self) -> dict[str, Tensor]:
         """What this rank alone holds (error feedback of a wire mode), on the CPU."""
 
+    def seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """What this rank's batch norms have seen since :meth:`sync_parameters`; empty without any.
+
+        Args:
+            keep: what to take of each tensor.
+        """
+
+    def unite_seen(self, seen: dict[str, Tensor]) -> None:
+        """Unite what those who are left have :meth:`seen`, now that another rank is lost; all of
+        them call it, after :meth:`load_state`."""
+
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """Continue from :meth:`own_state` of the same rank of as many ranks.
 

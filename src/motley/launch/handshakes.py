@@ -4,6 +4,8 @@ Rank 0's port is open to a whole network while a training runs, so port scanners
 other people's programs connect to it too. Of a stranger rank 0 reads no more bytes than the
 greeting of a rank begins with, parses none of them, says nothing, waits a few seconds, and keeps a
 few dozen at once: whoever comes then takes the place of the one that has waited longest.
+
+Every rank has such a port, and hears nobody there while it is not the first.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ def greeting(token: str, rank: int, host: str) -> bytes:
     """What a rank says first; it begins with :func:`_opening`.
 
     Args:
-        rank: -K: not rank K itself, but what outlives it on its host.
+        rank: ~K: not rank K itself, but what outlives it on its host.
     """
     return encode({"token": token, "rank": rank, "host": host})
 
@@ -38,11 +40,25 @@ def _opening(token: str) -> bytes:
 
 
 @dataclass(frozen=True)
+class Listening:
+    """Where a rank hears the others when it is the first.
+
+    Attributes:
+        token: that a rank says first. host: name of its machine.
+    """
+
+    address: str
+    port: int
+    token: str
+    host: str
+
+
+@dataclass(frozen=True)
 class Arrival:
     """A rank that has said the token.
 
     Attributes:
-        rank: -K: what outlives rank K says that its host lives, and waits until the job ends.
+        rank: ~K: what outlives rank K says that its host lives, and waits until the job ends.
         pending: what else it has said already. messages: for what it will say.
     """
 
@@ -61,23 +77,33 @@ class _Stranger:
 
 
 class Handshakes:
-    """What comes in at rank 0's port.
+    """What comes in at a rank's port.
 
     Args:
-        listener: the port, open.
-        ranks: who is to come, each of them once.
+        listener: the port, open. host: name of this machine.
+        size: number of ranks; what outlives any of them may come.
 
     Attributes:
-        token: that a rank says first. address: of the port.
+        listening: what to tell the ranks that are to come.
     """
 
-    def __init__(self, listener: socket.socket, ranks: Collection[int]) -> None:
-        self.token = secrets.token_hex(16)
-        self._opening = _opening(self.token)
-        self._ranks, self._awaited = frozenset(ranks), set(ranks)
-        self._listener, self.address = listener, listener.getsockname()
+    def __init__(self, listener: socket.socket, host: str, size: int) -> None:
+        address, port = listener.getsockname()
+        self.listening = Listening(address, port, secrets.token_hex(16), host)
+        self._opening = _opening(self.listening.token)
+        self._size, self._awaited = size, set[int]()
+        self._listener = listener
         listener.setblocking(False)
         self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """Who is to come, each of them once."""
+        self._awaited = set(ranks)
+
+    @property
+    def lines(self) -> list[socket.socket]:
+        """To those who have not said yet who they are."""
+        return list(self._strangers)
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have ``selector`` tell when :meth:`arrivals` has something to do."""
@@ -145,7 +171,7 @@ class Handshakes:
             return None
         first, *pending = messages
         rank, host = first.get("rank"), str(first.get("host"))
-        if type(rank) is not int or not (rank in self._awaited or -rank in self._ranks):
+        if type(rank) is not int or not (rank in self._awaited or 0 <= ~rank < self._size):
             self._hang_up(line)
             return None
         self._awaited.discard(rank)

@@ -90,7 +90,8 @@ class _Told:
         ended: the rank leaves by itself. folder: of the run; on rank 0.
         hosts: the lowest rank of each, by name and by address; on rank 0.
         segments, session: see motley.launch.job_files.
-        supervisor: of rank 0: address, port and token; on other ranks.
+        supervisor: whom to tell that this host outlives the rank: address, port and token; None
+            where the others could not go on without it.
         timeout_s: that the launcher may take to end.
     """
 
@@ -180,12 +181,12 @@ def _main() -> None:
 
 
 def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
-    """Tell rank 0 that this host lives, though its rank does not, and wait while the others train:
-    mpirun's daemon serves their job still."""
+    """Tell who is the first now that this host lives, though its rank does not, and wait while the
+    others train: mpirun's daemon serves their job still."""
     with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
-        line.sendall(greeting(token, -rank, host))
+        line.sendall(greeting(token, ~rank, host))
         line.settimeout(None)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # rank 0's host may go too
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # that host may go too
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

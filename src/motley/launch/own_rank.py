@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from motley.faults import Fault
 from motley.launch.dead_links import dead_peers
+from motley.launch.handshakes import Listening
 from motley.launch.launcher_reaper import LauncherReaper
 from motley.launch.pause import REQUESTS, OwnPause, request_of
-from motley.launch.survivors import Survivors
+from motley.launch.survivors import Survivors, machines_of
 from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
 
 _LINKS_S = 2.0  # between looks at what this process's connections do
@@ -40,7 +41,10 @@ class OwnRank:
         free: has the training's thread leave a collective that waits for the lost rank.
         freeing: does so; until it has, the group must not be left in another way.
         group: how often this rank has gone on without others; what was said before is void.
+        machines: which machine each rank is on, by its lowest rank.
+        listening: where each rank hears the others when it is the first.
         standby: it speaks when rank 0 cannot.
+        survives: mpirun lets ranks outlive one of them. without_first: and rank 0 too.
         survivors: with whom the training's thread is to go on, until it does; None: all is well.
         gathered: what :meth:`Supervisor.gather` waits for; None: in vain.
         pause: where this rank stops, if somebody has asked for it.
@@ -63,7 +67,9 @@ class OwnRank:
         self.free: Callable[[], None] = lambda: None
         self.freeing = threading.Thread()
         self.group = 0
-        self.standby = False
+        self.machines: list[int] = []
+        self.listening: list[Listening] = []
+        self.standby = self.survives = self.without_first = False
         self.survivors: Survivors | None = None
         self.regrouped = threading.Event()
         self.gathered = SimpleQueue[list[str] | None]()
@@ -171,10 +177,12 @@ class OwnRank:
 
     def go_on(self, survivors: Survivors) -> None:
         """Take the new number, and have the training's thread go on with those who are left."""
-        self.rank, self.size = survivors.ranks.index(self.rank), len(survivors.ranks)
+        ranks = survivors.ranks
+        self.rank, self.size = ranks.index(self.rank), len(ranks)
+        self.machines = machines_of(self.machines, ranks)
+        self.listening = [self.listening[rank] for rank in ranks]
         self.standby = self.rank == survivors.standby
-        if self.reaper:
-            self.reaper.tell(rank=self.rank)
+        self.tell_reaper()
         self.group += 1
         self.held.clear()
         self.pause.forget()
@@ -183,6 +191,17 @@ class OwnRank:
         self.survivors = survivors
         self.regrouped.set()
         self.gathered.put(None)
+
+    def tell_reaper(self) -> None:
+        """Tell it of this rank's number, and who would have to know that its host outlives it."""
+        if self.reaper is None:
+            return
+        to = 0 if self.rank else 1  # who is the first then
+        others = self.survives and to < self.size
+        known = self.listening[to] if others else None
+        self.reaper.tell(
+            rank=self.rank, supervisor=known and (known.address, known.port, known.token)
+        )
 
     def write_last_words(self) -> None:
         """Do :attr:`last_words`; the job must end, whatever the disk does."""

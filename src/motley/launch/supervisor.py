@@ -22,12 +22,14 @@ Where all can go on without a lost rank (survivors.py), the job does not end:
     {"kept": ""}            ------------> from all? then {"regroup": {...}}: with whom
     {"gather": value}       ------------> from all? then {"gathered": value} of each, to all
 
+When it is rank 0 that is lost, the next one takes its part: all others connect to that one's port,
+and it has everybody keep the state and go on in the same way.
+
 How all stop together at a step that they agree on is in pause.py.
 """
 
 import contextlib
 import faulthandler
-import os
 import socket
 import threading
 import time
@@ -40,13 +42,12 @@ from typing import Any, NoReturn
 from motley.faults import Fault, Phase, fault_of
 from motley.launch.away import read_away
 from motley.launch.background_writer import BackgroundWriter
-from motley.launch.handshakes import Handshakes, greeting
+from motley.launch.handshakes import Handshakes, Listening, greeting
 from motley.launch.launcher_reaper import LauncherReaper, outlived_by_launcher
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.pause import LEAVE_SIGNAL
 from motley.launch.save_before_end import HOLD_S
 from motley.launch.survivors import (
-    SURVIVES,
     RankLostError,
     Regrouping,
     Survivors,
@@ -54,16 +55,17 @@ from motley.launch.survivors import (
     standby_of,
     unpacked,
 )
-from motley.launch.watch_all import FIRST_CAUSE_S, AllRanksWatch
+from motley.launch.watch_all import ARRIVE_S, FIRST_CAUSE_S, AllRanksWatch
 from motley.launch.watch_first import FirstRankWatch
 from motley.launch.watchdog import Heartbeat
 
 _LOOK_S = 0.2  # between looks whether a rank is lost, while this one waits for the others' end
+_CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
 _SAVE_S = 600.0  # that the launcher of a host which has left may wait for the others
 
 
 class Supervisor:
-    """One rank's end of it. Rank 0 calls :meth:`listen`, then all call :meth:`join`.
+    """One rank's end of it. All call :meth:`listen`, then :meth:`join`.
 
     Attributes:
         on_fault: called once, from another thread, with the first cause: on rank 0, or on
@@ -76,7 +78,7 @@ class Supervisor:
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self._own = OwnRank(rank, size, host)
         self._writer: BackgroundWriter | None = None  # on rank 0
-        self._watching = False
+        self._watch: AllRanksWatch | FirstRankWatch | None = None  # once it has joined
 
     @property
     def step(self) -> int | None:
@@ -112,57 +114,88 @@ class Supervisor:
 
     # -- connecting
 
-    def listen(self, address: str) -> tuple[int, str, str]:
-        """Rank 0: open a port; returns it, the token, and the host.
+    def listen(self, address: str) -> Listening:
+        """Open a port, for the others when this rank is the first; what they must know of it.
 
         Nobody is heard who has not said the token: see motley.launch.handshakes.
         """
         listener = socket.create_server((address, 0), backlog=1024)
-        self._handshakes = Handshakes(listener, range(1, self._own.size))
-        return self._handshakes.address[1], self._handshakes.token, self._own.host
+        self._handshakes = Handshakes(listener, self._own.host, self._own.size)
+        return self._handshakes.listening
 
-    def join(self, address: str, listening: tuple[int, str, str], machines: Sequence[int]) -> None:
+    def join(
+        self, listening: Sequence[Listening], machines: Sequence[int], survives: bool = False
+    ) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``.
 
         Args:
-            address: rank 0's. listening: what it has said of its port.
+            listening: what each rank has said of its port.
             machines: which machine each rank is on, by its lowest rank.
+            survives: mpirun lets ranks outlive one of them.
         """
         own = self._own
+        own.listening, own.machines, own.survives = list(listening), list(machines), survives
         own.standby = own.rank == standby_of(machines)
         own.reaper = None
         if machines[own.rank] == own.rank:
             own.reaper = LauncherReaper(own.rank, own.host)
+        own.tell_reaper()
         own.catch_signals()
         own.say_request(LEAVE_SIGNAL)  # it may have come before
-        watch: AllRanksWatch | FirstRankWatch
-        if own.rank == 0:
-            self._writer = BackgroundWriter()
-            watch = AllRanksWatch(
-                own, self._handshakes, self._writer, self._record_fault, self._record_event,
-                standby_of(machines), Regrouping(machines, _survives()),
-            )  # fmt: skip
-        else:
-            port, token, host = listening
-            line = socket.create_connection((address, port), timeout=30)
-            line.sendall(greeting(token, own.rank, own.host))
-            line.settimeout(None)
-            faulthandler.enable(line.fileno())  # a crash's traceback: rank 0 then knows of it
-            if own.reaper:
-                own.reaper.tell(supervisor=(address, port, token))
-            watch = FirstRankWatch(own, line, host, self._record_fault)
-        self._watching = True
-        threading.Thread(target=self._guard, args=(watch,), name="supervisor", daemon=True).start()
+        self._watch = self._connected(0, _CONNECT_S) if own.rank else self._as_first()
+        threading.Thread(target=self._guard, name="supervisor", daemon=True).start()
 
-    def _guard(self, watch: AllRanksWatch | FirstRankWatch) -> None:
+    def _as_first(self, lost: Fault | None = None) -> AllRanksWatch:
+        """Be the rank that watches all.
+
+        Args:
+            lost: why rank 0, which has been so far, cannot.
+        """
+        own, self._writer = self._own, BackgroundWriter()
+        self._handshakes.expect(range(own.rank + 1, own.size))
+        regrouping = Regrouping(own.machines, own.survives)
+        return AllRanksWatch(
+            own, self._handshakes, self._writer, self._record_fault, self._record_event,
+            standby_of(own.machines), regrouping, lost,
+        )  # fmt: skip
+
+    def _connected(self, first: int, limit_s: float) -> FirstRankWatch:
+        """Be watched by the rank that does."""
+        own, to = self._own, self._own.listening[first]
+        line = socket.create_connection((to.address, to.port), timeout=limit_s)
+        line.sendall(greeting(to.token, own.rank, own.host))
+        line.settimeout(None)
+        faulthandler.enable(line.fileno())  # a crash's traceback: the first then knows of it
+        return FirstRankWatch(own, line, to.host, self._record_fault)
+
+    def _without_first(self, watch: FirstRankWatch, lost: Fault) -> AllRanksWatch | FirstRankWatch:
+        """The same, now that rank 0 is lost and the next one takes its part."""
+        own = self._own
+        if own.rank == 1:
+            own.reaper = own.reaper or LauncherReaper(own.rank, own.host)
+            return self._as_first(lost)
+        try:
+            connected = self._connected(1, ARRIVE_S)
+        except OSError:  # it is lost too
+            watch.end(lost)
+        if own.rescue is not None:
+            own.say({"rescuer": True})
+        own.say({"first_lost": asdict(lost)})
+        own.say_of_group({"regroups": True})
+        return connected
+
+    def _guard(self) -> None:
         """A watching thread that fails must not die in silence: nobody else notices failures or
         acts on signals."""
         try:
-            watch.run()
+            while isinstance(self._watch, FirstRankWatch) and (lost := self._watch.run()):
+                self._watch = self._without_first(self._watch, lost)
+            if isinstance(self._watch, AllRanksWatch):
+                self._watch.run()
         except Exception as error:
             fault = fault_of(error, self._own.rank, self._own.host, self._own.step)
-            if isinstance(watch, AllRanksWatch):
-                watch.end_job(fault)
+            if isinstance(self._watch, AllRanksWatch):
+                self._watch.end_job(fault)
             self._own.print(line_of(fault))
             self._own.leave(fault.code)
 
@@ -233,16 +266,23 @@ class Supervisor:
 
     # -- going on without a lost rank
 
-    def can_regroup(self, keep: Callable[[], None], free: Callable[[], None]) -> None:
+    def can_regroup(
+        self, keep: Callable[[], None], free: Callable[[], None], without_first: bool
+    ) -> None:
         """Have this rank go on when another one is lost, once all can; see :meth:`survivors_of`.
 
         Args:
+            without_first: also when it is rank 0; the same on all ranks.
             keep: keeps the state apart from the group, from another thread, while this rank's own
                 may be stuck in a collective.
             free: has that thread leave the collective, with whatever error; from the other one.
         """
-        self._own.keep, self._own.free = keep, free
+        self._own.keep, self._own.free, self._own.without_first = keep, free, without_first
         self._own.say_of_group({"regroups": True})
+
+    def connections(self) -> list[socket.socket]:
+        """That outlive the group, for they are of this supervisor."""
+        return self._watch.lines if self._watch else []
 
     def check_group(self) -> None:
         """Raise RankLostError if this rank is to go on without a lost one."""
@@ -288,7 +328,7 @@ class Supervisor:
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this rank failed, and end with the job."""
         own = self._own
-        if not self._watching or own.finished.is_set():  # nobody listens
+        if self._watch is None or own.finished.is_set():  # nobody listens
             raise error  # mpi4py's runner ends all ranks
         own.say_of_group(_said(fault_of(error, own.rank, own.host, own.step), own))
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
@@ -303,8 +343,3 @@ class Supervisor:
 
 def _said(fault: Fault, own: OwnRank) -> dict[str, Any]:
     return {"fault": asdict(replace(fault, phase=own.heartbeat.phase.key))}
-
-
-def _survives() -> bool:
-    """Whether mpirun lets ranks outlive one of them; setup/keep_training.sh has it do so."""
-    return os.environ.get(SURVIVES) == "1"

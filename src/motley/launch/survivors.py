@@ -107,7 +107,7 @@ class Status(Protocol):
 
 
 class Regrouping:
-    """Rank 0's memory of who is lost, who has kept its state, and what was gathered.
+    """The first rank's memory of who is lost, who has kept its state, and what was gathered.
 
     Args:
         machines: which machine each rank is on. survives: ranks may outlive one of them.
@@ -131,10 +131,10 @@ class Regrouping:
         """A rank is lost; whether the others can go on, as far as is known.
 
         Args:
-            left: all others, rank 0 among them.
+            left: all others, this one among them.
         """
         ready = all(status.regroups for status in left)
-        if not (self._survives and ready and fault.rank and fault.kind in _LOST):
+        if not (self._survives and ready and fault.kind in _LOST):
             return False
         self._since = time.monotonic()
         if not self._lost:

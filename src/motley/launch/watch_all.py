@@ -1,4 +1,4 @@
-"""Rank 0's thread: hears all ranks, judges who failed first, and ends the job in one line."""
+"""The first rank's thread: hears all, judges who failed first, and ends the job in one line."""
 
 import contextlib
 import faulthandler
@@ -38,6 +38,7 @@ RESCUED = {*FaultKind} - {
 }  # fmt: skip
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
 _HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
+ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -50,6 +51,7 @@ class AllRanksWatch:
         on_fault: records the first cause. on_event: records what a rank tells.
         standby: the rank that speaks when this one cannot.
         regrouping: of those who go on without a lost rank.
+        lost: why rank 0 is; this is the next one, and all others are to come to it.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class AllRanksWatch:
         on_event: Callable[[dict[str, Any]], None],
         standby: int,
         regrouping: Regrouping,
+        lost: Fault | None = None,
     ) -> None:
         self._witnesses = list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._standby = standby
         self._on_fault, self._on_event = on_fault, on_event
-        self._me = RankStatus(0, own.host, address=handshakes.address[0])
+        self._me = RankStatus(own.rank, own.host, address=handshakes.listening.address)
+        self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.host)
         self._cause = FirstCause()
@@ -74,6 +78,11 @@ class AllRanksWatch:
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
         self._pause = PauseAgreement(own.size)
         self._selector = selectors.DefaultSelector()
+
+    @property
+    def lines(self) -> list[socket.socket]:
+        """All connections to others."""
+        return [*self._others, *self._witnesses, *self._handshakes.lines]
 
     def run(self) -> None:
         """Watch until all ranks are done; ends the process, and the job, where one fails."""
@@ -89,7 +98,7 @@ class AllRanksWatch:
             for new in self._handshakes.arrivals(ready, now):
                 if new.rank < 0:
                     self._witnesses.append(new.line)
-                    self._regroup.witness(-new.rank)
+                    self._regroup.witness(~new.rank)
                     continue
                 address = new.line.getpeername()[0]
                 status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
@@ -97,6 +106,8 @@ class AllRanksWatch:
                 self._tell_standby_of_crash()
                 for message in new.pending:
                     self._hear(status, message)
+            if self._first_lost:
+                self._await_others(self._first_lost)
             self._regroup_or_end()
             # Only now: whoever knows more may have said so while this process was stopped.
             if cause := self._cause.due():
@@ -198,10 +209,22 @@ class AllRanksWatch:
                 step = self._last_step() if trains else None
                 said = status.messages.last_words
                 del self._others[line]
-                fault = died(status.rank, status.host, step, said)
-                if not self._regroup.lose(fault, self._statuses()):
-                    self.end_job(fault)
-                self._cause.forget()  # an echo of it
+                self._lose(died(status.rank, status.host, step, said))
+
+    def _lose(self, fault: Fault) -> None:
+        """Have all others go on without a rank, if they can; else end the job."""
+        if not self._regroup.lose(fault, self._statuses()):
+            self.end_job(fault)
+        self._cause.forget()  # an echo of it
+
+    def _await_others(self, fault: Fault) -> None:
+        """Rank 0 is lost: have all others go on once they have come here."""
+        others = self._others.values()
+        if len(others) == self._own.size - 2 and all(status.regroups for status in others):
+            self._first_lost, self._me.regroups = None, True
+            self._lose(fault)
+        elif time.monotonic() - self._since > ARRIVE_S:
+            self.end_job(fault)
 
     def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
         if "heartbeat" in message:
@@ -217,6 +240,10 @@ class AllRanksWatch:
         elif "kept" in message or "gather" in message:
             if fault := self._regroup.hear(status, message):
                 self.end_job(fault)
+        elif "first_lost" in message:
+            said = Fault.read(message["first_lost"])
+            if self._first_lost and said.kind is not FaultKind.KILLED:  # its last words
+                self._first_lost = said
         elif "rescuer" in message:
             status.rescues = True
         elif "left" in message:

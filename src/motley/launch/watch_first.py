@@ -41,8 +41,17 @@ class FirstRankWatch:
         self._leaves: tuple[float, int] | None = None  # by a signal: when, with which status
         self._heard_at = own.awake.look()
 
-    def run(self) -> None:
-        """Watch until all ranks are done; ends the process where rank 0 says so, or is gone."""
+    @property
+    def lines(self) -> list[socket.socket]:
+        """All connections to others."""
+        return [self._line]
+
+    def run(self) -> Fault | None:
+        """Watch until all ranks are done; ends the process where rank 0 says so, or is gone.
+
+        Returns:
+            Why it is gone, where all others can go on without it.
+        """
         own = self._own
         selector = selectors.DefaultSelector()
         selector.register(self._line, selectors.EVENT_READ)
@@ -67,8 +76,10 @@ class FirstRankWatch:
                 with contextlib.suppress(OSError):
                     self._hear()
                 said = self._messages.last_words  # of rank 0, where it has crashed
-                first = self._silent if not said else None
-                self._end(first or died(0, self._host, own.step, said))
+                fault = died(0, self._host, own.step, said)
+                if self._goes_on():
+                    return fault
+                self.end(self._silent if self._silent and not said else fault)
             if own.held.is_set():
                 continue
             quiet = own.awake.seconds - self._heard_at
@@ -76,7 +87,15 @@ class FirstRankWatch:
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
                     self._line.sendall(encode({"stop": 1}))
-                self._end(silent(0, self._host, own.step, quiet))
+                self.end(silent(0, self._host, own.step, quiet))
+
+        return None
+
+    def _goes_on(self) -> bool:
+        """Whether this rank can, without rank 0, as far as it knows."""
+        own, ends = self._own, self._silent is not None or self._leaves is not None
+        can = own.survives and own.without_first and own.keep is not None
+        return can and not (ends or own.held.is_set())
 
     def _hear(self) -> None:
         """Act on what rank 0 has said; ConnectionError where it is gone."""
@@ -119,7 +138,7 @@ class FirstRankWatch:
             self._own.gathered.put(self._gathered)
             self._gathered = []
 
-    def _end(self, fault: Fault) -> NoReturn:
+    def end(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
         if self._own.standby:
             if fault.details:

@@ -28,7 +28,7 @@ from motley.launch.process import (
 from motley.launch.same_code import compare_code
 from motley.launch.start_watch import StartWatch
 from motley.launch.supervisor import Supervisor
-from motley.launch.survivors import SupervisedRanks, Survivors, machines_of
+from motley.launch.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
 
 T = TypeVar("T")
 
@@ -167,9 +167,10 @@ class World:
         names = {machine: self.nodes[machine].host for machine in machines}
         networks = choose_networks(machines, names, {m: told[m][1] for m in machines})
         self.network = networks[self.machines[self.rank]]
-        master = networks[self.machines[0]].address
-        listening = self.from_first(lambda: self.supervisor.listen(master))
-        self.supervisor.join(master, listening, self.machines)
+        survives = os.environ.get(SURVIVES) == "1"  # keep_training.sh sets it for rank 0
+        listening = self.supervisor.listen(self.network.address)
+        told_ports = self.allgather((listening, survives))
+        self.supervisor.join([port for port, _ in told_ports], self.machines, told_ports[0][1])
 
     def without_lost(self, survivors: Survivors) -> "World":
         """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""

@@ -81,6 +81,11 @@ class StepRecord:
     time: float
 
 
+# What another rank's line does not tell of this one.
+_NOT_KNOWN: JsonDict = dict.fromkeys(
+    ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "mem_peak_mib")
+)
+
 EMA = "ema_"  # before the name of a metric
 
 
@@ -240,6 +245,21 @@ class RunFolder:
             (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
         if first:
             keep_lines(self.path / "epochs.jsonl", step + 1)
+            self._complete(rank, step)
+
+    def _complete(self, rank: int, step: int) -> None:
+        """Have a rank's records tell of all steps before ``step``, as far as others' do: it, or who
+        had its number before, may have been killed before it wrote the last ones."""
+        path = self.path / f"steps.rank{rank}.jsonl"
+        last = max((line["step"] for line in read_last_lines(path)), default=-1)  # all are ours
+        missing: dict[int, JsonDict] = {}
+        for other in self._ranks() if last < step - 1 else ():
+            for line in read_last_lines(self.path / f"steps.rank{other}.jsonl"):
+                if isinstance(line.get("step"), int) and last < line["step"] < step:
+                    missing.setdefault(line["step"], {**line, **_NOT_KNOWN})
+        with self.steps(rank) as lines:
+            for _, line in sorted(missing.items()):
+                lines.write(line)
 
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""

@@ -15,7 +15,7 @@ counts once; it is taken after the backward pass, and dropped with a step that i
 Source of the name: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -81,6 +81,7 @@ class GroupStatistics:
         # Of all layers one behind the other, each [mean, unbiased variance] of its channels.
         self._seen, self._step, self._own = zeros(), zeros(), zeros()
         self._share = zeros()  # of what r moves by, that is this rank's
+        self._moves = zeros()  # what r moves by, through all ranks
         self._samples, self._global, self._steps = 0, 1, 0
         kept = dict(zip(map(id, self._layers), self._split(self._seen), strict=True))
         for layer in layers:
@@ -110,6 +111,7 @@ class GroupStatistics:
             part = momentum * (self._samples / self._global)
             self._own = (1 - momentum) * self._own + momentum * self._step / self._global
             self._share = (1 - momentum) * self._share + part
+            self._moves = (1 - momentum) * self._moves + momentum
             self._steps += 1
         self._step.zero_()
         self._samples = 0
@@ -150,9 +152,32 @@ class GroupStatistics:
             layer.num_batches_tracked += steps
         self.forget()
 
+    def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """What this rank has seen since parameters were united, as ``keep`` takes it."""
+        seen = {"own": self._own, "share": self._share, "moves": self._moves}
+        return {name: keep(value) for name, value in seen.items()} | {
+            "steps": torch.tensor(self._steps)
+        }
+
+    def go_on(self, state: Mapping[str, Tensor]) -> None:
+        """Add up what those who are left have seen, whose samples stand for those of the others
+        too; all of them call it, each with its :meth:`state`, or without if the buffers have it."""
+        if state:
+            self._own, self._share, self._moves = (
+                state[name].to(self._own) for name in ("own", "share", "moves")
+            )
+            self._steps = int(state["steps"])
+        if not self._layers:
+            return
+        shares = self._share.clone()
+        dist.all_reduce(shares)
+        more = torch.where(shares > 0, self._moves / shares, shares)
+        self._own, self._share = self._own * more, self._share * more
+        self.unite()
+
     def forget(self) -> None:
         """Begin anew, from the layers' buffers."""
-        for tensor in (self._step, self._own, self._share):
+        for tensor in (self._step, self._own, self._share, self._moves):
             tensor.zero_()
         self._samples, self._steps = 0, 0
 

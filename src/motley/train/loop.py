@@ -126,12 +126,12 @@ def train_with(
     if begun is not None:
         begun.take_over()
         rescue = arm_rescue(world, begun, shared)
-        survivor.ready(group, planned, rescue)
+        survivor.ready(group, planned, rescue, shared)
         train_begun(world, run, group, begun, rescue)
     else:  # this rank is left out, and waits for the others
         model = None  # its memory is of use to others
         release()
-        survivor.ready(group, planned, None)
+        survivor.ready(group, planned, None, shared)
         with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
             run.finish()
 

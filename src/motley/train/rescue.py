@@ -98,8 +98,9 @@ class Rescue:
                 if version % 2 == 0:
                     with _beside(engine.device):
                         # Not pinned: the GPU may have a collective to do that never ends.
-                        found = engine.whole_state(partial(snapshot, pinned=False))
-                    kept = Kept(state, plan, found, engine.scale.state_dict())
+                        keep = partial(snapshot, pinned=False)
+                        found, seen = engine.whole_state(keep), engine.seen(keep)
+                    kept = Kept(state, plan, found, engine.scale.state_dict(), seen)
                     time.sleep(_LOOK_S)
                     if version == self._version:
                         return kept

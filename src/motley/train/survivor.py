@@ -57,20 +57,34 @@ class Survivor:
         self._places: list[int] = []  # of its ranks, in the plan that is kept
         self._rescue: Rescue | None = None
 
-    def ready(self, group: ProcessGroup, planned: Planned, rescue: Rescue | None) -> None:
-        """From now on this rank can go on.
+    def ready(
+        self, group: ProcessGroup, planned: Planned, rescue: Rescue | None, shared: bool
+    ) -> None:
+        """From now on this rank can go on; all ranks call it.
 
         Args:
             rescue: None where it is left out of training.
+            shared: all ranks see the disk that the run is recorded on.
         """
+        without_first = self._can_lose_first(shared)
         if rescue is not None and not rescue.possible:
             return
         self._group, self._speeds, self._rescue = group, planned.speeds, rescue
         self._places = list(range(group.size))
         self.world.supervisor.can_regroup(
             rescue.keep if rescue else lambda: None,
-            lambda: abandon_group(self._before, self._hosts),
+            self._abandon,
+            without_first,
         )
+
+    def _abandon(self) -> None:
+        abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
+
+    def _can_lose_first(self, shared: bool) -> bool:
+        """Whether the next rank can do what rank 0 does: it has its disk, and any address will do
+        to meet at; all ranks call it."""
+        fixed, machines = self.world.has_fixed_master(), self.world.machines
+        return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
 
     def survivors_of(self, error: Exception) -> Survivors:
         """With whom to go on after an error; where nobody is lost, or can go on, it ends the job.

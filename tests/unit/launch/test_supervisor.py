@@ -25,16 +25,19 @@ from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 
 RANK = """
 import os, sys, time
+from dataclasses import replace
 from motley.launch.supervisor import Supervisor
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 supervisor = Supervisor(rank, size, f"host{rank}")
+own = supervisor.listen("127.0.0.1")
 if rank == 0:
-    port, token, host = supervisor.listen("127.0.0.1")
-    print(port, token, host, flush=True)
+    print(own.port, own.token, own.host, flush=True)
+    listening = [own, own]
 else:
     port, token, host = sys.argv[3:]
-supervisor.join("127.0.0.1", (int(port), token, host), [0, 0])
+    listening = [replace(own, port=int(port), token=token, host=host), own]
+supervisor.join(listening, [0, 0])
 print("joined", flush=True)
 def fail(event):
     time.sleep(2)
@@ -180,7 +183,7 @@ def test_a_crowd_of_strangers_is_not_kept() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("rank", [1, 0, 2, -2, True, None, "1", [1]])
+@pytest.mark.parametrize("rank", [1, 0, 2, -3, True, None, "1", [1]])
 def test_a_token_makes_nobody_another_rank(pair: Pair, rank: object) -> None:
     pair.join()
     with pair.connect() as other:
@@ -195,7 +198,8 @@ class Port:
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=99)
-        self.handshakes = Handshakes(self._listener, (1, 2))
+        self.handshakes = Handshakes(self._listener, "here", 3)
+        self.handshakes.expect((1, 2))
         self._selector = selectors.DefaultSelector()
         self.handshakes.register(self._selector)
 
@@ -215,7 +219,9 @@ class Port:
 def test_a_stranger_that_says_too_little_is_closed_in_time() -> None:
     port = Port()
     with port.connect() as silent, port.connect() as slow:
-        slow.sendall(greeting(port.handshakes.token, 1, "a")[:-3])  # but for the end of the line
+        slow.sendall(
+            greeting(port.handshakes.listening.token, 1, "a")[:-3]
+        )  # but for the end of the line
         port.look(100.0)
         assert port.strangers == 2
         port.look(100.0 + TIMEOUT_S - 0.1)
@@ -232,13 +238,13 @@ def test_of_too_many_strangers_the_oldest_goes() -> None:
             lines.append(stack.enter_context(port.connect()))
             port.look(float(number) / 100)
         assert port.strangers == MOST_STRANGERS and all(map(closed, lines[:3]))
-        lines[-1].sendall(greeting(port.handshakes.token, 2, "b"))
+        lines[-1].sendall(greeting(port.handshakes.listening.token, 2, "b"))
         assert [(new.rank, new.host) for new in port.look(2.0)] == [(2, "b")]
 
 
 def test_a_rank_is_known_however_its_bytes_arrive() -> None:
     port = Port()
-    said = greeting(port.handshakes.token, 1, "a") + encode({"done": True}) + b'{"beat"'
+    said = greeting(port.handshakes.listening.token, 1, "a") + encode({"done": True}) + b'{"beat"'
     with port.connect() as line:
         arrived: list[Arrival] = []
         for byte in said[:60]:

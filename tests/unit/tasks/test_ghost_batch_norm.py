@@ -82,6 +82,31 @@ def test_one_group_is_a_plain_batch_norm_and_a_step_that_is_dropped_counts_nothi
         torch.testing.assert_close(net.state_dict()[name], value, msg=name)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_those_who_are_left_stand_for_a_lost_rank(
+    momentum: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda told: told)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    whole, net = network(momentum), network(momentum)
+    all_of_it, left = GroupStatistics(whole, 10), GroupStatistics(net, 10)
+    for step in range(4):  # two groups of ten, of which the rank that is lost had the second
+        part = SAMPLES[10 * step : 10 * step + 10]
+        whole(torch.cat([part, part])[torch.arange(20).view(2, 10).T.reshape(-1)])
+        all_of_it.take(20, 20)
+        all_of_it.end_step(taken=True)
+        net(part)
+        left.take(10, 20)
+        left.end_step(taken=True)
+    all_of_it.unite()
+    kept = left.state(torch.clone)
+    left.forget()
+    left.go_on(kept)
+    left.go_on({})  # it is in there already
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, msg=name)
+
+
 def test_what_is_frozen_keeps_its_statistics_and_what_cannot_be_grouped_is_refused() -> None:
     net = network()
     net[1].requires_grad_(False)
