@@ -44,6 +44,19 @@ def rank_0_killed(place: Place, seen: Seen) -> None:
     seen.expect((seen.steps_lost or 0) <= 1, "steps were lost")
 
 
+@row("rank 0 is killed, and then whose number it is, under keep_training.sh",
+     "named in 1 s; the last one goes on, no step lost")  # fmt: skip
+def rank_0_killed_twice(place: Place, seen: Seen) -> None:
+    story = Story(place, seen, 3, *LONG, keep=True).reach(12)
+    pids = place.ranks()
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: "on with 2 of 3 ranks" in story.job.output, 30)
+    time.sleep(1)
+    story.harm(lambda: os.kill(pids[1], signal.SIGKILL))
+    story.went_on(90, "rank 0 on", "on with 1 of 2 ranks", steps=120, next_s=5)
+    seen.expect((seen.first_word_s or 0) <= 1.5, "the first word took over 1.5 s")
+
+
 @row("a rank is stopped for good, under keep_training.sh", "named in 20 s; goes on, no step lost")
 def rank_stopped(place: Place, seen: Seen) -> None:
     story = Story(place, seen, 3, *LONG, keep=True).reach(12).kill(2, signal.SIGSTOP)
