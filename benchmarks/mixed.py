@@ -128,7 +128,7 @@ class Bench(ABC):
             self.group.device, self.group.precisions, scale, plan,
         )  # fmt: skip
         return {
-            **self._time_engine(model, engine_factory(model, context), plan, mode),
+            **self.time_engine(model, engine_factory(model, context), plan, mode),
             "predicted_s": predicted.step_s, "counts": plan.counts,
             "micro_batches": plan.max_micro_batch, "refined_s": measured_s,
             "wire": asdict(replace(wire, tensors=())),
@@ -136,7 +136,7 @@ class Bench(ABC):
             "predicted_compute_s": predicted.compute_s,
         }  # fmt: skip
 
-    def _time_engine(
+    def time_engine(
         self, model: TaskModel, engine: Engine, plan: Plan, mode: WireMode
     ) -> dict[str, Any]:
         """A step of an engine, as the loop takes it; and where each rank's time went."""

@@ -44,9 +44,9 @@ ROOMS = {
     ),
     "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
     "engines": (
-        "named_state average optimizer optimizer_state optimizer_trial gradients memory step_timer "
-        "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
-        "import_deepspeed strategy strategies/*"
+        "named_state average local_shards optimizer optimizer_state optimizer_trial gradients "
+        "memory step_timer protocol base synchronous alone ddp fsdp local_sgd zero_config "
+        "zero_state zero_engine import_deepspeed strategy strategies/*"
     ),
     "checkpoint": "store read transfer find_run run initial verify",
     "measure": "device all_reduce links",

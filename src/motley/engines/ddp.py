@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import warnings
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,15 @@ from motley.plan.wire import Addition
 from motley.tasks.model import TaskModel
 
 _FIRST_BUCKET = 2**20  # bytes; torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+
+
+def _sum_bucket(
+    engine: "weakref.ref[DdpEngine]",
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
+) -> torch.futures.Future[Tensor]:
+    found = engine()
+    assert found is not None
+    return found.sum_bucket(bucket)
 
 
 class DdpEngine(SynchronousEngine):
@@ -68,14 +79,13 @@ class DdpEngine(SynchronousEngine):
         self._own_norms: list[Tensor] = []  # of what was sent, as it was before
         self._sent = 0  # buckets, in a step
         self._broken_off = False  # DDP takes no other backward pass then
-        self._ddp.register_comm_hook(None, self._sum_bucket)
+        # DDP's own code holds what it calls, unseen by Python's collector: not the engine, which
+        # would never be let go of, nor its memory.
+        self._ddp.register_comm_hook(weakref.ref(self), _sum_bucket)
         self._fix_buckets()
 
-    def _sum_bucket(
-        self,
-        _: None,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch looks at the annotation
-    ) -> torch.futures.Future[Tensor]:
+    def sum_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Add up a bucket of DDP's over all ranks, while the backward pass goes on."""
         own = Bucket(bucket.index(), bucket.buffer(), bucket.gradients(), bucket.is_last())
         if own.final:
             self.clock.lap("compute", ready=True)

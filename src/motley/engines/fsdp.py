@@ -1,14 +1,15 @@
-"""The FSDP engine: torch's fully_shard, block by block, with unequal shares.
+"""The FSDP engine: torch's fully_shard, a few blocks at a time, with unequal shares.
 
-Each rank keeps a part of every parameter, of its gradient and of the optimizer's memory. A block's
-parameters are gathered before it computes, forward and backward, and its gradient is scattered
-after it; so every micro-batch communicates, and all ranks take equally many.
+Each rank keeps a part of every parameter, of its gradient and of the optimizer's memory. Blocks'
+parameters are gathered before they compute, and their gradient is scattered after it; so every
+micro-batch communicates, and all ranks take equally many.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -20,23 +21,35 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
+from motley.engines.local_shards import LocalShards
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import on_cpu, snapshot
 from motley.engines.optimizer_state import State
-from motley.engines.optimizer_trial import Sharding
+from motley.engines.optimizer_trial import Sharding, is_elementwise
 from motley.engines.protocol import EngineContext
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
 from motley.tasks.model import AUTOCAST, TaskModel
 
+# Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
+# behind what a GPU computes of it, and what the last one sends never is.
+_PIECES = 6
+
+
+def _pieces(blocks: list[nn.Module]) -> Iterator[Any]:
+    """Of neighbours; a block alone as itself."""
+    size = -(-len(blocks) // _PIECES)
+    for first in range(0, len(blocks), size or 1):
+        yield blocks[first] if size == 1 else blocks[first : first + size]
+
 
 class FsdpEngine(SynchronousEngine):
     """Implements Engine.
 
-    FSDP averages gradients over ranks, so each loss carries a factor W/N. With ``--wire bf16``
-    or ``fp16`` gradients are scattered in that, and parameters gathered in it too where all ranks
-    compute in it anyway.
+    FSDP averages gradients over ranks, so each loss carries a factor W/N. They are scattered in
+    what the wire mode says. Parameters are gathered in 16 bits where all ranks compute in the same,
+    which rounds what autocast would not, such as a norm's scale, and in fp32 else.
     """
 
     traits = TRAITS
@@ -44,27 +57,33 @@ class FsdpEngine(SynchronousEngine):
     replicated = False
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
-        offload = context.config.of(FsdpOptions).offload
-        check_offload(offload, context)
+        own = context.config.of(FsdpOptions)
+        check_offload(own.offload, context)
         self.loss_weight = context.size
         self._mesh = init_device_mesh(context.device.type, (context.size,))
-        sent = context.plan.wire.dtype
+        first, *others = set(context.precisions)
+        alike = not others and not model.task.fp32
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=AUTOCAST[sent] if set(context.precisions) == {sent} else None,
-                reduce_dtype=AUTOCAST[sent],
+                param_dtype=AUTOCAST[first] if alike else None,
+                reduce_dtype=AUTOCAST[context.plan.wire.dtype] or torch.float32,
+                cast_forward_inputs=False,
             ),
+            "reshard_after_forward": own.reshard_after_forward,
         }
-        if offload == "parameters":
+        if own.offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
         self._sharding = Sharding(
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
-        for block in model.task.blocks(model.net).values():
-            fully_shard(block, **options)
+        for together in _pieces(list(model.task.blocks(model.net).values())):
+            fully_shard(together, **options)
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
+        traits = self.optimizer_traits
+        plain = not (traits.wraps or traits.nests) and is_elementwise(context.config)
+        self._shards = LocalShards(self.optimizer) if plain else None
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         try:
@@ -73,10 +92,20 @@ class FsdpEngine(SynchronousEngine):
                 self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
-                no_second_try(error, self.device, self.traits.words, "--strategy ddp")
+                gathers = self._context.config.of(FsdpOptions).reshard_after_forward
+                instead = "--strategy ddp" if gathers else "--reshard-after-forward"
+                no_second_try(error, self.device, self.traits.words, instead)
             raise
         self.clock.lap("compute", ready=last)
         return losses.detach()
+
+    def _stepped(self) -> Sequence[Tensor]:
+        return self._shards.with_gradients() if self._shards else super()._stepped()
+
+    def _zero_gradients(self) -> None:
+        super()._zero_gradients()
+        if self._shards:
+            self._shards.zero_gradients()
 
     def _norm(self, norms: Tensor) -> Tensor:
         return norms.square().sum().sqrt()  # each rank's is of its part
@@ -100,12 +129,18 @@ class FsdpEngine(SynchronousEngine):
     def state(self) -> State:
         """See Engine."""
         first = self._context.rank == 0
-        state = self.whole_state(snapshot if first else on_cpu)
+        with self._put_together():
+            state = self.whole_state(snapshot if first else on_cpu)
         return state if first else State()
 
     def load_state(self, state: State) -> None:
         """See Engine."""
-        super().load_state(self._share(self._model.net, state))
+        with self._put_together():
+            super().load_state(self._share(self._model.net, state))
+
+    def _put_together(self) -> contextlib.AbstractContextManager[None]:
+        """The optimizer knows of whole parameters meanwhile."""
+        return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
         """Whole tensors cut as the parameters of ``net`` are."""

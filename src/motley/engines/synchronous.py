@@ -1,6 +1,7 @@
 """The step of DDP and FSDP: send, agree on overflow, clip, update; on all ranks or on none."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ class SynchronousEngine(EngineBase):
         """Of this rank's gradient before it was added up, not finite if any entry was not."""
         return 0.0
 
+    def _stepped(self) -> Sequence[Tensor]:
+        """What the optimizer steps, with its gradients."""
+        return self._parameters
+
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
 
@@ -50,7 +55,8 @@ class SynchronousEngine(EngineBase):
         scale = self.scale.value
         if self._copies:
             torch.cuda.synchronize(self._context.device)
-        norm = gradient_norm(self._parameters)
+        stepped = self._stepped()
+        norm = gradient_norm(stepped)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
         table = all_gather(
@@ -63,7 +69,7 @@ class SynchronousEngine(EngineBase):
         if self._weighs:
             correction = (table[:, 5].sum() / self._usual_weight).clamp(min=LEAST_CORRECTION)
         unscale_and_clip(
-            self._parameters, self._norm(norms), scale, self._context.config.clip_grad, correction
+            stepped, self._norm(norms), scale, self._context.config.clip_grad, correction
         )
         if self._skips_by_itself:
             # Queued before the host knows: it waits for the table only, which is on its way

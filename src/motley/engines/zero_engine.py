@@ -20,7 +20,7 @@ from motley.data.batch import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
-from motley.engines.import_deepspeed import deepspeed
+from motley.engines.import_deepspeed import deepspeed, utils
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import fill_tied, model_state, on_cpu, snapshot
 from motley.engines.optimizer_state import State
@@ -34,6 +34,7 @@ from motley.faults import Phase
 from motley.tasks.model import TaskModel
 
 _COUNTS_ALL = Version("0.18.4")
+_LOOKS_ITSELF = Version("0.19.8")  # whether the norm of fp32 gradients is finite
 
 
 class ZeroEngine(EngineBase):
@@ -52,8 +53,9 @@ class ZeroEngine(EngineBase):
         config = read_zero_config(config_path(context.config.of(ZeroOptions)), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.traits = TRAITS[self._stage]
-        installed = importlib.metadata.version("deepspeed")
-        if self._stage == 2 and Version(installed) < _COUNTS_ALL:
+        installed = Version(importlib.metadata.version("deepspeed"))
+        self._looks_itself = installed >= _LOOKS_ITSELF
+        if self._stage == 2 and installed < _COUNTS_ALL:
             raise MotleyError(
                 f"ZeRO stage 2 of DeepSpeed {installed} silently loses all but one of a step's "
                 "micro-batches; install 0.18.4 or later, as bash setup/make_env.sh does, or take "
@@ -73,6 +75,10 @@ class ZeroEngine(EngineBase):
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
+        if self._stage == 3:  # a block's parameters are gathered together
+            kinds = {type(block) for block in model.task.blocks(model.net).values()}
+            if kinds:
+                utils.set_z3_leaf_modules(model, list(kinds))
         self._engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(local_rank=local, device_rank=index),
             model=model,
@@ -170,8 +176,8 @@ class ZeroEngine(EngineBase):
             if self._weighs:  # DeepSpeed divides by the scale when it steps
                 rows = all_gather_floats(told)
                 self._engine.optimizer.override_loss_scale(scale * self._correction(rows))
-            # Over all ranks. Of fp32 parameters DeepSpeed before 0.19.8 does not look by itself.
-            self._engine.optimizer.check_overflow()
+            if not self._looks_itself:
+                self._engine.optimizer.check_overflow()  # over all ranks
             self._engine.step()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())

@@ -1,7 +1,7 @@
 """What an engine can do with gradients, known before it is built. Pure."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from motley.plan.wire import Addition, AllReduceCost, WireMode
@@ -18,8 +18,7 @@ class EngineTraits:
             each of its micro-batches.
         gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
             and in each of its micro-batches, in fp32 all-reduces of the gradient.
-        parameters_per_micro_step: what of ``allreduces_per_micro_step`` is parameters, and no
-            gradient: those that are not trained travel with them.
+        narrow_parameters: they are gathered in 16 bits where all ranks compute in the same.
         mixed: whether GPUs and CPUs can do it together. mixes_precisions: whether it is right
             where ranks differ in precision.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
@@ -35,7 +34,7 @@ class EngineTraits:
     allreduces_per_micro_step: float = 0.0
     gathers_per_step: float = 0.0
     gathers_per_micro_step: float = 0.0
-    parameters_per_micro_step: float = 0.0
+    narrow_parameters: bool = False
     mixed: bool = True
     mixes_precisions: bool = True
     shards_optimizer: bool = False
@@ -47,9 +46,17 @@ class EngineTraits:
         """Whether the engine can do this mode."""
         return mode.addition in self.additions and (self.spares_slow_rank or mode.slow_rank is None)
 
-    def through(self, wire: AllReduceCost, mode: WireMode) -> AllReduceCost:
-        """What was measured of a mode, as the engine uses it."""
-        wide = 1 if mode.dtype == "fp32" else 2  # parameters are gathered in fp32
+    def through(
+        self, wire: AllReduceCost, mode: WireMode, precisions: Sequence[str] = ()
+    ) -> AllReduceCost:
+        """What was measured of a mode, as the engine uses it.
+
+        Args:
+            precisions: of all ranks.
+        """
+        wide = 1.0 if mode.dtype == "fp32" else 2.0  # parameters are gathered in fp32
+        if self.narrow_parameters and set(precisions) in ({"bf16"}, {"fp16"}):
+            wide /= 2
         return dataclasses.replace(
             wire,
             overlaps=wire.overlaps and self.overlaps,
@@ -58,7 +65,6 @@ class EngineTraits:
             allreduces_per_micro_step=(
                 self.allreduces_per_micro_step
                 + wide * self.gathers_per_micro_step * (1 + wire.frozen)
-                + self.parameters_per_micro_step * wire.frozen
             ),
         )
 

@@ -163,7 +163,7 @@ def _other_engines(
     wire = measured.wires[mode]
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     return {
-        name: arrange(global_batch, measured.speeds, other.through(wire, mode))[2]
+        name: arrange(global_batch, measured.speeds, other.through(wire, mode, group.precisions))[2]
         for name, other in traits.others.items()
         if other.can(mode)
     }

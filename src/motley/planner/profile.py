@@ -140,7 +140,9 @@ def wires_of(
                 own[mode] = replace(found, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
-        mode: traits.through(replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode)
+        mode: traits.through(
+            replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode, group.precisions
+        )
         for mode, wire in wires.items()
     }
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from motley.checkpoint.initial import load_initial
@@ -21,6 +20,7 @@ from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.order import seed_of
 from motley.engines.memory import release
+from motley.engines.named_state import seed_random
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
 from motley.launch.survivors import Survivors
@@ -224,7 +224,7 @@ class Loop:
         self._rescue.whole(self._state, self._plan)
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
-        torch.manual_seed(seed_of(job.config.seed, dist.get_rank(), self._state.step))
+        seed_random(seed_of(job.config.seed, dist.get_rank(), self._state.step), job.engine.device)
         job.schedule.step_update(job.length.updates(self._state))  # type: ignore[arg-type]
         for micro_batch, last in micro_batches:
             job.engine.clock.lap("data")

@@ -159,16 +159,18 @@ def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     assert [stage1.through(wire, mode).allreduces_per_step for mode in (EXACT, BF16)] == [1.5, 2.0]
     assert not stage1.through(wire, EXACT).overlaps and EngineTraits().through(wire, EXACT) == wire
     # What is not trained has no gradient, and is gathered with the rest.
-    fsdp = EngineTraits(
-        allreduces_per_step=0, allreduces_per_micro_step=1.5, parameters_per_micro_step=1
-    )
     stage3 = EngineTraits(
         allreduces_per_step=0, allreduces_per_micro_step=0.5, gathers_per_micro_step=1
     )
     lora = replace(wire, frozen=99.0)
-    sent = [each.through(lora, EXACT) for each in (EngineTraits(), stage1, fsdp, stage3)]
-    assert [each.allreduces_per_step for each in sent] == [1, 1.5, 0, 0]
-    assert [each.allreduces_per_micro_step for each in sent] == [0, 0, 100.5, 100.5]
+    sent = [each.through(lora, EXACT) for each in (EngineTraits(), stage1, stage3)]
+    assert [each.allreduces_per_step for each in sent] == [1, 1.5, 0]
+    assert [each.allreduces_per_micro_step for each in sent] == [0, 0, 100.5]
+    # In 16 bits they are half of that, where all ranks compute so.
+    fsdp = replace(stage3, gathers_per_micro_step=0.5, narrow_parameters=True)
+    sent = [fsdp.through(lora, mode, ("bf16", other))
+            for mode in (EXACT, BF16) for other in ("bf16", "fp32")]  # fmt: skip
+    assert [each.allreduces_per_micro_step for each in sent] == [25.5, 50.5, 50.5, 100.5]
     engines = {"--stage 0": forecast((80, 40), group, zero[0]),
                "torch": forecast((80, 40), group, wire)}  # fmt: skip
     (words,) = better_engine(stage1, forecast((80, 40), group, zero[2]), engines)

@@ -1,6 +1,6 @@
 """FSDP: each rank keeps a part of every parameter, of its gradient and of the optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from motley.config.option import Decides, option
@@ -9,16 +9,18 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
 
 if TYPE_CHECKING:
+    from motley.config.options import Config
     from motley.engines.protocol import Engine, EngineContext
     from motley.tasks.model import TaskModel
 
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
-    shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=1.5,
-    parameters_per_micro_step=1.0,
+    shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
+    gathers_per_micro_step=0.5, narrow_parameters=True,
     words="FSDP gathers parameters and scatters gradients in each micro-batch",
     others={"--strategy ddp, if memory allows,": EngineTraits()},
 )  # fmt: skip
+_RESHARDS = replace(TRAITS, gathers_per_micro_step=1.0)
 _NAMED = ("--strategy", "fsdp")
 
 
@@ -31,6 +33,15 @@ class FsdpOptions:
         "default: none",
         Decides.PLAN, "none", choices=("none", "parameters"),
     )  # fmt: skip
+    reshard_after_forward: bool = option(
+        "let go of parameters that were gathered for the forward pass, and gather them again for "
+        "the backward pass: less memory, and half as much again on the wire",
+        Decides.PLAN, False,
+    )  # fmt: skip
+
+
+def _traits(config: "Config") -> EngineTraits:
+    return _RESHARDS if config.of(FsdpOptions).reshard_after_forward else TRAITS
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
@@ -41,8 +52,11 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
 
 STRATEGIES = (
     Strategy(
-        "fsdp", ": a part of it, so that larger ones fit, and sends more", lambda config: TRAITS,
+        "fsdp", ": a part of it, so that larger ones fit, and sends more", _traits,
         _engine, (FsdpOptions,),
-        cells={"fsdp": _NAMED, "fsdp-offload": (*_NAMED, "--offload", "parameters")},
+        cells={
+            "fsdp": _NAMED, "fsdp-reshard": (*_NAMED, "--reshard-after-forward"),
+            "fsdp-offload": (*_NAMED, "--offload", "parameters"),
+        },
     ),
 )  # fmt: skip
