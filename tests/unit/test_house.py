@@ -30,8 +30,8 @@ ROOMS = {
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
         "leftovers ssh_sessions launcher_reaper survivors away pause own_rank regroup first_cause "
-        "save_before_end background_writer start_watch watch_first watch_all supervisor world "
-        "give_way __main__"
+        "save_before_end background_writer start_clock start_watch watch_first watch_all "
+        "supervisor world give_way __main__"
     ),
     "config": "option numbers options parser",
     "data": (

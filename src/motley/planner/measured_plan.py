@@ -78,12 +78,16 @@ def measure_and_plan(
         group = shrink_group(world, group, *_stay(world, group, measured, choice))
         model = model if group.rank is not None else None
         mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
+        world.clock.lap("plan")
         wires = wires_of(world, group, model, [EXACT, mode], traits)
+        world.clock.lap("wires")
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
         measured = Measured(speeds, wires, measured.links)
     sizes = config.micro_batch.of(everyone.size) if config.micro_batch else None
     most = sizes[everyone.rank] if sizes and everyone.rank is not None else None
+    world.clock.lap("plan")
     measured = refine(world, group, model, config.batch_size, measured, mode, most)
+    world.clock.lap("speeds")
     if sizes is None and everyone.rank is not None:
         own = everything.speeds[everyone.rank]  # of a rank that is left out, nobody refined it
         remember(
@@ -97,6 +101,7 @@ def measure_and_plan(
         if speeds != measured.speeds:
             measured = replace(measured, speeds=alike(group, speeds))
             measured = refine(world, group, model, config.batch_size, measured, mode, most)
+        world.clock.lap("compile")
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
     assert planned.forecast is not None
     engines = _other_engines(world, group, config.batch_size, measured, mode, traits)

@@ -64,14 +64,18 @@ def measure_team(
     if model is not None and group.rank is not None:
         own = speed_of(group, model, config, traits.optimizer_shards(group.size))
     found = [each for each in world.allgather(own) if each is not None]
+    world.clock.lap("speeds")
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
     links = _passing_links(world) if len(set(world.machines)) > 1 else None
+    world.clock.lap("links")
     speeds = alike(group, found)
     wires = wires_of(world, group, model, [EXACT], traits)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     others = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
-    return Measured(speeds, wires_of(world, group, model, others, traits, wires), links)
+    wires = wires_of(world, group, model, others, traits, wires)
+    world.clock.lap("wires")
+    return Measured(speeds, wires, links)
 
 
 def _passing_links(world: World) -> Links:

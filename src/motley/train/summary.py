@@ -16,6 +16,7 @@ from motley.train.setup import Job
 
 
 def records_of(
+    world: World,
     config: Config,
     group: ProcessGroup,
     plan: Plan,
@@ -58,6 +59,7 @@ def records_of(
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
         "links": planned.links and planned.links.as_json(),
+        "start": world.clock.as_json(),
         "backend": group.backend,
     }
 
@@ -93,4 +95,5 @@ def print_summary(
         print(f"  {predicted.sentence(task.unit, task.weight)}")
     for line in planned.advice:
         print(f"  {line}")
+    print(f"  {world.clock.sentence()}")
     sys.stdout.flush()
