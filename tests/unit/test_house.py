@@ -50,10 +50,13 @@ ROOMS = {
     ),
     "checkpoint": "store read transfer find_run run initial verify",
     "measure": "device all_reduce links",
-    "planner": "process_group open_model speed_cache profile compile_trial measured_plan planner",
+    "planner": (
+        "process_group open_model speed_cache wire_cache profile compile_trial measured_plan "
+        "planner"
+    ),
     "train": (
-        "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
-        "rescue survivor evaluate save_timer command_line loop script"
+        "progress budget first_steps loss_scale schedule summary recorder overflow setup agreement "
+        "recovery rescue survivor evaluate save_timer command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }
