@@ -16,8 +16,8 @@ _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 _TRIES = 3
-_ENOUGH_S = 1.0  # of tries that took so long, none is repeated
-_PART_S = 2.0  # that sending a part of the gradient should take at most
+_ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
+_PART_S = 1.0  # that sending a part of the gradient should take at most
 
 
 def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode) -> AllReduceCost:

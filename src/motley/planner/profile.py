@@ -225,7 +225,9 @@ def refine(
             if group.workers[group.rank].uuid:
                 grain, m = speed.grain, speeds[group.rank].micro_batch
                 sizes = tuple(grain * groups for groups in cut(own // grain, m // grain))
-            if shows and 0 < own <= (most or own) and has_room(model, speed, own):
+            # A processor's time is on a straight line between the sizes that were timed.
+            known = not sizes and own <= speed.sizes[-1]
+            if shows and not known and own <= (most or own) and has_room(model, speed, own):
                 sizes = (*sizes, own)
             speed = with_sizes(model, speed, sizes)
         found = tuple(each for each in world.allgather(speed) if each is not None)
