@@ -173,7 +173,7 @@ class RunFolder:
         ...}, "ranks": [{"rank": 0, "host": "a"}], "start": {"imports": 1.9, ...}, ...}``.
 
         Args:
-            keep_room: on the disk, and a descriptor, so that it can be replaced whatever else fails.
+            keep_room: on the disk, and a descriptor, so that it is replaced whatever else fails.
         """
         if keep_room:
             self._reserve = Reserve(self.path / "run.json", content)
