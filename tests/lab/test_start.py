@@ -42,6 +42,7 @@ def remembered(lab: Door) -> list[Path]:
     return [Path(line) for line in found.split()]
 
 
+@pytest.mark.slow
 def test_a_second_start_measures_no_link_and_one_that_became_slow_is_noticed(lab: Door) -> None:
     output, first = train(lab, "first")
     assert "links and wire are as measured" not in output and len(remembered(lab)) == 1
@@ -74,9 +75,9 @@ def test_a_second_start_measures_no_link_and_one_that_became_slow_is_noticed(lab
     assert new.read_run()["links_of_earlier_run"] is None
     assert "start3's link carries" in output and "when it sends" in output
 
-    # Those figures are good, and would do to leave it out.
+    # Over such a link one host alone is faster. Those figures say so, and are not enough.
     assert len(remembered(lab)) == 1
     output, out = train(lab, "out", "--hosts auto")
     about = out.read_run()
-    assert [each["host"] for each in about["left_out"]] == ["start3"]
+    assert len(about["left_out"]) == 2
     assert about["links_of_earlier_run"] is None and about["start"]["links"] > 0.5, output
