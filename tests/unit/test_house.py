@@ -30,8 +30,8 @@ ROOMS = {
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
         "leftovers ssh_sessions launcher_reaper survivors away pause own_rank regroup first_cause "
-        "save_before_end background_writer start_watch watch_first watch_all supervisor world "
-        "give_way __main__"
+        "save_before_end background_writer start_clock start_watch watch_first watch_all "
+        "supervisor world give_way __main__"
     ),
     "config": "option numbers options parser",
     "data": (
@@ -50,10 +50,13 @@ ROOMS = {
     ),
     "checkpoint": "store read transfer find_run run initial verify",
     "measure": "device all_reduce links",
-    "planner": "process_group open_model speed_cache profile compile_trial measured_plan planner",
+    "planner": (
+        "process_group open_model speed_cache wire_cache profile compile_trial measured_plan "
+        "planner"
+    ),
     "train": (
-        "progress budget loss_scale schedule summary recorder overflow setup agreement recovery "
-        "rescue survivor evaluate save_timer command_line loop script"
+        "progress budget first_steps loss_scale schedule summary recorder overflow setup agreement "
+        "recovery rescue survivor evaluate save_timer command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -4,6 +4,7 @@ Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a pl
 ``python script.py`` is a world of one.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
@@ -33,6 +34,9 @@ class MpiRanks:
     """Implements :class:`Launched` for mpirun and srun."""
 
     def __init__(self) -> None:
+        # Where Open MPI 5 has no use for libfabric's one-sided transport, it sleeps for a second
+        # when it closes it; what ranks say to each other here has none either.
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
         from mpi4py import MPI  # importing it starts MPI
 
         self._mpi, self._comm = MPI, MPI.COMM_WORLD

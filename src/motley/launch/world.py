@@ -26,6 +26,7 @@ from motley.launch.process import (
     stop_usage,
 )
 from motley.launch.same_code import compare_code
+from motley.launch.start_clock import StartClock
 from motley.launch.start_watch import StartWatch
 from motley.launch.supervisor import Supervisor
 from motley.launch.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
@@ -47,6 +48,7 @@ def run(
         launched: by something else than MPI, as tests do.
         packages: that the script needs, besides those that all do.
     """
+    clock = StartClock() if launched else StartClock.of_process()
     gc.freeze()  # see motley.launch
     gc.enable()
     atexit.register(gc.disable)
@@ -55,7 +57,7 @@ def run(
     keep_caches_local(os.environ)
     try:
         watch = None if launched else StartWatch()
-        world = World(launched or MpiRanks())
+        world = World(launched or MpiRanks(), clock)
         world.connect(packages)
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
@@ -94,10 +96,11 @@ class World:
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
         network: the subnet that all machines share, as this one sees it.
         supervisor: tells rank 0 how this rank fares.
+        clock: cuts this rank's start into its parts.
     """
 
-    def __init__(self, launched: Launched) -> None:
-        self._launched = launched
+    def __init__(self, launched: Launched, clock: StartClock) -> None:
+        self._launched, self.clock = launched, clock
         self.rank, self.size = launched.rank, launched.size
         check_slurm(self.size, os.environ)
         here = launched.on_this_machine()
@@ -171,6 +174,7 @@ class World:
         listening = self.supervisor.listen(self.network.address)
         told_ports = self.allgather((listening, survives))
         self.supervisor.join([port for port, _ in told_ports], self.machines, told_ports[0][1])
+        self.clock.lap("connect")
 
     def without_lost(self, survivors: Survivors) -> "World":
         """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""
@@ -183,6 +187,7 @@ class World:
         world.local_size = len(here)
         world._launched = SupervisedRanks(world.rank, world.size, here, self.supervisor.gather)
         world._leader = None
+        world.clock = StartClock()
         return world
 
     def has_fixed_master(self) -> bool:

@@ -16,8 +16,8 @@ _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 _TRIES = 3
-_ENOUGH_S = 1.0  # of tries that took so long, none is repeated
-_PART_S = 2.0  # that sending a part of the gradient should take at most
+_ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
+_PART_S = 1.0  # that sending a part of the gradient should take at most
 
 
 def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode) -> AllReduceCost:
@@ -47,9 +47,17 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode) -> AllReduc
     rest_s = (1 - share) * (
         (part_s - first_s) / (share - first) if len(part) > 1 else part_s / share
     )
+    transfer_s = max(0.0, part_s + rest_s - latency_s * len(part) / share)
+    return cost_of(parameters, mode, latency_s, transfer_s)
+
+
+def cost_of(
+    parameters: Sequence[torch.Tensor], mode: WireMode, latency_s: float, transfer_s: float
+) -> AllReduceCost:
+    """What adding up the gradient of these parameters costs, where it took so long."""
+    size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
     return AllReduceCost(
-        latency_s, max(0.0, part_s + rest_s - latency_s * len(part) / share),
-        dist.get_backend() == "nccl",
+        latency_s, transfer_s, dist.get_backend() == "nccl",
         size=float(size), sync_every=mode.sync_every, tensors=_tensors(parameters, mode),
     )  # fmt: skip
 

@@ -8,6 +8,8 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import psutil
@@ -16,24 +18,29 @@ from motley.cluster.network import VIRTUAL
 from motley.launch.world import World
 from motley.plan.links import Flow, Links, Port, rounds
 
-_SECONDS = 0.2  # of sending, each way
+_SECONDS = 0.1  # of sending, each way
 _CHUNK = 1 << 16  # bytes
 _LEAST = 4  # chunks, on a link that takes longer for them
 _BUFFER = 1 << 18  # bytes on the way: what is sent is then soon received
-_LOOK_S = 0.3  # at what others send
+_LOOK_S = 0.3  # at least, at what others send
 _PINGS = 15
-_MOST_ROUNDS = 16  # 8 s; in more machines each meets so many others, and not all
+_MOST_ROUNDS = 16  # 4 s; in more machines each meets so many others, and not all
 _TIMEOUT_S = 4.0  # seconds in which something has to come
 
 _RATE = struct.Struct("!d")
 
 
-def measure_links(world: World) -> Links:
-    """Let all machines meet; every launched rank calls it, the first of each machine works."""
+def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
+    """Let all machines meet; every launched rank calls it, the first of each machine works.
+
+    Args:
+        traffic: of other programs on this machine's interface, watched for a while already.
+    """
+    traffic = traffic or Traffic(world.network.interface)
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
     token = world.from_first(lambda: secrets.token_bytes(16))
-    ports = world.allgather(look_at(world.network.interface) if own is not None else None)
+    ports = world.allgather(traffic.seen() if own is not None else None)
     found: dict[tuple[int, int], Flow] = {}
     with socket.create_server((world.network.address, 0)) as listener:
         listener.settimeout(_TIMEOUT_S)
@@ -47,15 +54,50 @@ def measure_links(world: World) -> Links:
                     answer(listener, token)
             world.allgather(None)  # the next round begins when all have met
     flows = {pair: flow for part in world.allgather(found) for pair, flow in part.items()}
-    hosts = {machine: world.nodes[machine].host for machine in machines}
+    return _links_of(world, flows, ports)
+
+
+def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links:
+    """The links of machines that have met before; every launched rank calls it.
+
+    Args:
+        flows: as they were then. What ports say of themselves is of now.
+    """
+    port = look_at(world.network.interface) if world.first_here else None
+    return _links_of(world, flows, world.allgather(port))
+
+
+def _links_of(
+    world: World, flows: Mapping[tuple[int, int], Flow], ports: Sequence[Port | None]
+) -> Links:
+    hosts = {machine: world.nodes[machine].host for machine in sorted(set(world.machines))}
     return Links(hosts, flows, {rank: port for rank, port in enumerate(ports) if port})
 
 
+class Traffic:
+    """What other programs send and receive through an interface, from here to :meth:`seen`;
+    nothing is measured over it meanwhile."""
+
+    def __init__(self, interface: str) -> None:
+        self._interface = interface
+        self._before = psutil.net_io_counters(pernic=True).get(interface)
+        self._start = time.perf_counter()
+
+    def seen(self) -> Port:
+        """What the interface says of itself, and what went through it, watched for long enough."""
+        time.sleep(max(0.0, self._start + _LOOK_S - time.perf_counter()))
+        after = psutil.net_io_counters(pernic=True).get(self._interface)
+        port, seconds = look_at(self._interface), time.perf_counter() - self._start
+        if self._before is None or after is None:
+            return port
+        return replace(
+            port, others_send=(after.bytes_sent - self._before.bytes_sent) / seconds,
+            others_receive=(after.bytes_recv - self._before.bytes_recv) / seconds,
+        )  # fmt: skip
+
+
 def look_at(interface: str) -> Port:
-    """What an interface says of itself, and what goes through it now."""
-    before, start = psutil.net_io_counters(pernic=True).get(interface), time.perf_counter()
-    time.sleep(_LOOK_S)
-    after, seconds = psutil.net_io_counters(pernic=True).get(interface), time.perf_counter() - start
+    """What an interface says of itself."""
     says = {
         name: each.speed for name, each in psutil.net_if_stats().items()
         if each.isup and (name == interface or not name.startswith(VIRTUAL))
@@ -63,12 +105,7 @@ def look_at(interface: str) -> Port:
     own = says.get(interface, 0)
     fastest = max(says, key=lambda name: says[name], default="")
     faster = f"{fastest} ({says[fastest]:,} Mbit/s)" if 0 < own < says.get(fastest, 0) else ""
-    if before is None or after is None:
-        return Port(interface, own or None, faster=faster)
-    return Port(
-        interface, own or None, (after.bytes_sent - before.bytes_sent) / seconds,
-        (after.bytes_recv - before.bytes_recv) / seconds, faster,
-    )  # fmt: skip
+    return Port(interface, own or None, faster=faster)
 
 
 def call(address: tuple[str, int], token: bytes) -> tuple[Flow, Flow]:
@@ -148,7 +185,9 @@ def _send(line: socket.socket) -> None:
 
 
 def _receive(line: socket.socket) -> float:
-    """Bytes a second of what :func:`_send` sends, without its first quarter."""
+    """Bytes a second of what :func:`_send` sends, without its first quarter, or a little more: what
+    waited while this program was kept from running comes at once, and may be the beginning of one
+    such part, not of most."""
     chunk, came = bytearray(_CHUNK), [0.0]
     while True:
         view = memoryview(chunk)
@@ -160,8 +199,8 @@ def _receive(line: socket.socket) -> float:
         came.append(time.perf_counter())
         if not chunk[0]:
             break
-    start = max(1, len(came) // 4)
-    return (len(came) - 1 - start) * _CHUNK / (came[-1] - came[start])
+    starts = [max(1, len(came) * part // 8) for part in (2, 3, 4)]
+    return median((len(came) - 1 - start) * _CHUNK / (came[-1] - came[start]) for start in starts)
 
 
 def _exactly(line: socket.socket, size: int) -> bytes:

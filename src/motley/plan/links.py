@@ -164,6 +164,10 @@ class Links:
         said = [f"{way} {_rate(rate)}" for way, rate in ways.items() if rate > least]
         return f"other programs on {self.hosts[machine]} {' and '.join(said)}" if said else ""
 
+    def in_use(self) -> bool:
+        """Other programs used a link while it was measured: some other time it carries more."""
+        return any(map(self._busy, self.hosts))
+
     def _switch(self) -> str:
         """That all links carry far less than their ports; or nothing."""
         says = [port.mbit for port in self.ports.values() if port.mbit]
@@ -172,7 +176,7 @@ class Links:
         most = max(map(self.carries, self.hosts))
         # One connection that a Python program feeds carries about 10 Gbit/s, whatever the port.
         least = min(*says, _ONE_FEEDS)
-        if not 0 < 8e-6 * most < _FULL * least or any(map(self._busy, self.hosts)):
+        if not 0 < 8e-6 * most < _FULL * least or self.in_use():
             return ""
         return (
             f"no link carries more than {_rate(most)}, though all ports are of {min(says):,.0f} "

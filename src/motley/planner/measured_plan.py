@@ -7,6 +7,7 @@ from motley.checkpoint.run import Run
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.launch.world import World
+from motley.measure.links import Traffic
 from motley.plan.advice import better_engine, better_modes, larger_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
@@ -16,8 +17,17 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
 from motley.planner.compile_trial import compile_where_faster
 from motley.planner.process_group import ProcessGroup, shrink_group
-from motley.planner.profile import Measured, alike, can_overlap, measure_team, refine, wires_of
+from motley.planner.profile import (
+    Measured,
+    alike,
+    can_overlap,
+    measure_between,
+    measure_speeds,
+    refine,
+    wires_of,
+)
 from motley.planner.speed_cache import remember
+from motley.planner.wire_cache import WireMemory, recall, wire_cache
 from motley.tasks.model import TaskModel
 
 
@@ -32,6 +42,7 @@ class Planned:
         others: what else could be done with the same batch, by the options for it.
         advice: what would be better than what was chosen, for the user; may be empty.
         links: between the machines, those left out included; None where not measured.
+        memory: what links and wires were measured to be, for the next run; None: not for it.
     """
 
     plan: Plan
@@ -41,6 +52,7 @@ class Planned:
     others: Mapping[str, Forecast] = field(default_factory=dict)
     advice: tuple[str, ...] = ()
     links: Links | None = None
+    memory: WireMemory | None = None
 
     def is_compiled(self, rank: int, asked: str) -> bool:
         """Whether a rank's model is: as was timed; where nothing was, as ``--compile`` asks."""
@@ -70,20 +82,22 @@ def measure_and_plan(
         Those who train, and their plan.
     """
     everyone = group
-    everything = _limited(measure_team(world, group, model, config, traits, asked), config, group)
-    options = _options(world, run, group, config, everything)
-    mode = _best_mode(options, asked, group.precisions)
+    everything, options, mode, memory = _measure(world, run, group, model, config, traits, asked)
     choice, measured = options[mode], everything
     if len(choice.ranks) < group.size:
         group = shrink_group(world, group, *_stay(world, group, measured, choice))
         model = model if group.rank is not None else None
         mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
+        world.clock.lap("plan")
         wires = wires_of(world, group, model, [EXACT, mode], traits)
+        world.clock.lap("wires")
         speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
         measured = Measured(speeds, wires, measured.links)
     sizes = config.micro_batch.of(everyone.size) if config.micro_batch else None
     most = sizes[everyone.rank] if sizes and everyone.rank is not None else None
+    world.clock.lap("plan")
     measured = refine(world, group, model, config.batch_size, measured, mode, most)
+    world.clock.lap("speeds")
     if sizes is None and everyone.rank is not None:
         own = everything.speeds[everyone.rank]  # of a rank that is left out, nobody refined it
         remember(
@@ -97,12 +111,45 @@ def measure_and_plan(
         if speeds != measured.speeds:
             measured = replace(measured, speeds=alike(group, speeds))
             measured = refine(world, group, model, config.batch_size, measured, mode, most)
+        world.clock.lap("compile")
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
     assert planned.forecast is not None
     engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
     advice = notes + better_engine(traits, planned.forecast, engines)
     advice += _better(world, everyone, config, everything, options, mode)
-    return group, replace(planned, advice=advice)
+    return group, replace(planned, advice=advice, memory=memory)
+
+
+def _measure(
+    world: World,
+    run: Run | None,
+    group: ProcessGroup,
+    model: TaskModel | None,
+    config: Config,
+    traits: EngineTraits,
+    asked: WireMode | None,
+) -> tuple[Measured, dict[WireMode, Choice], WireMode, WireMemory | None]:
+    """Everything that a plan is made from; who should train, by what travels; which of these; and
+    what the next run may have of it."""
+    traffic = Traffic(world.network.interface) if world.first_here else None
+    speeds = measure_speeds(world, group, model, config, traits)
+    # Nothing is remembered that no step would check: a plan alone, a wire that few steps wait for.
+    checked = run is not None and (asked is None or asked.sync_every == 1)
+    cache = wire_cache(world, group, model, asked) if checked else None
+    old = recall(world, group, cache) if cache else None
+    while True:
+        measured = measure_between(world, group, model, config, traits, asked, speeds, traffic, old)
+        measured = _limited(measured, config, group)
+        options = _options(world, run, group, config, measured)
+        mode = _best_mode(options, asked, group.precisions)
+        everyone = len(options[mode].ranks) == group.size
+        if everyone or old is None:
+            break
+        old, traffic = None, None  # no machine is left out for what it once was
+    memory = None
+    if cache and everyone and measured.figures:
+        memory = WireMemory(cache, measured.figures, old is not None)
+    return measured, options, mode, memory
 
 
 def _limited(measured: Measured, config: Config, group: ProcessGroup) -> Measured:

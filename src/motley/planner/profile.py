@@ -11,9 +11,9 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.measure.all_reduce import measure_wire
+from motley.measure.all_reduce import cost_of, measure_wire
 from motley.measure.device import has_room
-from motley.measure.links import measure_links
+from motley.measure.links import Traffic, known_links, measure_links
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
@@ -22,6 +22,7 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import Addition, AllReduceCost, WireMode
 from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import speed_of, with_sizes
+from motley.planner.wire_cache import WireFigures
 from motley.tasks.model import TaskModel
 
 _ROUNDS = 4  # of timing and splitting, at most
@@ -39,44 +40,70 @@ class Measured:
         speeds: by rank in the group.
         wires: of the modes that were measured; EXACT always is.
         links: between machines; None where there is one alone.
+        figures: those of links and wires that another run may use; None: they are no use to it.
     """
 
     speeds: tuple[SpeedTable, ...]
     wires: Mapping[WireMode, AllReduceCost]
     links: Links | None = None
+    figures: WireFigures | None = None
 
 
-def measure_team(
+def measure_speeds(
+    world: World,
+    group: ProcessGroup,
+    model: TaskModel | None,
+    config: Config,
+    traits: EngineTraits,
+) -> tuple[SpeedTable, ...]:
+    """Measure all ranks at once; every launched rank calls it, those left out without a model."""
+    own = None
+    world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
+    if model is not None and group.rank is not None:
+        own = speed_of(group, model, config, traits.optimizer_shards(group.size))
+    found = [each for each in world.allgather(own) if each is not None]
+    world.clock.lap("speeds")
+    return alike(group, found)
+
+
+def measure_between(
     world: World,
     group: ProcessGroup,
     model: TaskModel | None,
     config: Config,
     traits: EngineTraits,
     asked: WireMode | None,
+    speeds: tuple[SpeedTable, ...],
+    traffic: Traffic | None,
+    remembered: WireFigures | None = None,
 ) -> Measured:
-    """Measure all ranks at once; every launched rank calls it, those left out without a model.
+    """Measure links and wires, as far as they are not remembered; every launched rank calls it.
 
     Args:
         asked: the wire's mode that the user wants; None: auto.
+        traffic: see measure_links.
     """
-    own = None
-    world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
-    if model is not None and group.rank is not None:
-        own = speed_of(group, model, config, traits.optimizer_shards(group.size))
-    found = [each for each in world.allgather(own) if each is not None]
     world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, "measuring links")
-    links = _passing_links(world) if len(set(world.machines)) > 1 else None
-    speeds = alike(group, found)
-    wires = wires_of(world, group, model, [EXACT], traits)
+    links = None
+    if len(set(world.machines)) > 1:
+        known = remembered and known_links(world, remembered.flows)
+        links = known or _passing_links(world, traffic)
+    world.clock.lap("links")
+    kept = remembered or WireFigures(links.flows if links else {})
+    wires = wires_of(world, group, model, [EXACT], traits, remembered=kept)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     others = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
-    return Measured(speeds, wires_of(world, group, model, others, traits, wires), links)
+    wires = wires_of(world, group, model, others, traits, wires, kept)
+    world.clock.lap("wires")
+    # Beside others' traffic a link carried less than it can.
+    lasts = group.size > 1 and not (links and links.in_use())
+    return Measured(speeds, wires, links, kept.with_wires(wires) if lasts else None)
 
 
-def _passing_links(world: World) -> Links:
+def _passing_links(world: World, traffic: Traffic | None) -> Links:
     """All links; MotleyError if something does not pass."""
-    links = measure_links(world)
+    links = measure_links(world, traffic)
     if links.broken():
         links = measure_links(world)  # a host may have been busy for seconds
     if broken := links.broken():
@@ -118,12 +145,15 @@ def wires_of(
     wanted: Sequence[WireMode],
     traits: EngineTraits,
     known: Mapping[WireMode, AllReduceCost] | None = None,
+    remembered: WireFigures | None = None,
 ) -> dict[WireMode, AllReduceCost]:
     """What it takes to add up all gradients in these modes; every launched rank calls it.
 
     Args:
         known: of other modes; they are part of what is returned.
+        remembered: what is in these is not measured.
     """
+    old = remembered.wires if remembered else {}
     own: dict[WireMode, AllReduceCost] | None = None
     if model is not None and group.rank is not None:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -135,8 +165,10 @@ def wires_of(
             if group.size == 1:
                 own[mode] = AllReduceCost(0.0, 0.0)
             else:
-                known_cost = mode.cost_from(own[EXACT]) if EXACT in own else None
-                found = known_cost or measure_wire(parameters, mode)
+                found = mode.cost_from(own[EXACT]) if EXACT in own else None
+                if found is None and mode in old:
+                    found = cost_of(parameters, mode, *old[mode])
+                found = found or measure_wire(parameters, mode)
                 own[mode] = replace(found, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
@@ -195,7 +227,9 @@ def refine(
             if group.workers[group.rank].uuid:
                 grain, m = speed.grain, speeds[group.rank].micro_batch
                 sizes = tuple(grain * groups for groups in cut(own // grain, m // grain))
-            if shows and 0 < own <= (most or own) and has_room(model, speed, own):
+            # A processor's time is on a straight line between the sizes that were timed.
+            known = not sizes and own <= speed.sizes[-1]
+            if shows and not known and own <= (most or own) and has_room(model, speed, own):
                 sizes = (*sizes, own)
             speed = with_sizes(model, speed, sizes)
         found = tuple(each for each in world.allgather(speed) if each is not None)

@@ -24,6 +24,7 @@ from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
+_LOOKS = 3  # at most; to measure anew takes ten times as long as one
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
@@ -36,9 +37,7 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
     path, key = _place(group, config, shards)
     if (speed := read_speed(path, key)) is not None:
         try:
-            if _slowdown(model, speed, speed.sizes[0]) < _FAR_SLOWER and (
-                1 / _CHANGED < _slowdown(model, speed, speed.micro_batch) < _CHANGED
-            ):
+            if _still_holds(model, speed):
                 return speed
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -50,6 +49,15 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
 
     try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
     return measure_speed(model, make, config.batch_size)
+
+
+def _still_holds(model: TaskModel, speed: SpeedTable) -> bool:
+    """Whether the device is about as fast as remembered. What else starts beside this rank can
+    disturb a look, which is a few milliseconds; so one of some is enough."""
+    if _slowdown(model, speed, speed.sizes[0]) >= _FAR_SLOWER:
+        return False
+    looks = (_slowdown(model, speed, speed.micro_batch) for _ in range(_LOOKS))
+    return any(1 / _CHANGED < look < _CHANGED for look in looks)
 
 
 def _slowdown(model: TaskModel, speed: SpeedTable, size: int) -> float:

@@ -173,12 +173,12 @@ class RunFolder:
         """Replace run.json in one piece.
 
         At least ``status`` (running, finished, stopped or failed), ``result``, ``config``,
-        ``task``, ``facts``, ``plan``; for example ``{"status": "finished", "result": {"top1": 0.97,
-        ...}, "config": {"model": "vit_digits", ...}, "ranks": [{"rank": 0, "host": "a"}], ...}``.
+        ``task``, ``facts``, ``plan``, ``start`` (seconds, see motley.launch.start_clock); as in
+        ``{"status": "finished", "result": {"top1": 0.97, ...}, "config": {"model": "vit_digits",
+        ...}, "ranks": [{"rank": 0, "host": "a"}], "start": {"imports": 1.9, ...}, ...}``.
 
         Args:
-            keep_room: on the disk, and a descriptor, so that it can be replaced once more whatever
-                else fails.
+            keep_room: on the disk, and a descriptor, so that it is replaced whatever else fails.
         """
         if keep_room:
             self._reserve = Reserve(self.path / "run.json", content)

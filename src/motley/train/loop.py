@@ -76,6 +76,7 @@ def train(
     run = Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(task_of(config).prepare)
+    world.clock.lap("prepare")
     survivor, survivors = Survivor(world, config), None
     while True:
         try:
@@ -105,6 +106,7 @@ def train_with(
         group = continuation.group
     else:
         group = join_process_group(world, config.precision, config.hosts)
+    world.clock.lap("group")
 
     # All that can be wrong with the options is said before the run's records are touched.
     model = open_model(group, config, make_model)
@@ -113,13 +115,16 @@ def train_with(
         planned, kept = continuation.planned, continuation.kept
     else:
         notes = [] if run.resume_from else load_initial(model, config)
+        world.clock.lap("model")
         group, planned = plan_batch(world, run, group, model, config, traits)
+        world.clock.lap("plan")
     run.check_leader(group.workers[0].rank)
     begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, kept)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
     last_step = max(world.allgather(begun.job.length.last_step(begun.state) if begun else 0))
-    run.start(records_of(config, group, plan, planned, traits, job, last_step))
+    world.clock.lap("engine")
+    run.start(records_of(world, config, group, plan, planned, traits, job, last_step))
     shared = run.is_shared()
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)
@@ -166,6 +171,7 @@ def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
     recorder = Recorder(
         run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,
         done=state.step, total=job.length.last_step(state), compiles=job.model.is_compiled,
+        first_steps=begun.first_steps,
     )  # fmt: skip
     for kind, text, content in begun.notes:
         recorder.note(kind, text, **content)

@@ -24,6 +24,7 @@ from motley.planner.process_group import ProcessGroup
 from motley.records.gpu_logger import Progress
 from motley.records.run_folder import EpochRecord, StepRecord
 from motley.tasks.task import Task
+from motley.train.first_steps import FirstSteps
 from motley.train.progress import Reporter
 
 
@@ -57,12 +58,14 @@ class Recorder:
         done: int,
         total: int,
         compiles: bool,
+        first_steps: FirstSteps | None = None,
     ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
         Args:
             tells_sync: the engine can tell compute from communication.
             compiles: the model is compiled, in a step where that is needed.
+            first_steps: watches the wire.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
@@ -81,6 +84,7 @@ class Recorder:
         self._samples = 0
         self._scale: float | None = None  # of the last step
         self._compiles = compiles
+        self._first_steps = first_steps or FirstSteps()
         self._local = False  # ranks meet after some steps alone
         self._seconds: deque[float] = deque(maxlen=32)
         self.progress = Progress()
@@ -165,6 +169,7 @@ class Recorder:
         )  # fmt: skip
         self._steps.write(record)
         self._samples += record.n_global
+        self._say_links(self._first_steps.step(record))
         self._reporter.step(record)
         self.progress = Progress(record.epoch, record.step, record.t_compute)
         if self._rank == 0:  # all know of it
@@ -219,6 +224,10 @@ class Recorder:
             self._run.event(kind, text=text, **content)
             self._reporter.say(text)
 
+    def _say_links(self, text: str) -> None:
+        if text:
+            self.note("links_changed", text)
+
     def result(self, evaluated: EpochRecord, epoch_samples: int) -> dict[str, Any]:
         """What run.json says of a finished run.
 
@@ -232,10 +241,12 @@ class Recorder:
             "epoch_samples": epoch_samples,
         }  # fmt: skip
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         """Close all files and take the progress bar away."""
         with contextlib.suppress(RuntimeError):  # of a device that fails: it was said already
             self.last_words()
+        if failed is None:
+            self._say_links(self._first_steps.end())
         self._reporter.close()
         self._close()
         if self._board is not None:

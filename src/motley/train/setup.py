@@ -28,6 +28,7 @@ from motley.planner.process_group import ProcessGroup, Worker
 from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
 from motley.train.budget import Budget, checkpoint_bytes
+from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.schedule import make_schedule
 
@@ -84,12 +85,14 @@ class Begun:
 
     Attributes:
         notes: of the resume, and of the job. budget: on the rank that writes.
+        first_steps: what the wire is held against, there.
     """
 
     job: Job
     state: TrainState
     notes: list[Note]
     budget: Budget | None
+    first_steps: FirstSteps
 
     def take_over(self) -> None:
         """Make the run's folder this run's, on the rank that writes."""
@@ -129,7 +132,9 @@ def begin(
     if budget is not None:
         budget.check()
     said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
-    return Begun(job, state, [*((kind, text, {}) for kind, text in said), *job.notes], budget)
+    notes_of_all = [*((kind, text, {}) for kind, text in said), *job.notes]
+    watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
+    return Begun(job, state, notes_of_all, budget, watched)
 
 
 def check_samples(config: Config, workers: Sequence[Worker]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from datetime import datetime
 from typing import Any
 
 from motley.checkpoint.run import Run
@@ -16,6 +17,7 @@ from motley.train.setup import Job
 
 
 def records_of(
+    world: World,
     config: Config,
     group: ProcessGroup,
     plan: Plan,
@@ -28,6 +30,9 @@ def records_of(
 
     Args:
         job: None on a rank that is left out, and does not write it. last_step: with which it ends.
+
+    ``links_of_earlier_run`` is when links and wires were measured, seconds since the epoch, if that
+    was not at this start.
     """
     task = task_of(config)
     return {
@@ -58,8 +63,16 @@ def records_of(
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
         "links": planned.links and planned.links.as_json(),
+        "links_of_earlier_run": _measured_earlier(planned),
+        "start": world.clock.as_json(),
         "backend": group.backend,
     }
+
+
+def _measured_earlier(planned: Planned) -> float | None:
+    """When links and wires were measured, seconds since the epoch; None: at this start."""
+    memory = planned.memory
+    return memory.figures.measured if memory and memory.is_old else None
 
 
 def print_summary(
@@ -93,4 +106,9 @@ def print_summary(
         print(f"  {predicted.sentence(task.unit, task.weight)}")
     for line in planned.advice:
         print(f"  {line}")
+    if earlier := _measured_earlier(planned):
+        print(
+            f"  links and wire are as measured on {datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"
+        )
+    print(f"  {world.clock.sentence()}")
     sys.stdout.flush()

@@ -172,8 +172,8 @@ def test_an_interface_says_what_it_carries_and_what_others_send_through_it() -> 
 
             thread = threading.Thread(target=stream)
             thread.start()
-            busy = traffic.look_at("lo")
+            busy = traffic.Traffic("lo").seen()
             over.set()
             thread.join()
     assert busy.interface == "lo" and busy.others_send > 1e6 and busy.others_receive > 1e6
-    assert traffic.look_at("none0") == Port("none0")
+    assert traffic.Traffic("none0").seen() == Port("none0")

@@ -51,17 +51,38 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     assert after.speeds[0] is fast
 
 
-@pytest.mark.parametrize(("factor", "timed", "kept"), [(1.2, [1, 64], True), (2.0, [1, 64], False),
-                                                       (100.0, [1], False)])  # fmt: skip
+@pytest.mark.parametrize(("largest", "timed"), [(64, []), (32, [40])])
+def test_a_processors_share_is_timed_beyond_what_was_alone(
+    monkeypatch: pytest.MonkeyPatch, largest: int, timed: list[int]
+) -> None:
+    found = []
+
+    def time_micro_batch(_: object, size: int) -> tuple[float, None]:
+        found.append(size)
+        return size / 100, None
+
+    monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
+    table = SpeedTable((1, largest), (0.01, largest / 100), 0.0)
+    group: Any = SimpleNamespace(rank=1, workers=[SimpleNamespace(uuid="")] * 2)
+    before = Measured((table, table), {EXACT: AllReduceCost(0.001, 1.0)})
+    refine(Alone(table), group, torch.nn.Linear(1, 1), 80, before)  # type: ignore[arg-type]
+    assert found == timed
+
+
+@pytest.mark.parametrize(
+    ("factors", "timed", "kept"),
+    [([1.2, 1.2], [1, 64], True), ([2.0] * 4, [1, 64, 64, 64], False), ([100.0], [1], False),
+     ([2.0, 2.0, 1.1], [1, 64, 64], True), ([0.5] * 4, [1, 64, 64, 64], False)],
+)  # fmt: skip
 def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
-    monkeypatch: pytest.MonkeyPatch, factor: float, timed: list[int], kept: bool
+    monkeypatch: pytest.MonkeyPatch, factors: list[float], timed: list[int], kept: bool
 ) -> None:
     remembered, anew = SpeedTable((1, 64), (0.01, 0.3), 0.0), SpeedTable((1,), (1.0,), 0.0)
     tried = []
 
     def time_micro_batch(_: object, size: int) -> tuple[float, None]:
         tried.append(size)
-        return factor * remembered.micro_s(size), None
+        return factors[len(tried) - 1] * remembered.micro_s(size), None
 
     monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
     monkeypatch.setattr(speeds, "_place", lambda *_: (None, {}))

@@ -1,0 +1,83 @@
+"""A start: what is remembered of links makes it short, and is dropped when it holds no longer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab_door import Door, lab_up
+from project import DDP, ROOT, venv
+
+from motley.records.run_folder import RunFolder
+
+pytestmark = pytest.mark.mpi
+
+NAMES = ("start1", "start2", "start3")
+PROFILE = "[defaults]\nup_mbit = 100\ndown_mbit = 100\n" + "".join(
+    f'[[host]]\nname = "{name}"\naddress = "10.97.99.{number}/24"\n'
+    for number, name in enumerate(NAMES, 1)
+)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Door]:
+    with lab_up(PROFILE, keys=True) as made:
+        yield made
+
+
+def train(lab: Door, name: str, *words: object) -> tuple[str, RunFolder]:
+    """Train on all hosts; what was printed, and the records."""
+    line = (
+        f"export PATH={venv()}/bin:$PATH MOTLEY_VENV={venv()} OMP_NUM_THREADS=1; cd {ROOT} && "
+        "mpirun -np 3 --hostfile ~/hosts.txt -x MOTLEY_VENV -x OMP_NUM_THREADS ./entry_cn.sh "
+        f"{DDP} --hosts all --max-steps 11 --eval-samples 30 --logs ~/logs --run {name} "
+        f"{' '.join(map(str, words))} 2>&1"
+    )
+    output = lab.do("exec", NAMES[0], "--", "bash", "-c", line, limit=120)
+    return output, RunFolder(lab.home(NAMES[0]) / "logs" / name)
+
+
+def remembered(lab: Door) -> list[Path]:
+    """What the first host keeps of links."""
+    found = lab.on(NAMES[0], "bash", "-c", "ls /tmp/motley-*/wire-*.json 2>/dev/null || true")
+    return [Path(line) for line in found.split()]
+
+
+@pytest.mark.slow
+def test_a_second_start_measures_no_link_and_one_that_became_slow_is_noticed(lab: Door) -> None:
+    output, first = train(lab, "first")
+    assert "links and wire are as measured" not in output and len(remembered(lab)) == 1
+    began = first.read_run()
+    assert began["links_of_earlier_run"] is None
+    parts = began["start"]
+    assert set(parts) >= {"imports", "connect", "group", "model", "speeds", "links", "wires",
+                          "plan", "engine"}  # fmt: skip
+    assert all(seconds >= 0 for seconds in parts.values()) and "ready in" in output
+
+    output, again = train(lab, "again")
+    began, later = again.read_run(), parts
+    parts = began["start"]
+    assert parts["links"] + parts["wires"] < 0.4 * (later["links"] + later["wires"])
+    assert sum(parts.values()) - parts["imports"] < sum(later.values()) - later["imports"]
+    assert "links and wire are as measured" in output
+    assert first.read_run()["started"] >= began["links_of_earlier_run"]
+    assert len(began["links"]["flows"]) == 6
+    assert not [e for e in again.read_events() if e["event"] == "links_changed"], output
+
+    # A cable that has become a tenth as fast, one way.
+    lab.do("exec", "--root", NAMES[2], "--", "tc", "qdisc", "replace", "dev", "eth0", "root",
+           "tbf", "rate", "5mbit", "burst", "32kb", "latency", "100ms")  # fmt: skip
+    output, slow = train(lab, "slow")
+    (event,) = [e for e in slow.read_events() if e["event"] == "links_changed"]
+    assert "the links are not what they were on" in event["text"] and event["text"] in output
+    assert remembered(lab) == []
+
+    output, new = train(lab, "new")
+    assert new.read_run()["links_of_earlier_run"] is None
+    assert "start3's link carries" in output and "when it sends" in output
+
+    # Over such a link one host alone is faster. Those figures say so, and are not enough.
+    assert len(remembered(lab)) == 1
+    output, out = train(lab, "out", "--hosts auto")
+    about = out.read_run()
+    assert len(about["left_out"]) == 2
+    assert about["links_of_earlier_run"] is None and about["start"]["links"] > 0.5, output
