@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from plot_training import PARTS
 
 from motley.errors import MotleyError
+from motley.records.rates import lead
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
@@ -76,6 +77,11 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
                     label="" if label in shown else label)  # fmt: skip
             shown[label] = colour
             end += part
+        if row.mean_samples_per_s is not None:
+            mean = row.weight * row.mean_samples_per_s
+            ax.plot([mean] * 2, [place - 0.33, place + 0.33], color=LIMIT, linestyle=":",
+                    label="" if "mean" in shown else "mean by the clock")  # fmt: skip
+            shown["mean"] = LIMIT
         if row.limit is not None:
             limit = row.weight * row.limit
             ax.plot([limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
@@ -155,7 +161,7 @@ def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
     drawn = 0
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        lines = max(done[0].read_steps().values(), key=len, default=[]) if done else []
+        lines = lead(done[0].read_steps()) if done else ()
         known = [line["loss"] is not None for line in lines]
         if not any(known):
             continue

@@ -21,7 +21,7 @@ ROOMS = {
     "cluster": (
         "hostfile facts gpus network slurm login shell ssh fan_out orphans processes presence"
     ),
-    "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
+    "records": "lines json_file folder_lock gpu_csv training run_folder rates gpu_logger",
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
         "length take_back"

@@ -33,28 +33,32 @@ class Driver:
         self.cards, self.lost, self.here, self.opened, self.closed = cards, set[int](), True, 0, 0
         self.epoch, self._seen, self.load = 0, -1, 8
 
-    def nvmlInit(self) -> None:
+    def open(self) -> None:
         if not self.here:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         self.opened, self._seen = self.opened + 1, self.epoch
 
-    def nvmlShutdown(self) -> None:
+    def close(self) -> None:
         self.closed += 1
 
-    def nvmlDeviceGetCount(self) -> int:
+    def count(self) -> int:
         if not self.here or self._seen != self.epoch:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
         return self.cards
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+    def card(self, index: int) -> int:
         if index in self.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return index
 
     def answers(self) -> dict[str, Any]:
-        """The rest, as pynvml names it."""
+        """All, as pynvml names it."""
         me = SimpleNamespace(pid=1, usedGpuMemory=600 << 20)
         return {
+            "nvmlInit": self.open,
+            "nvmlShutdown": self.close,
+            "nvmlDeviceGetCount": self.count,
+            "nvmlDeviceGetHandleByIndex": self.card,
             "nvmlDeviceGetUUID": lambda card: f"GPU-{card}",
             "nvmlDeviceGetName": lambda card: "H200 of NVML",
             "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(gpu=self.load, memory=3),
@@ -71,8 +75,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(2)
-    own = ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex")
-    for name, answer in {**{n: getattr(made, n) for n in own}, **made.answers()}.items():
+    for name, answer in made.answers().items():
         monkeypatch.setattr(pynvml, name, answer)
     return made
 
