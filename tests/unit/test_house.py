@@ -48,7 +48,7 @@ ROOMS = {
         "protocol base synchronous alone ddp fsdp local_sgd zero_config zero_state zero_engine "
         "import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store read transfer find_run run initial verify",
+    "checkpoint": "tensor_file store read transfer find_run run initial verify",
     "measure": "device all_reduce links",
     "planner": "process_group open_model speed_cache profile compile_trial measured_plan planner",
     "train": (
