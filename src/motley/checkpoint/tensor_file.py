@@ -1,7 +1,7 @@
 """Writes tensors in the format of safetensors, and hashes them on their way to the disk.
 
-In pieces of 1 MiB: the kernel takes 15 times as long to copy ten at once into its cache (Linux 6,
-ext4), and a file that is hashed later is read once more. On CPU ranks both are the trainer's time.
+In pieces of 256 KiB: the kernel takes eight times as long to copy 4 MiB at once to its cache (Linux
+6.18, ext4), and a file that is hashed later is read once more. CPU ranks train meanwhile.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PIECE = 1 << 20  # bytes
+_PIECE = 1 << 18  # bytes
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",

@@ -24,7 +24,7 @@ _WORD = 8  # bytes that are mixed at once
 _CHUNKS = {"cpu": 1 << 15}  # words at a time: what is read twice is still in the core's own cache
 _CHUNK = 1 << 23  # on a GPU, which wants much to do at once; they take three times that meanwhile
 _GOLDEN = -0x61C8864680B583EB
-_MIXES = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+_FACTOR, _SHIFTS = -0x40A7B892E31B1A47, (30, 27)
 
 
 class Agreement:
@@ -135,9 +135,10 @@ def digests(engine: Engine) -> list[str]:
 def fingerprint(tensor: Tensor) -> Tensor:
     """A hash of a tensor's bits, int64 []; computed where the tensor is, alike on any device.
 
-    The sum, modulo 2**64, of each eight bytes mixed with their place (as SplitMix64 mixes): sums of
-    whole numbers do not depend on their order, as those of floating-point numbers do. What is less
-    than eight bytes at the end is filled up with zeros.
+    The sum, modulo 2**64, of each eight bytes mixed with their place (as SplitMix64 mixes, but for
+    its last factor, which a sum may have as well): sums of whole numbers do not depend on their
+    order, as those of floating-point numbers do. What is less than eight bytes at the end is filled
+    up with zeros.
     """
     words = _words(tensor)
     chunk = min(_CHUNKS.get(tensor.device.type, _CHUNK), words.numel())
@@ -148,10 +149,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
         part = words[start : start + chunk]
         mixed, shifted = both[:, : part.numel()]
         torch.add(places[: part.numel()], _wrapped(start * _GOLDEN), out=mixed).bitwise_xor_(part)
-        for shift, factor in _MIXES:
-            torch.bitwise_right_shift(mixed, shift, out=shifted)
-            mixed.bitwise_xor_(shifted).mul_(factor)
-        total += mixed.sum()
+        torch.bitwise_right_shift(mixed, _SHIFTS[0], out=shifted)
+        mixed.bitwise_xor_(shifted).mul_(_FACTOR)
+        torch.bitwise_right_shift(mixed, _SHIFTS[1], out=shifted)
+        total += mixed.bitwise_xor_(shifted).sum()
     return total
 
 
