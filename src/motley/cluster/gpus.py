@@ -19,6 +19,7 @@ import GPUtil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
 MIB = 2**20
+GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class GpuSampler:
             is no GPU. Where GPUtil alone knows of GPUs, it is asked for each sample.
     """
 
-    def __init__(self, gputil_every_s: float = 300.0) -> None:
+    def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:
         self._every_s, self._asked = gputil_every_s, -math.inf
         self._of_gputil: dict[str, Any] = {}  # by UUID
         self._is_open = False
