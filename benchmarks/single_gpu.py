@@ -8,10 +8,9 @@ All train the same model with the same optimizer: a timm model on synthetic imag
 GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing; nor
 do those through Accelerate and Lightning Fabric. Motley loads, augments and copies every sample,
 measures, logs the GPU and writes a record a step; so short a run it compiles only when it is told
-to. Repeats are interleaved, each timed by the clock from its first step that counts to its last; a
-rate is the median over repeats, beside their mean, its spread (largest - smallest) / median. What a
-sample of the GPU log costs is measured too. Without a GPU it runs on the CPU with a small model, to
-try it.
+to. Repeats are interleaved, each timed by the clock after its first steps; a rate is the median over
+repeats, beside their mean, its spread (largest - smallest) / median. Without a GPU a small model
+runs on the CPU. What a sample of the GPU log costs is measured too.
 """
 
 import argparse
@@ -173,7 +172,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
             "--text", *[MANUAL] * 99, *itertools.chain(*sizes)]  # fmt: skip
 
 
-def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, object]]:
+def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a mode; the bare loop is the limit."""
     limit = statistics.median(rates["bare"])
     rows = []
@@ -204,8 +203,7 @@ def machine() -> dict[str, object]:
 
 
 def log_cost(samples: int = 50) -> dict[str, float]:
-    """Seconds of a sample of the GPU log: the first, in which GPUtil starts nvidia-smi, and the
-    others; and what part of a run's time both are."""
+    """Seconds of the GPU log's first sample, of the others, and what part of a run's time it is."""
     from motley.cluster.gpus import GPUTIL_EVERY_S, GpuSampler
     from motley.config.options import Config
 
@@ -244,7 +242,17 @@ def main() -> None:
                 else:
                     rates[mode].append(motley(mode, options, Path(logs)))
                 print(f"    {rates[mode][-1]:,.1f} samples/s", flush=True)
-    rows = table(rates, options)
+    rows, log = table(rates, options), log_cost()
+    show(rows, log, options)
+    if options.json:
+        result.write(
+            options.json, rows, started, machine=machine(), gpu_log=log, model=options.model,
+            precision=options.precision, steps=options.steps, skipped=options.skip,
+        )  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]], log: dict[str, float], options: argparse.Namespace) -> None:
+    """The table, and below it what the GPU log costs."""
     each = 1 if options.task == "image" else GPTS[options.model][1]
     unit = "images" if options.task == "image" else "tokens"
     print(f"\n{options.model}, {options.precision}, {options.batch} samples a step")
@@ -253,16 +261,10 @@ def main() -> None:
             f"  {MODES[str(row['mode'])]:<42} {each * row['images_per_s']:11,.1f} {unit}/s  "
             f"{row['fraction_of_limit']:.3f} of the bare loop  spread {row['spread']:.1%}"
         )
-    log = log_cost()
     print(
         f"a sample of the GPU log takes {1000 * log['sample_s']:.2f} ms, the first one "
         f"{1000 * log['first_s']:.0f} ms: {log['part']:.3%} of the time"
     )
-    if options.json:
-        result.write(
-            options.json, rows, started, machine=machine(), gpu_log=log, model=options.model,
-            precision=options.precision, steps=options.steps, skipped=options.skip,
-        )  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:

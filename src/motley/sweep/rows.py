@@ -146,12 +146,9 @@ def _row(
         "outcome": failed[0].kind if failed else DONE,
         "error": failed[0].error if failed else "", "when": failed[0].when if failed else "",
     }  # fmt: skip
-    if not done:
-        return Row(**facts)
     taken = [folder.read_steps() for folder in done]
     every = [_counted(steps) for steps in taken]
-    rates = [rate for rate in map(_rate, every) if rate]
-    if not rates:
+    if not (rates := [rate for rate in map(_rate, every) if rate]):
         return Row(**facts)
     middle = statistics.median(rates)
     means = [mean for steps in taken if (mean := mean_rate(_warm(lead(steps))))]
