@@ -8,9 +8,8 @@ All train the same model with the same optimizer: a timm model on synthetic imag
 GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing; nor
 do those through Accelerate and Lightning Fabric. Motley loads, augments and copies every sample,
 measures, logs the GPU and writes a record a step; so short a run it compiles only when it is told
-to. Repeats are interleaved, each timed by the clock after its first steps; a rate is the median over
-repeats, beside their mean, its spread (largest - smallest) / median. Without a GPU a small model
-runs on the CPU. What a sample of the GPU log costs is measured too.
+to. Repeats are interleaved, each timed by the clock after its first steps. A rate is their median,
+beside the mean; its spread is (largest - smallest) / median. Without a GPU it tries a small model.
 """
 
 import argparse

@@ -24,7 +24,7 @@ _WORD = 8  # bytes that are mixed at once
 _CHUNKS = {"cpu": 1 << 15}  # words at a time: what is read twice is still in the core's own cache
 _CHUNK = 1 << 23  # on a GPU, which wants much to do at once; they take three times that meanwhile
 _GOLDEN = -0x61C8864680B583EB
-_FACTOR, _SHIFTS = -0x40A7B892E31B1A47, (30, 27)
+_FACTOR = -0x40A7B892E31B1A47
 
 
 class Agreement:
@@ -141,18 +141,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
     up with zeros.
     """
     words = _words(tensor)
-    chunk = min(_CHUNKS.get(tensor.device.type, _CHUNK), words.numel())
+    chunk = min(_CHUNKS.get(tensor.device.type, _CHUNK), words.numel()) or 1
     places = torch.arange(1, chunk + 1, device=words.device).mul_(_GOLDEN)
-    both = torch.empty(2, chunk, dtype=torch.int64, device=words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), chunk or 1):
+    for start in range(0, words.numel(), chunk):
         part = words[start : start + chunk]
-        mixed, shifted = both[:, : part.numel()]
-        torch.add(places[: part.numel()], _wrapped(start * _GOLDEN), out=mixed).bitwise_xor_(part)
-        torch.bitwise_right_shift(mixed, _SHIFTS[0], out=shifted)
-        mixed.bitwise_xor_(shifted).mul_(_FACTOR)
-        torch.bitwise_right_shift(mixed, _SHIFTS[1], out=shifted)
-        total += mixed.bitwise_xor_(shifted).sum()
+        mixed = places[: part.numel()] + _wrapped(start * _GOLDEN)
+        mixed ^= part
+        mixed ^= mixed >> 30
+        mixed *= _FACTOR
+        mixed ^= mixed >> 27
+        total += mixed.sum()
     return total
 
 
