@@ -5,7 +5,8 @@
 
 The lab and its paced hosts are those of mixed_lab.py. The real script trains three times: with
 --replan auto, with --replan off, and unpaced with all samples on one rank, whose losses the
-others must show. The limit is that of the speeds measured at the start, with the slow host's
+others must show. A rate is the median of a phase's last steps; beside it is the mean of the whole
+phase, by the clock. The limit is that of the speeds measured at the start, with the slow host's
 times doubled while it is slow. Needs root, for the lab.
 """
 
@@ -23,6 +24,7 @@ from bench_lab import HOSTS, BenchLab, bench_lab
 
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import limit_s
+from motley.records.rates import mean_rate
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -75,6 +77,7 @@ def rows(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[
                 "phase": ("before", "one host at half speed", "restored")[phase], "n": options.n,
                 "images_per_s": statistics.median(part[-_STEADY:]),
                 "fraction_of_limit": statistics.median(part[-_STEADY:]) / limit,
+                "mean_images_per_s": mean_rate(found[name]["steps"][first : first + options.steps]),
                 "spread": (max(part[-_STEADY:]) - min(part[-_STEADY:])) / max(part[-_STEADY:]),
                 "steps_to_0.93": steps_to(0.93 * limit, part),
                 "replans": sum(first <= step < first + options.steps for step in replans),
@@ -123,7 +126,8 @@ def main() -> None:
         steps = row["steps_to_0.93"]
         soon = "never 0.93 of it" if steps is None else f"0.93 of it after {steps} steps"
         print(
-            f"{row['mode']:<22} {row['phase']:<24} {row['images_per_s']:7.1f} images/s  "
+            f"{row['mode']:<22} {row['phase']:<24} {row['images_per_s']:7.1f} images/s at last "
+            f"(mean {row['mean_images_per_s']:.1f})  "
             f"{row['fraction_of_limit']:.3f} of the limit  re-plans {row['replans']}  {soon}"
         )
     print(f"largest difference of a loss from one rank's: {max(worst.values()):.1e}")

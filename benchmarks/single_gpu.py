@@ -8,8 +8,8 @@ All train the same model with the same optimizer: a timm model on synthetic imag
 GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing; nor
 do those through Accelerate and Lightning Fabric. Motley loads, augments and copies every sample,
 measures, logs the GPU and writes a record a step; so short a run it compiles only when it is told
-to. Repeats are interleaved; a rate is the median over repeats, its spread (largest - smallest) /
-median. Without a GPU it runs on the CPU with a small model, to try it.
+to. Repeats are interleaved, each timed by the clock after its first steps. A rate is their median,
+beside the mean; its spread is (largest - smallest) / median. Without a GPU it tries a small model.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def words_of(options: argparse.Namespace) -> list[str]:
             "--text", *[MANUAL] * 99, *itertools.chain(*sizes)]  # fmt: skip
 
 
-def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, object]]:
+def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row a mode; the bare loop is the limit."""
     limit = statistics.median(rates["bare"])
     rows = []
@@ -181,6 +181,7 @@ def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[di
             {
                 "mode": mode, "engine": "deepspeed" if "deepspeed" in mode else "torch",
                 "link": None, "n": options.batch, "images_per_s": rate,
+                "mean_images_per_s": statistics.fmean(values),
                 "fraction_of_limit": rate / limit, "times_plain_ddp": None,
                 "times_best_single": rate / limit,
                 "spread": (max(values) - min(values)) / rate, "repeats": values,
@@ -198,6 +199,21 @@ def machine() -> dict[str, object]:
         "gpus": [device.name for device in node.devices], "driver": node.driver, "cpu": node.cpu,
         "cores": node.cores, "system": platform.platform(),
     }  # fmt: skip
+
+
+def log_cost(samples: int = 50) -> dict[str, float]:
+    """Seconds of the GPU log's first sample, of the others, and what part of a run's time it is."""
+    from motley.cluster.gpus import GPUTIL_EVERY_S, GpuSampler
+    from motley.config.options import Config
+
+    times = [time.perf_counter()]
+    with GpuSampler() as sampler:
+        for _ in range(samples):
+            sampler.sample()
+            times.append(time.perf_counter())
+    first, usual = times[1] - times[0], (times[-1] - times[1]) / (samples - 1)
+    part = usual / Config().gpu_log_interval + first / GPUTIL_EVERY_S
+    return {"first_s": first, "sample_s": usual, "part": part}
 
 
 def main() -> None:
@@ -225,7 +241,17 @@ def main() -> None:
                 else:
                     rates[mode].append(motley(mode, options, Path(logs)))
                 print(f"    {rates[mode][-1]:,.1f} samples/s", flush=True)
-    rows = table(rates, options)
+    rows, log = table(rates, options), log_cost()
+    show(rows, log, options)
+    if options.json:
+        result.write(
+            options.json, rows, started, machine=machine(), gpu_log=log, model=options.model,
+            precision=options.precision, steps=options.steps, skipped=options.skip,
+        )  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]], log: dict[str, float], options: argparse.Namespace) -> None:
+    """The table, and below it what the GPU log costs."""
     each = 1 if options.task == "image" else GPTS[options.model][1]
     unit = "images" if options.task == "image" else "tokens"
     print(f"\n{options.model}, {options.precision}, {options.batch} samples a step")
@@ -234,11 +260,10 @@ def main() -> None:
             f"  {MODES[str(row['mode'])]:<42} {each * row['images_per_s']:11,.1f} {unit}/s  "
             f"{row['fraction_of_limit']:.3f} of the bare loop  spread {row['spread']:.1%}"
         )
-    if options.json:
-        result.write(
-            options.json, rows, started, machine=machine(), model=options.model,
-            precision=options.precision, steps=options.steps, skipped=options.skip,
-        )  # fmt: skip
+    print(
+        f"a sample of the GPU log takes {1000 * log['sample_s']:.2f} ms, the first one "
+        f"{1000 * log['first_s']:.0f} ms: {log['part']:.3%} of the time"
+    )
 
 
 def arguments() -> argparse.Namespace:

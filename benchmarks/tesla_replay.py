@@ -15,6 +15,7 @@ machines do alone. Needs root, for the lab.
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -33,6 +34,7 @@ from bench_lab import BenchLab, bench_lab
 
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import limit_s
+from motley.records.rates import mean_rate
 
 _FACTS = result.ROOT / "lab" / "tesla_lab.json"
 _GRADIENT = 1_802_920  # bytes, of vit_digits
@@ -149,6 +151,7 @@ class Replay:
         forecast = plan["forecast"] or {}
         return {
             "step_s": statistics.median(seconds) / self.slower,
+            "mean_images_per_s": (mean_rate(found["steps"][_WARM:]) or math.nan) * self.slower,
             "predicted_s": forecast and forecast["step_s"] / self.slower,
             "wire": plan["wire"], "counts": plan["counts"],
             "hosts": [rank["host"] for rank in found["run"]["ranks"]],
@@ -178,6 +181,7 @@ def rows(
         table.append({
             "mode": name, "engine": "deepspeed" if "deepspeed" in case.words else "torch",
             "link": "tesla", "n": case.n, "step_s": step_s, "images_per_s": case.n / step_s,
+            "mean_images_per_s": statistics.median(run["mean_images_per_s"] for run in runs),
             "fraction_of_limit": replay.limit(case.n) / step_s,
             "times_best_single": rate(name) / rate(best) if best in found else None,
             "times_what_they_did": rate(name) / rate(_THEIRS) if _THEIRS in found else None,
@@ -194,6 +198,7 @@ def show(table: list[dict[str, Any]]) -> None:
     """The table, for a terminal."""
     heads = (
         "images/s",
+        "mean",
         "epoch, s",
         "in its log",
         "x best one",
@@ -204,7 +209,8 @@ def show(table: list[dict[str, Any]]) -> None:
     print(f"\n{'':<28}" + "".join(f"{head:>12}" for head in heads) + "  wire, samples")
     for row in table:
         cells = (
-            f"{row['images_per_s']:.1f}", f"{row['epoch_s']:,.0f}",
+            f"{row['images_per_s']:.1f}", f"{row['mean_images_per_s']:.1f}",
+            f"{row['epoch_s']:,.0f}",
             f"{row['recorded_epoch_s']:,.0f}" if row["recorded_epoch_s"] else "",
             f"{row['times_best_single']:.2f}" if row["times_best_single"] else "",
             f"{row['times_what_they_did']:.1f}" if row["times_what_they_did"] else "",

@@ -6,7 +6,8 @@
 Trains ViT-B/16 on synthetic images with the real script, one rank a GPU, with NVLink and shared
 memory forbidden to NCCL, so that gradients go through the loopback interface; and once as NCCL
 would do it. Runs are interleaved. A step's time is the median of a run's later steps, of local
-steps their mean; the last known loss is compared with the exact wire's last.
+steps their mean; beside it is their mean by the clock. The last known loss is compared with the
+exact wire's last.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import result
 from real_run import lines_of, real_run
 
 from motley.cluster.gpus import read_devices
+from motley.records.rates import mean_rate
 
 _SOCKETS = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket",
@@ -52,8 +54,9 @@ def train(options: argparse.Namespace, link: str, wire: str, logs: Path) -> dict
     seconds = [step["n_global"] / step["samples_per_s"] for step in steps]
     forecast = run["plan"]["forecast"]
     middle = statistics.mean if wire.startswith("local") else statistics.median  # few of them meet
+    first = int(len(seconds) * _LATER)
     return {
-        "step_s": middle(seconds[int(len(seconds) * _LATER) :]),
+        "step_s": middle(seconds[first:]), "mean_images_per_s": mean_rate(steps[first:]),
         "predicted_s": forecast["step_s"], "wire_s": forecast["wire_s"],
         "limit_s": forecast["limit_s"], "buckets": forecast["buckets"],
         "losses": [step["loss"] for step in steps if step["loss"] is not None],
@@ -75,11 +78,12 @@ def main() -> None:
     exact = found["sockets", "exact"][0]["losses"]
     rows = [row(options, link, wire, found[link, wire], exact) for link, wire in CASES]
     slow = rows[1]["step_s"]
-    print(f"\n{'link':<9}{'wire':<12}{'images/s':>9}{'times exact':>12}{'of limit':>9}"
+    print(f"\n{'link':<9}{'wire':<12}{'images/s':>9}{'mean':>9}{'times exact':>12}{'of limit':>9}"
           f"{'predicted':>10}{'one all-reduce':>15}{'last loss':>11}")  # fmt: skip
     for each in rows:
         print(
             f"{each['link']:<9}{each['mode'][11:]:<12}{each['images_per_s']:9,.0f}"
+            f"{each['mean_images_per_s']:9,.0f}"
             f"{slow / each['step_s']:12.2f}{each['fraction_of_limit']:9.3f}"
             f"{each['prediction_error']:10.1%}{each['wire_s'] * 1e3:12.1f} ms"
             f"{each['loss_difference']:+11.1e}"
@@ -102,7 +106,9 @@ def row(
     return {
         "mode": f"motley-ddp-{wire}", "engine": "torch", "link": link, "n": options.n,
         "ranks": options.ranks, "precision": options.precision, "step_s": step_s,
-        "images_per_s": options.n / step_s, "fraction_of_limit": limit_s / step_s,
+        "images_per_s": options.n / step_s,
+        "mean_images_per_s": statistics.median(run["mean_images_per_s"] for run in runs),
+        "fraction_of_limit": limit_s / step_s,
         "spread": (max(seconds) - min(seconds)) / step_s, "repeats": seconds,
         "predicted_s": predicted, "prediction_error": predicted / step_s - 1,
         "wire_s": statistics.median(run["wire_s"] for run in runs),

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from plot_training import PARTS
 
 from motley.errors import MotleyError
+from motley.records.rates import lead
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
@@ -51,7 +52,7 @@ def lost(row: Row) -> dict[str, float]:
 
 
 def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
-    """A bar a cell up to what it reached, what it lost on top, and a mark at the limit."""
+    """A bar a cell up to its median, what it lost on top, marks at the mean and at the limit."""
     shown: dict[str, str] = {}
     ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
     most = max(ends, default=0.0) or 1.0
@@ -76,12 +77,7 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
                     label="" if label in shown else label)  # fmt: skip
             shown[label] = colour
             end += part
-        if row.limit is not None:
-            limit = row.weight * row.limit
-            ax.plot([limit] * 2, [place - 0.4, place + 0.4], color=LIMIT, linewidth=1.6,
-                    label="" if "limit" in shown else "limit: the sum of the hosts")  # fmt: skip
-            shown["limit"] = LIMIT
-            end = max(end, limit)
+        end = max(end, draw_marks(ax, row, place, shown))
         ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
     ax.set_yticks(range(len(rows)), [title_of(row) for row in rows])
     ax.tick_params(axis="y", length=0)
@@ -91,6 +87,25 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
     style.label_axes(ax, f"{rows[0].unit}/s" if rows else "", "")
     if shown:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.2, borderpad=0)
+
+
+def draw_marks(ax: Axes, row: Row, place: int, shown: dict[str, str]) -> float:
+    """Marks at a bar's mean and limit; returns where the last of them is.
+
+    Args:
+        shown: labels that the legend has by now.
+    """
+    end = 0.0
+    for label, rate, look in (
+        ("mean by the clock", row.mean_samples_per_s, ":"),
+        ("limit: the sum of the hosts", row.limit, "-"),
+    ):
+        if rate is not None:
+            at = row.weight * rate
+            ax.plot([at] * 2, [place - 0.38, place + 0.38], color=LIMIT, linestyle=look,
+                    linewidth=1.6, label="" if label in shown else label)  # fmt: skip
+            shown[label], end = LIMIT, max(end, at)
+    return end
 
 
 def title_of(row: Row) -> str:
@@ -155,7 +170,7 @@ def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
     drawn = 0
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        lines = max(done[0].read_steps().values(), key=len, default=[]) if done else []
+        lines = lead(done[0].read_steps()) if done else ()
         known = [line["loss"] is not None for line in lines]
         if not any(known):
             continue

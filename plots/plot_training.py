@@ -15,7 +15,16 @@ import numpy as np
 import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run_steps import Training, column, mean, median, read_training, seat_label, title
+from run_steps import (
+    Training,
+    column,
+    mean,
+    median,
+    others,
+    read_training,
+    seat_label,
+    title,
+)
 
 from motley.records.run_folder import find_runs
 
@@ -83,11 +92,17 @@ def draw_time(ax: Axes, training: Training) -> None:
 
 
 def draw_rate(ax: Axes, training: Training) -> None:
-    """Samples, or their tokens, of all ranks together, a second."""
+    """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints and
+    stalls are in the mean, which is by the clock."""
     rate, unit = training.rates(), f"{training.unit}/s"
     draw_curve(ax, training.values("step"), rate, unit)
-    middle = median(rate)
-    ax.axhline(middle, color="0.3", linestyle=":", label=f"median: {middle:,.0f} {unit}")
+    by_clock = "mean by the clock, with evaluations and saves"
+    for name, value, line in (
+        ("median", median(rate), ":"),
+        (by_clock, training.mean_rate(), "--"),
+    ):
+        if np.isfinite(value):
+            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {value:,.0f}")
     style.label_axes(ax, "step", f"{unit}, all ranks", zero=True)
     style.legend_above(ax)
 
@@ -105,32 +120,39 @@ def draw_scale(ax: Axes, training: Training) -> None:
 
 
 def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
-    """A bar per rank: the middle of each part of a step, in ms."""
+    """A bar per rank: the middle of each part of a step, in ms. Of many ranks, the first one's and
+    three of the others."""
     # Of local steps, only some meet: a median would not show it.
     local = bool(np.isnan(training.values("loss")).any())
     middle, word = (mean, "mean") if local else (median, "median")
-    ranks = sorted(training.steps)
-    ends, unknown = np.zeros(len(ranks)), set()
+    ranks, more = sorted(training.steps), others(training)
+    ends, unknown = np.zeros(len(ranks) + len(more)), set()
     for part, (label, colour) in PARTS.items():
-        ms = np.array([1000 * middle(column(training.steps[rank], part)) for rank in ranks])
-        if np.isnan(ms).all():
+        of_others = {"t_compute": "ready_s", "t_wait": "wait_s"}.get(part, "")
+        ms = 1000 * np.array(
+            [middle(column(training.steps[rank], part)) for rank in ranks]
+            + [getattr(each, of_others, np.nan) for each in more]
+        )
+        if np.isnan(ms[: len(ranks)]).all():
             unknown.add(part)
             continue
         ms = np.nan_to_num(ms)
-        ax.barh(range(len(ranks)), ms, left=ends, color=colour, label=label, height=0.7)
+        ax.barh(range(len(ms)), ms, left=ends, color=colour, label=label, height=0.7)
         ends += ms
     note: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
+    for row, end in enumerate(ends):
+        ax.annotate(f"{end:,.0f}" if end >= 100 else f"{end:.3g}", (end, row), (3, 0), **note)
     for row, rank in enumerate(ranks):
-        total = f"{ends[row]:,.0f}" if ends[row] >= 100 else f"{ends[row]:.3g}"
-        ax.annotate(total, (ends[row], row), (3, 0), **note)
         if host := training.worker(rank).get("host"):
             ax.annotate("■", (0, row), (-9, 0), color=colours[host], ha="center", **note)
-    ax.set_yticks(range(len(ranks)), [seat_label(training, rank) for rank in ranks])
+    labels = [seat_label(training, rank) for rank in ranks] + [each.label for each in more]
+    ax.set_yticks(range(len(labels)), labels)
     ax.tick_params(axis="y", length=0, pad=15)
     ax.margins(y=0.02)
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     lost = "; communication not separable from compute" if {"t_wait", "t_comm"} & unknown else ""
+    lost += "; of the others data is in compute, and the rest not told" if more else ""
     style.label_axes(ax, f"one step (ms), {word} of each part{lost}", "")
     style.legend_above(ax)
 
@@ -138,7 +160,7 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
 def draw_run(training: Training, colours: dict[str, str]) -> Figure:
     """The picture of one run; a loss scale that is 1 throughout has no panel."""
     scaled = bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
-    bars = 1.0 + 0.42 * len(training.steps)
+    bars = 1.0 + 0.42 * (len(training.steps) + len(others(training)))
     figure = Figure(figsize=(11, 6.6 + bars), layout="constrained")
     figure.suptitle(title(training))
     parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[6.6, bars])[:, 0]

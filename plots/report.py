@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import command
+import numpy as np
 import style
 from gpu_series import read_folder, to_series
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -25,7 +26,7 @@ from plot_baselines import draw_folder as draw_matrix
 from plot_gpu import draw_folder as draw_machines
 from plot_training import draw_run
 from report_words import verdict
-from run_steps import median, read_training, title
+from run_steps import Training, median, read_training, title
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import find_gpu_logs
@@ -126,9 +127,19 @@ def _rate(rows: list[Row], name: str) -> str:
     return row.rate or row.outcome
 
 
+def rates(training: Training) -> tuple[str, str, str]:
+    """The median of its steps and the mean by the clock, in words, and what it is judged by."""
+    middle, mean = (
+        "" if np.isnan(rate) else f"{rate:,.0f} {training.unit}/s"
+        for rate in (median(training.rates()), training.mean_rate())
+    )
+    return middle, mean, training.headline
+
+
 def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
     """The section of runs that belong to no matrix."""
-    head = ["run", "status", "task", "ranks", "batch", "wire", "rate", "result"]
+    head = ["run", "status", "task", "ranks", "batch", "wire", "median rate", "mean rate",
+            "result"]  # fmt: skip
     rows, failed = [], []
     for run in runs:
         try:
@@ -140,16 +151,15 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
         config, result = about.get("config") or {}, about.get("result") or {}
         failure = about.get("failure") or {}
         try:
-            training = read_training(run)
-            rate, headline = f"{median(training.rates()):,.0f} {training.unit}/s", training.headline
+            middle, mean, headline = rates(read_training(run))
         except MotleyError:
-            rate = headline = ""
+            middle = mean = headline = ""
         best = result.get(headline)
         rows.append([
             run.path.name, str(about.get("status", "")),
             str((about.get("task") or {}).get("title", "")), str(len(about.get("ranks") or [])),
             str(config.get("batch_size") or ""), str((about.get("plan") or {}).get("wire") or ""),
-            rate, "" if best is None else style.metric(headline, best),
+            middle, mean, "" if best is None else style.metric(headline, best),
         ])  # fmt: skip
         if failure:
             where = f"rank {failure.get('rank')} on {failure.get('host')}"

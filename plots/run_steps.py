@@ -1,5 +1,7 @@
 """The records of one training run, ready to draw."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import style
 
 from motley.errors import MotleyError
 from motley.records.lines import JsonDict
-from motley.records.run_folder import EpochRecord, RunFolder
+from motley.records.rates import lead, mean_rate
+from motley.records.run_folder import RunFolder
+from motley.records.training import EpochRecord
 
 UNFINISHED = ("failed", "running", "stopped")
 
@@ -21,13 +25,15 @@ class Training:
         run: run.json.
         steps: step records by rank; ``lead``: those of the rank that has the most.
         epochs: evaluations.
+        starts: when a job went on from a checkpoint, seconds since the epoch.
     """
 
     path: Path
     run: JsonDict
     steps: dict[int, list[JsonDict]]
-    lead: list[JsonDict]
+    lead: Sequence[JsonDict]
     epochs: list[JsonDict]
+    starts: Sequence[float] = ()
 
     def values(self, field: str) -> style.Array:
         """A field of every step; NaN where unknown."""
@@ -43,6 +49,13 @@ class Training:
         weights = self.values("weight") / self.values("n_global")  # older runs tell none
         return self.values("samples_per_s") * np.where(np.isnan(weights), 1.0, weights)
 
+    def mean_rate(self) -> float:
+        """By the clock, see :func:`motley.records.rates.mean_rate`, in :attr:`unit` a second; NaN
+        where unknown."""
+        of = "weight" if all(line.get("weight") is not None for line in self.lead) else "n_global"
+        mean = mean_rate(self.lead, of, self.starts)
+        return np.nan if mean is None else mean
+
     @property
     def headline(self) -> str:
         """The metric that an evaluation is judged by; empty if there is none besides the loss."""
@@ -55,7 +68,7 @@ class Training:
         return workers[0] if workers else {}
 
 
-def column(records: list[JsonDict], field: str) -> style.Array:
+def column(records: Sequence[JsonDict], field: str) -> style.Array:
     """A field of every record; NaN where unknown."""
     values = [record.get(field) for record in records]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
@@ -79,7 +92,9 @@ def read_training(folder: RunFolder) -> Training:
     steps = {rank: records for rank, records in folder.read_steps().items() if records}
     if not steps:
         raise MotleyError(f"{folder.path} holds no training step; left out")
-    return Training(folder.path, run, steps, max(steps.values(), key=len), folder.read_epochs())
+    events = folder.read_events()
+    starts = [event["time"] for event in events if event.get("event") == "resume"]
+    return Training(folder.path, run, steps, lead(steps), folder.read_epochs(), starts)
 
 
 def title(training: Training) -> str:
@@ -105,3 +120,40 @@ def seat_label(training: Training, rank: int) -> str:
     ]
     facts.append("" if np.isnan(samples) else f"{samples:.0f} samples")
     return f"{first}\n{', '.join(filter(None, facts))}"
+
+
+@dataclass(frozen=True)
+class Other:
+    """One of the three that the first rank's lines tell of all others; see
+    :func:`motley.records.training.others_ready`.
+
+    Attributes:
+        label: which of how many, and below it the rank that it most often was.
+        ready_s, wait_s: medians over steps, seconds.
+    """
+
+    label: str
+    ready_s: float
+    wait_s: float
+
+
+def others(training: Training) -> list[Other]:
+    """Who was ready first, in the middle and last; none where each rank writes its own steps."""
+    told = [line for line in training.lead if line.get("others_ready")]
+    ranks = len(training.run.get("ranks") or ()) - 1
+    found = []
+    for name, word in (("least", "first"), ("middle", "middle"), ("largest", "last")):
+        those = [line["others_ready"][name] for line in told]
+        last = [max(line["t_data"] + line["t_compute"], line["others_ready"]["largest"]["ready_s"])
+                for line in told]  # fmt: skip
+        if not those:
+            continue
+        ((rank, times),) = Counter(each["rank"] for each in those).most_common(1)
+        host = training.worker(rank).get("host")
+        who = f"rank {rank}" + (f" - {host}" if host else "")
+        waits = [end - each["ready_s"] for end, each in zip(last, those, strict=True)]
+        found.append(Other(
+            f"{word} of {ranks} others\nmost often {who} ({times / len(those):.0%})",
+            median(column(those, "ready_s")), median(np.array(waits)),
+        ))  # fmt: skip
+    return found

@@ -21,7 +21,7 @@ ROOMS = {
     "cluster": (
         "hostfile facts gpus network slurm login shell ssh fan_out orphans processes presence"
     ),
-    "records": "lines json_file folder_lock gpu_csv run_folder gpu_logger",
+    "records": "lines json_file folder_lock gpu_csv training run_folder rates gpu_logger",
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
         "length take_back"
@@ -48,7 +48,7 @@ ROOMS = {
         "memory step_timer protocol base synchronous alone ddp fsdp local_sgd zero_config "
         "zero_state zero_engine import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "store read transfer find_run run initial verify",
+    "checkpoint": "tensor_file store read transfer find_run run initial verify",
     "measure": "device all_reduce links",
     "planner": (
         "process_group open_model speed_cache wire_cache profile compile_trial measured_plan "

@@ -13,8 +13,8 @@
 
 Only folders of these exact names are ours: whatever else lies there is left alone, and never taken
 for a checkpoint unless --resume names it.
-A checkpoint is written to a hidden folder, flushed to the disk, hashed, and renamed. How they are
-read is in motley.checkpoint.read.
+A checkpoint is written to a hidden folder, hashed on its way there, flushed to the disk, and
+renamed. How they are read is in motley.checkpoint.read.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from motley.checkpoint.tensor_file import write_tensors
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.records.lines import fix_for
@@ -101,9 +101,9 @@ class Checkpoints:
             temporary.rename(final)
             _sync(self.path)
             self._point_to(final)
-        except Exception as error:  # safetensors raises its own type for a full disk
+        except Exception as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not isinstance(error, OSError) and "SafetensorError" not in type(error).__name__:
+            if not isinstance(error, OSError):
                 raise
             size, free = sum(t.nbytes for t in tensors.values()), free_bytes(self.path)
             room = (
@@ -139,13 +139,17 @@ class Checkpoints:
     def _write(
         self, folder: Path, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
     ) -> None:
+        manifest = {}
         for part in (*PARTS, *MORE):
-            chosen = _apart(part_of(tensors, part))
+            chosen = part_of(tensors, part)
             if part in MORE and not chosen:
                 continue
-            save_file(chosen, folder / f"{part}.safetensors")
-        (folder / "progress.json").write_text(json.dumps(progress, indent=1) + "\n")
-        manifest = {file.name: _describe(file) for file in sorted(folder.iterdir())}
+            name = f"{part}.safetensors"
+            manifest[name] = write_tensors(folder / name, chosen)
+        text = (json.dumps(progress, indent=1) + "\n").encode()
+        (folder / "progress.json").write_bytes(text)
+        digest = hashlib.sha256(text).hexdigest()
+        manifest["progress.json"] = {"bytes": len(text), "sha256": digest}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for file in folder.iterdir():
             _sync(file)
@@ -165,28 +169,10 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same, where no two share memory, as tied ones do: safetensors takes no others."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        alone = storage.data_ptr() not in seen and storage.nbytes() == tensor.nbytes
-        found[name] = tensor.contiguous() if alone else tensor.clone().contiguous()
-        seen.add(storage.data_ptr())
-    return found
-
-
 def step_of(path: Path) -> int | None:
     """Of a checkpoint's folder; None of a file, a link, and what has another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
 
 
 def _sync(path: Path) -> None:

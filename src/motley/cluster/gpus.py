@@ -1,14 +1,16 @@
 """The GPUs of this machine and who uses them, asked without torch.
 
-GPUtil names the GPUs and their load, as the lab's logs always did; NVML adds what GPUtil
-cannot know (power, other users' memory) where there is a driver. A question that nobody
-answers gives None, never 0.
+GPUtil names the GPUs, as the lab's logs always did, and stands in where NVML does not answer.
+NVML tells their load, memory, power and processes in a fraction of a millisecond, where there is a
+driver. A question that nobody answers gives None, never 0.
 """
 
 import contextlib
+import math
 import os
 import pwd
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import GPUtil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
 MIB = 2**20
+GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,64 @@ def read_driver() -> str | None:
 def read_devices() -> tuple[DeviceFacts, ...]:
     """The GPUs of this machine, with their load at this moment; () if there is none.
 
-    Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi.
+    Costs 40 to 225 ms where there is a driver: GPUtil starts nvidia-smi. Who asks again and again
+    keeps a :class:`GpuSampler`.
     """
-    gpus: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # it takes nvidia-smi's "has failed" for numbers
-        gpus = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
-    with _nvml() as nvml_works:
-        if nvml_works:
-            found = [_nvml_device(index, gpus) for index in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(device for device in found if device is not None)
-    return tuple(_gputil_device(gpu) for gpu in gpus.values())
+    with GpuSampler() as sampler:
+        return sampler.sample()
+
+
+class GpuSampler:
+    """Asks for this machine's GPUs again and again; NVML stays open in between.
+
+    Args:
+        gputil_every_s: seconds between two questions to GPUtil, where NVML answers or where there
+            is no GPU. Where GPUtil alone knows of GPUs, it is asked for each sample.
+    """
+
+    def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:
+        self._every_s, self._asked = gputil_every_s, -math.inf
+        self._of_gputil: dict[str, Any] = {}  # by UUID
+        self._is_open = False
+
+    def __enter__(self) -> "GpuSampler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def sample(self) -> tuple[DeviceFacts, ...]:
+        """All GPUs at this moment; () if there is none, or none answers."""
+        if time.monotonic() >= self._asked + self._every_s:
+            self._ask_gputil()
+        for _ in range(2):  # a driver that was restarted has to be opened anew
+            if not self._open():
+                break
+            if (found := _nvml_devices(self._of_gputil)) is not None:
+                return found
+            self._close()
+        if self._of_gputil:  # of the last time: it may be as good as the driver is bad
+            self._ask_gputil()
+        return tuple(_gputil_device(gpu) for gpu in self._of_gputil.values())
+
+    def _ask_gputil(self) -> None:
+        self._of_gputil = {}
+        with contextlib.suppress(ValueError):  # it takes nvidia-smi's "has failed" for numbers
+            self._of_gputil = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
+        self._asked = time.monotonic()
+
+    def _open(self) -> bool:
+        if not self._is_open:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self._is_open = True
+        return self._is_open
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
 
 
 @dataclass(frozen=True)
@@ -123,26 +174,37 @@ def _ask(question: Any, *arguments: Any) -> Any:
         return None
 
 
-def _nvml_device(index: int, gpus: dict[str, Any]) -> DeviceFacts | None:
+def _nvml_devices(of_gputil: Mapping[str, Any]) -> tuple[DeviceFacts, ...] | None:
+    """All GPUs that answer; None if the driver does not, or none of them does."""
+    count = _ask(pynvml.nvmlDeviceGetCount)
+    if count is None:
+        return None
+    found = [_nvml_device(index, of_gputil) for index in range(count)]
+    answered = tuple(device for device in found if device is not None)
+    return answered if answered or not count else None
+
+
+def _nvml_device(index: int, of_gputil: Mapping[str, Any]) -> DeviceFacts | None:
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
     uuid = None if handle is None else _ask(pynvml.nvmlDeviceGetUUID, handle)
     if uuid is None:
         return None  # a lost card does not hide the others
-    uuid = str(uuid)
-    gpu = gpus.get(uuid)
+    named = of_gputil.get(str(uuid))
+    load = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    celsius = _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
     milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
     processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     others_mib, others = _others(processes)
     return DeviceFacts(
         index=index,
-        uuid=uuid,
-        name=str(gpu.name if gpu else _ask(pynvml.nvmlDeviceGetName, handle)),
+        uuid=str(uuid),
+        name=str(named.name if named else _ask(pynvml.nvmlDeviceGetName, handle)),
         capability=_ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         memory_total_mib=memory.total / MIB if memory else None,
         memory_used_mib=memory.used / MIB if memory else None,
-        load=_known(gpu.load) if gpu else None,
-        temperature_c=_known(gpu.temperature) if gpu else None,
+        load=load.gpu / 100 if load else None,
+        temperature_c=None if celsius is None else float(celsius),
         power_w=None if milliwatts is None else milliwatts / 1000,
         others_mib=others_mib,
         others=others,

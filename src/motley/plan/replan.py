@@ -94,8 +94,13 @@ class ReplanMonitor:
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
         slowdown = self._kinds.median(self._slowdown)
         old = (speeds.step_s + slowdown * usual).max()
-        # So quick that each step can ask it: could all together be faster by so much?
-        if speeds.whole_in((1 - band) * old, slowdown).sum() < sum(counts):
+        # So quick that each step can ask it: could all together be faster by so much? And who is
+        # not left without a sample, with the least that it keeps?
+        enough = (1 - band) * old
+        least = np.minimum(counts, self._tables[0].grain).astype(float)
+        if speeds.seconds_of(least, slowdown)[least > 0].max() > enough:
+            return None
+        if speeds.whole_in(enough, slowdown).sum() < sum(counts):
             return None
         tables = [
             replace(table, seconds=tuple(s * factor for s in table.seconds))

@@ -1,7 +1,7 @@
 """Run records: who writes and reads what under ``logs/<run>/``. Nobody else knows file names.
 
     run.json              what was run, on what, and how it ended
-    steps.rank<k>.jsonl   one line a training step of rank k
+    steps.rank<k>.jsonl   one line a training step of rank k; see motley.records.training
     epochs.jsonl          one line an evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
@@ -14,7 +14,6 @@ alone: see motley.records.lines.
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,100 +30,7 @@ from motley.records.lines import (
     read_last_lines,
     to_json,
 )
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One training step as one rank saw it; one line of ``steps.rank<k>.jsonl``:
-
-    ``{"step": 12, "epoch": 0, "loss": 2.2841, "lr": 0.00052, "loss_scale": 1.0,
-    "overflow": false, "grad_norm": 1.93, "n_local": 60, "n_global": 180,
-    "t_data": 0.0011, "t_compute": 0.1432, "t_wait": 0.0213, "t_comm": 0.0052,
-    "t_opt": 0.0031, "mem_peak_mib": 412.0, "samples_per_s": 1036.2, "weight": 180.0,
-    "time": 1763693554.1}``
-
-    Attributes:
-        step: optimizer steps since the start of training, 0-based.
-        loss: mean over the *global* batch, by weight. Of Local SGD, which knows it in an
-            averaging round only: of all samples between the two rounds before; else null.
-        loss_scale: the factor that this step's loss was multiplied by.
-        overflow: the gradient was not finite and all ranks skipped the step; of local steps,
-            this rank.
-        grad_norm: of the unscaled gradient, before clipping; null after an overflow.
-        t_data: seconds waiting for samples; ``t_compute``: forward and backward until this
-            rank's own gradient is ready; ``t_wait``: for the slowest rank; ``t_comm``:
-            communication still exposed after the last rank is ready; ``t_opt``: norm, clip
-            and optimizer. They sum to the step. Null where an engine cannot tell them apart.
-        mem_peak_mib: most memory this rank held (GPU where it has one, else its own RAM).
-        samples_per_s: of all ranks together; older records: ``images_per_s``.
-        weight: of the global batch, in the unit that run.json's ``task`` tells: images, tokens.
-        time: end of the step, seconds since the epoch.
-    """
-
-    step: int
-    epoch: int
-    loss: float | None
-    lr: float
-    loss_scale: float
-    overflow: bool
-    grad_norm: float | None
-    n_local: int
-    n_global: int
-    t_data: float
-    t_compute: float
-    t_wait: float | None
-    t_comm: float | None
-    t_opt: float
-    mem_peak_mib: float | None
-    samples_per_s: float
-    weight: float
-    time: float
-
-
-# What another rank's line does not tell of this one.
-_NOT_KNOWN: JsonDict = dict.fromkeys(
-    ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "mem_peak_mib")
-)
-
-EMA = "ema_"  # before the name of a metric
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """One evaluation; one line of ``epochs.jsonl``:
-
-    ``{"step": 120, "epoch": 9, "samples": 360, "seconds": 1.4, "time": 1763693554.1,
-    "top1": 0.9722, "loss": 0.1021}``
-
-    Attributes:
-        metrics: what the task says of the model, by name; ``loss`` is among them. With EMA before
-            their names: of the average of its parameters, where a run keeps one.
-    """
-
-    step: int
-    epoch: int
-    samples: int
-    seconds: float
-    time: float
-    metrics: Mapping[str, float]
-
-    def as_json(self) -> JsonDict:
-        """The line."""
-        line = {each.name: getattr(self, each.name) for each in fields(self)}
-        del line["metrics"]
-        return {**line, **self.metrics}
-
-    @classmethod
-    def from_json(cls, line: JsonDict) -> "EpochRecord":
-        """What :meth:`as_json` gave."""
-        metrics = cls.metrics_of(line)
-        return cls(**{k: v for k, v in line.items() if k not in metrics}, metrics=metrics)
-
-    @classmethod
-    def metrics_of(cls, line: JsonDict) -> JsonDict:
-        """The metrics in a line, in their order."""
-        known = {each.name for each in fields(cls)}
-        return {name: value for name, value in line.items() if name not in known}
+from motley.records.training import OWN_PART
 
 
 class RunFolder:
@@ -256,7 +162,7 @@ class RunFolder:
         for other in self._ranks() if last < step - 1 else ():
             for line in read_last_lines(self.path / f"steps.rank{other}.jsonl"):
                 if isinstance(line.get("step"), int) and last < line["step"] < step:
-                    missing.setdefault(line["step"], {**line, **_NOT_KNOWN})
+                    missing.setdefault(line["step"], {**line, **OWN_PART})
         with self.steps(rank) as lines:
             for _, line in sorted(missing.items()):
                 lines.write(line)

@@ -8,6 +8,7 @@ from typing import Any
 
 from motley.records.gpu_csv import find_gpu_logs, read_gpu_log
 from motley.records.lines import JsonDict
+from motley.records.rates import lead, mean_rate
 from motley.records.run_folder import RunFolder
 from motley.sweep.cells import REFERENCE, Cell
 from motley.sweep.outcome import DONE, Outcome
@@ -27,7 +28,8 @@ class Row:
             these. hosts: names of those that trained. machines: launched.
         batch: global; micro_batch: of each rank.
         samples_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
-            a part of it; of two repeats or more.
+            a part of it; of two repeats or more. mean_samples_per_s: median of the repeats' means
+            by the clock, see :func:`mean_rate`, without the steps in which a run warms up.
         fraction_of_limit: of the sum of what its machines do alone, each in its best precision, as
             the best cell of the same machines and batch measured it, of a model that is not
             compiled. efficiency: of that sum in this cell's own precision.
@@ -54,6 +56,7 @@ class Row:
     repeats: int
     outcome: str
     samples_per_s: float | None = None
+    mean_samples_per_s: float | None = None
     spread: float | None = None
     limit_samples_per_s: float | None = None
     fraction_of_limit: float | None = None
@@ -82,9 +85,15 @@ class Row:
     @property
     def rate(self) -> str:
         """In the task's unit, as in ``1,204 images/s``; empty where unknown."""
-        if not self.samples_per_s:
-            return ""
-        return f"{self.weight * self.samples_per_s:,.0f} {self.unit}/s"
+        return self._words(self.samples_per_s)
+
+    @property
+    def mean_rate(self) -> str:
+        """As :attr:`rate`, of the mean by the clock."""
+        return self._words(self.mean_samples_per_s)
+
+    def _words(self, samples_per_s: float | None) -> str:
+        return f"{self.weight * samples_per_s:,.0f} {self.unit}/s" if samples_per_s else ""
 
     @property
     def is_compiled(self) -> bool:
@@ -137,14 +146,12 @@ def _row(
         "outcome": failed[0].kind if failed else DONE,
         "error": failed[0].error if failed else "", "when": failed[0].when if failed else "",
     }  # fmt: skip
-    if not done:
-        return Row(**facts)
     taken = [folder.read_steps() for folder in done]
     every = [_counted(steps) for steps in taken]
-    rates = [rate for rate in map(_rate, every) if rate]
-    if not rates:
+    if not (rates := [rate for rate in map(_rate, every) if rate]):
         return Row(**facts)
     middle = statistics.median(rates)
+    means = [mean for steps in taken if (mean := mean_rate(_warm(lead(steps))))]
     forecast: Mapping[str, Any] = plan.get("forecast") or {}
     limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
     samples = (about.get("result") or {}).get("epoch_samples")
@@ -153,6 +160,7 @@ def _row(
     facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in _PARTS}
     return Row(
         **facts, samples_per_s=middle,
+        mean_samples_per_s=statistics.median(means) if means else None,
         spread=(max(rates) - min(rates)) / middle if len(rates) > 1 else None,
         limit_samples_per_s=limit, efficiency=middle / limit if limit else None,
         epoch_s=samples / middle if samples else None,
@@ -211,7 +219,7 @@ def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
 
 def _rate(steps: Steps) -> float | None:
     """Samples a second of all ranks; of local steps, few of which wait, by the mean."""
-    lines = max(steps.values(), key=len, default=[])
+    lines = lead(steps)
     if not lines:
         return None
     seconds = [line["n_global"] / line["samples_per_s"] for line in lines]
@@ -267,7 +275,7 @@ def leak(steps: Steps) -> float | None:
 def joules(folder: RunFolder, steps: Steps) -> float | None:
     """Of the GPUs that trained, for a sample, while the steps that count ran; None where one of
     them did not say."""
-    lines = max(steps.values(), key=len, default=[])
+    lines = lead(steps)
     workers = folder.read_run().get("ranks") or ()
     if not lines or not workers or any(not worker.get("uuid") for worker in workers):
         return None

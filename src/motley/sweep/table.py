@@ -12,7 +12,8 @@ from motley.sweep.rows import Row
 _SHOWN = (
     ("cell", "name"), ("hosts", "machines"), ("precision", "precision"), ("batch", "batch"),
     ("micro-batch", "micro_batch"),
-    ("rate", "rate"), ("spread", "spread"), ("of limit", "fraction_of_limit"),
+    ("median rate", "rate"), ("mean rate", "mean_rate"), ("spread", "spread"),
+    ("of limit", "fraction_of_limit"),
     ("efficiency", "efficiency"), ("epoch s", "epoch_s"), ("memory MiB", "memory_mib"),
     ("J/sample", "joules"), ("loss vs fp32", "loss_difference"), ("outcome", "outcome"),
 )  # fmt: skip

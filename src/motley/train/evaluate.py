@@ -11,7 +11,7 @@ from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
-from motley.records.run_folder import EMA, EpochRecord
+from motley.records.training import EMA, EpochRecord
 from motley.train.recovery import check_scores, readable
 from motley.train.setup import Job
 

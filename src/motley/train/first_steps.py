@@ -5,7 +5,7 @@ from statistics import median
 
 from motley.plan.forecast import Forecast
 from motley.planner.wire_cache import WireMemory
-from motley.records.run_folder import StepRecord
+from motley.records.training import StepRecord
 
 _WARM_UP = 2  # steps that say nothing yet
 _STEPS = 8  # whose median does

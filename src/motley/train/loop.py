@@ -37,7 +37,7 @@ from motley.planner.process_group import (
     join_process_group,
     leave_process_group,
 )
-from motley.records.run_folder import EpochRecord
+from motley.records.training import EpochRecord
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from motley.records.run_folder import EMA, EpochRecord, StepRecord
+from motley.records.training import EMA, EpochRecord, StepRecord
 from motley.tasks.task import Task
 
 

@@ -22,7 +22,7 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.planner.process_group import ProcessGroup
 from motley.records.gpu_logger import Progress
-from motley.records.run_folder import EpochRecord, StepRecord
+from motley.records.training import MOST_WRITERS, EpochRecord, StepRecord, others_ready
 from motley.tasks.task import Task
 from motley.train.first_steps import FirstSteps
 from motley.train.progress import Reporter
@@ -42,7 +42,9 @@ class Timed:
 
 
 class Recorder:
-    """Writes this rank's step records; on rank 0 also evaluations, events and progress.
+    """Writes this rank's step records; on rank 0 also evaluations, events and progress. Of many
+    ranks the first alone writes steps, with what it knows of the others: a thousand files of
+    the same losses are of use to nobody.
 
     Attributes:
         progress: where training is, for the GPU log.
@@ -59,6 +61,7 @@ class Recorder:
         total: int,
         compiles: bool,
         first_steps: FirstSteps | None = None,
+        most_writers: int = MOST_WRITERS,
     ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
@@ -66,11 +69,13 @@ class Recorder:
             tells_sync: the engine can tell compute from communication.
             compiles: the model is compiled, in a step where that is needed.
             first_steps: watches the wire.
+            most_writers: ranks of which each writes its steps.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
         self._run, self._rank, self._device = run, rank, group.device
         self._launched, self._ranks = launched, [worker.rank for worker in group.workers]
+        self._many = len(self._ranks) > most_writers
         self._open(done)
         self._task = task
         self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
@@ -79,7 +84,7 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
         self._pending: tuple[StepRecord, Laps, Plan] | None = None
-        self._due: tuple[StepRecord, Laps, tuple[float, ...]] | None = None
+        self._due: tuple[StepRecord, Laps, Plan, tuple[float, ...]] | None = None
         self._started = time.monotonic()
         self._samples = 0
         self._scale: float | None = None  # of the last step
@@ -146,14 +151,14 @@ class Recorder:
         if self._pending is None:
             return None
         (record, laps, plan), self._pending = self._pending, None
-        self._due = record, laps, ready_s
+        self._due = record, laps, plan, ready_s
         return Timed(plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
         """Write the step that is due; called where the device has enough to do meanwhile."""
         if self._due is None:
             return
-        (record, laps, ready_s), self._due = self._due, None
+        (record, laps, plan, ready_s), self._due = self._due, None
         sync = laps.seconds("sync")
         wait = comm = None
         if self._tells_sync:
@@ -167,7 +172,9 @@ class Recorder:
             t_comm=comm, t_opt=laps.seconds("opt"), mem_peak_mib=_memory_peak(self._device),
             samples_per_s=record.n_global / seconds,
         )  # fmt: skip
-        self._steps.write(record)
+        if self._steps is not None:
+            others = others_ready(ready_s, plan.counts, self._ranks) if self._many else None
+            self._steps.write(dataclasses.replace(record, others_ready=others))
         self._samples += record.n_global
         self._say_links(self._first_steps.step(record))
         self._reporter.step(record)
@@ -204,11 +211,13 @@ class Recorder:
         """Without what is recorded of later steps, which will be taken again."""
         folder = self._run.folder
         folder.forget_after(done, self._launched, self._ranks)
-        self._steps = folder.steps(self._launched)
+        writes = self._rank == 0 or not self._many
+        self._steps = folder.steps(self._launched) if writes else None
         self._epochs = folder.epochs() if self._rank == 0 else None
 
     def _close(self) -> None:
-        self._steps.close()
+        if self._steps is not None:
+            self._steps.close()
         if self._epochs is not None:
             self._epochs.close()
 

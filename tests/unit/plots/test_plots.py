@@ -1,106 +1,25 @@
 """The plot scripts on small real records: pictures, exit codes, broken files."""
 
 import json
-import os
-import subprocess
-import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 from matrices import KNOWN
 from project import ROOT
+from small_runs import START, python, texts_of, write_gpu_log, write_lab_log, write_run
 
 from motley.cluster.hostfile import Host
-from motley.records.gpu_csv import LAB_GPU_COLUMNS
-from motley.records.run_folder import EpochRecord, RunFolder, StepRecord
+from motley.records.run_folder import RunFolder
+from motley.records.training import others_ready
 from motley.sweep.matrix_file import read_matrix
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
-
-START = 1763693554.0
-
-
-def python(*args: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(
-        [sys.executable, *map(str, args)],
-        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60,
-    )  # fmt: skip
 
 
 def assert_picture(path: Path) -> None:
     assert path.stat().st_size > 20_000, path
     assert imread(path)[..., :3].std() > 0.05, f"{path} is blank"
-
-
-def write_run(folder: Path, *, status: str = "finished", known: bool = True) -> RunFolder:
-    """Two ranks, 60 steps; ``known``: waiting and communication are told from compute."""
-    run = RunFolder(folder)
-    run.create()
-    for rank in range(2):
-        with run.steps(rank) as lines:
-            for step in range(60):
-                overflow = step in (2, 30)
-                lines.write(
-                    StepRecord(
-                        step=step, epoch=step // 20, loss=2.3 / (1 + step / 10), lr=5e-4,
-                        loss_scale=2.0 ** (16 - (step > 2) - (step > 30)), overflow=overflow,
-                        grad_norm=None if overflow else 1.0, n_local=20, n_global=40,
-                        t_data=0.001, t_compute=0.1, t_wait=0.02 if known else None,
-                        t_comm=0.03 if known else None, t_opt=0.004, mem_peak_mib=400.0,
-                        samples_per_s=250.0 + step % 7, weight=128.0, time=START + 0.16 * step,
-                    )
-                )  # fmt: skip
-    with run.epochs() as lines:
-        for epoch in range(3):
-            metrics = {"top1": 0.5 + epoch / 10, "loss": 1.0}
-            record = EpochRecord(20 * epoch + 20, epoch, 360, 1.0, START, metrics)
-            lines.write(record.as_json())
-    run.write_run(
-        {
-            "status": status,
-            "result": {"top1": 0.7},
-            "config": {"model": "vit_digits", "dataset": "digits"},
-            "ranks": [
-                {"rank": 0, "host": "a", "device": "Tesla P4", "precision": "fp32"},
-                {"rank": 1, "host": "b", "device": "CPU", "precision": "fp32"},
-            ],
-        }
-    )
-    return run
-
-
-def write_gpu_log(run: RunFolder, host: str, *, gpu: bool) -> None:
-    log = run.gpu_log(host)
-    for second in range(0, 20, 2):
-        row = {
-            "Timestamp": datetime.fromtimestamp(START + second).isoformat(" ", "milliseconds"),
-            "Host": host, "Rank": 0, "Epoch": second // 7, "Step": second, "CPU_Name": "EPYC",
-            "CPU_Load": 0.5, "RAM_Used_MB": 4000, "RAM_Total_MB": 16000,
-        }  # fmt: skip
-        on_gpu = {
-            "GPU_ID": 0, "GPU_Name": "Tesla P4", "GPU_Load": 0.9, "GPU_Used_Mem_MB": 5000,
-            "GPU_Total_Mem_MB": 7680, "GPU_Temp_C": 60 + second, "Power_W": 70.5,
-            "Others_Mem_MB": 600,
-        }  # fmt: skip
-        log.write(row | on_gpu if gpu else row)
-    log.close()
-
-
-def write_lab_log(folder: Path) -> None:
-    """The lab's own file: eleven columns, one row a GPU at the end of each epoch."""
-    lines = [",".join(LAB_GPU_COLUMNS)]
-    for epoch in range(1, 6):
-        for rank in range(2):
-            lines += [
-                f"2024-11-21 0{epoch}:12:4{rank},{rank},{epoch},713.2,{gpu},Tesla P4,88.0%,"
-                f"2600.0,5080.0,7680.0,7{epoch}.0"
-                for gpu in range(2)
-            ]
-    folder.mkdir(parents=True)
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n2024-11-21 06:12")  # cut short
 
 
 def test_gpu_pictures_of_our_logs_and_of_the_labs(tmp_path: Path) -> None:
@@ -142,28 +61,31 @@ def test_training_pictures_whole_failed_and_cut_short(tmp_path: Path) -> None:
 def test_training_picture_says_what_is_unknown_and_leaves_it_out(tmp_path: Path) -> None:
     write_run(tmp_path / "good")
     write_run(tmp_path / "cut", status="failed", known=False)
-    code = """
-import json, pathlib, sys
-sys.path.insert(0, "plots")
-from matplotlib.text import Text
-from motley.records.run_folder import RunFolder
-import plot_training, run_steps, style
-texts = []
-for path in sys.argv[1:]:
-    training = run_steps.read_training(RunFolder(path))
-    figure = plot_training.draw_run(training, style.host_colours("ab"))
-    texts.append([text.get_text() for text in figure.findobj(Text)])
-print(json.dumps(texts))
-"""
-    done = python("-c", code, tmp_path / "good", tmp_path / "cut")
-    assert done.returncode == 0, done.stderr
-    good, cut = json.loads(done.stdout)
+    good, cut = texts_of(tmp_path / "good"), texts_of(tmp_path / "cut")
     assert "good: vit_digits on digits, 2 ranks, final top-1 70.0 %" in good
     assert any(text.startswith("cut (failed): ") for text in cut)
     assert "rank 1 - b\nCPU, fp32, 20 samples" in good
     assert {"compute", "communication", "waiting for the slowest rank"} <= set(good)
     assert not {"communication", "waiting for the slowest rank"} & set(cut)
     assert any("communication not separable from compute" in text for text in cut)
+
+
+def test_training_picture_of_many_ranks_has_three_of_the_others(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "wide")
+    ready = [0.1 + rank / 1000 for rank in range(70)]
+    (run.path / "steps.rank1.jsonl").unlink()
+    told = run.read_steps()[0]
+    (run.path / "steps.rank0.jsonl").unlink()
+    with run.steps(0) as lines:
+        for line in told:
+            others = others_ready(ready, [2] * 70, range(70)) if line["step"] else None
+            lines.write({**line, "others_ready": others, "time": START + 2.0 * line["step"]})
+    run.update_run(ranks=[{"rank": rank, "host": f"n{rank // 8}"} for rank in range(70)])
+    texts = texts_of(run.path)
+    assert "last of 69 others\nmost often rank 69 - n8 (100%)" in texts
+    assert "first of 69 others\nmost often rank 1 - n0 (100%)" in texts
+    assert "median: 810" in texts  # of 40 samples that count 128 together
+    assert "mean by the clock, with evaluations and saves: 64" in texts
 
 
 @pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py"])
@@ -225,6 +147,8 @@ def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
     assert [row.outcome for row in rows] == ["done", "out of memory", "done"]
     assert rows[2].limit_samples_per_s == pytest.approx(128 / 0.2)
     assert rows[2].comm_s == pytest.approx(0.03) and rows[2].spread is None
+    assert rows[2].mean_samples_per_s == pytest.approx(40 / 0.16)
+    assert rows[2].mean_rate == "250 images/s"
     (folder.attempt(matrix.cells[1], 0).path / "steps.rank0.jsonl").open("a").write('{"step": 6')
     done = python("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")
     assert done.returncode == 0 and "is cut short" in done.stdout, done.stderr

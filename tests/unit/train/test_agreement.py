@@ -46,6 +46,17 @@ def test_a_flipped_bit_and_a_swap_change_the_fingerprint(
 def test_a_long_tensor_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
     whole = fingerprint(tensor)
-    monkeypatch.setattr(agreement, "_CHUNK", 7)
+    monkeypatch.setattr(agreement, "_CHUNKS", {"cpu": 7})
     assert fingerprint(tensor) == whole
+    monkeypatch.setattr(agreement, "_CHUNKS", {})
+    assert fingerprint(tensor) == whole, "as on a GPU"
     assert fingerprint(tensor.reshape(10, 100).T) == fingerprint(tensor.reshape(10, 100).T.clone())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_a_larger_tensor_has_its_own_fingerprint(kind: torch.dtype) -> None:
+    whole = (torch.randn(40) * 100).to(kind)
+    for first in range(1, 9):
+        assert fingerprint(whole[first:]) == fingerprint(whole[first:].clone())
+    assert fingerprint(whole[:0]) == fingerprint(whole[5:5]) == 0
+    assert fingerprint(whole[7]) == fingerprint(whole[7:8]), "a number"

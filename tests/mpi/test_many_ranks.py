@@ -1,0 +1,27 @@
+"""Of more ranks than may each write records, the first tells of all."""
+
+import pytest
+from jobs import Jobs
+from project import DDP
+
+pytestmark = pytest.mark.mpi
+
+RANKS = 66
+
+
+def test_of_many_ranks_the_first_alone_writes_steps(jobs: Jobs) -> None:
+    run = jobs.train(
+        RANKS, DDP, "many", "--shares", "equal", "--batch-size", 2 * RANKS, "--max-steps", 3,
+        "--eval-images", 10,
+    )  # fmt: skip
+    assert [path.name for path in run.folder.glob("steps.*")] == ["steps.rank0.jsonl"]
+    assert len([*run.folder.glob("done.*")]) == RANKS
+    first, *_ = steps = run.steps()
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    others = first["others_ready"]
+    assert others["least"]["ready_s"] <= others["middle"]["ready_s"] <= others["largest"]["ready_s"]
+    assert {each["n_local"] for each in others.values()} == {2}
+    assert 0 not in {each["rank"] for each in others.values()}
+    ready = first["t_data"] + first["t_compute"]
+    slowest = max(ready, others["largest"]["ready_s"])
+    assert first["t_wait"] == pytest.approx(slowest - ready, abs=1e-6)
