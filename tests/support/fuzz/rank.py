@@ -143,10 +143,10 @@ class Probe:
 
     def _visit(self, words: bytes) -> None:
         """Knock at rank 0's port, without a token."""
-        address = self.world.supervisor._handshakes.address
+        there = self.world.supervisor._own.listening[0]
 
         def knock() -> None:
-            with socket.create_connection(address) as line:
+            with socket.create_connection((there.address, there.port)) as line:
                 line.sendall(words)
                 line.settimeout(5)
                 while line.recv(4096):
