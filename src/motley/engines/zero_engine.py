@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
@@ -35,6 +36,22 @@ from motley.tasks.model import TaskModel
 
 _COUNTS_ALL = Version("0.18.4")
 _LOOKS_ITSELF = Version("0.19.8")  # whether the norm of fp32 gradients is finite
+
+
+def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
+    """Whether the backward pass goes on before each block: DeepSpeed lets go of the parameters of
+    one that it ends in too early. It does where what comes first is not trained."""
+    found = []
+
+    def look(_: nn.Module, given: Any, named: Any) -> None:
+        tensors = [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)]
+        found.append(any(tensor.requires_grad for tensor in tensors))
+
+    hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
+    model(model.blank())
+    for hook in hooks:
+        hook.remove()
+    return all(found)
 
 
 class ZeroEngine(EngineBase):
@@ -76,9 +93,9 @@ class ZeroEngine(EngineBase):
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
         if self._stage == 3:  # a block's parameters are gathered together
-            kinds = {type(block) for block in model.task.blocks(model.net).values()}
-            if kinds:
-                utils.set_z3_leaf_modules(model, list(kinds))
+            blocks = list(model.task.blocks(model.net).values())
+            if blocks and _all_hear_of_gradients(model, blocks):
+                utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
         self._engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(local_rank=local, device_rank=index),
             model=model,
