@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import resource
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from motley.records.training import MOST_WRITERS, EpochRecord, StepRecord, other
 from motley.tasks.task import Task
 from motley.train.first_steps import FirstSteps
 from motley.train.progress import Reporter
+
+_LAST_WORDS_S = 2.0  # that a line may take which is being written when the job has to end
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Recorder:
         self._launched, self._ranks = launched, [worker.rank for worker in group.workers]
         self._many = len(self._ranks) > most_writers
         self._open(done)
+        self._writing = threading.RLock()
         self._task = task
         self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
         self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
@@ -141,21 +145,31 @@ class Recorder:
         self.write()
 
     def last_words(self) -> None:
-        """Write what was taken, though the others' times are not known: the run ends now."""
-        self._complete(())
-        self.write()
+        """Write what was taken, though the others' times are not known: the run ends now; from
+        another thread, while this one may be writing, or be stuck in a disk."""
+        if self._writing.acquire(timeout=_LAST_WORDS_S):
+            try:
+                self._complete(())
+                self.write()
+            finally:
+                self._writing.release()
 
     def _complete(self, ready_s: tuple[float, ...]) -> Timed | None:
         """The step that waits is due, now that each rank's ``ready_s`` is known."""
-        self.write()
-        if self._pending is None:
-            return None
-        (record, laps, plan), self._pending = self._pending, None
-        self._due = record, laps, plan, ready_s
-        return Timed(plan, ready_s) if ready_s and all(ready_s) else None
+        with self._writing:
+            self.write()
+            if self._pending is None:
+                return None
+            (record, laps, plan), self._pending = self._pending, None
+            self._due = record, laps, plan, ready_s
+            return Timed(plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
         """Write the step that is due; called where the device has enough to do meanwhile."""
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         if self._due is None:
             return
         (record, laps, plan, ready_s), self._due = self._due, None
