@@ -5,7 +5,6 @@ Each mode builds the same model from the same seed. A subclass says which model.
 
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,11 +30,11 @@ from motley.planner.measured_plan import balance
 from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured, refine
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, set_matmul_precision
+from motley.tasks.model import TaskModel, build_net, set_matmul_precision
 from motley.train.command_line import read_config, training_parser
 
 
-class Bench(ABC):
+class Bench:
     """What all modes share on one rank.
 
     Args:
@@ -58,9 +57,10 @@ class Bench(ABC):
         self.task = task_of(self.config)
         set_matmul_precision(group.precisions[group.rank])
 
-    @abstractmethod
     def model(self) -> TaskModel:
         """A fresh one, the same on all ranks."""
+        net = build_net(self.task, self.config)
+        return TaskModel(self.task, net, self.group.precisions[self.rank], self.group.device)
 
     def batch(self, model: TaskModel, count: int) -> Batch:
         """Images and labels, the same every time."""

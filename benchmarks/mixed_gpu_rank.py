@@ -20,7 +20,6 @@ from motley.launch.world import World, run
 from motley.plan.precision import read_precisions
 from motley.plan.split import limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
-from motley.tasks.model import TaskModel, build_net
 
 
 class GpuBench(Bench):
@@ -30,11 +29,6 @@ class GpuBench(Bench):
         # A learning rate that changes next to nothing: noise has no labels to learn.
         words = ["--dataset", "synthetic", "--model", options.model, "--lr", "1e-6"]
         super().__init__(world, group, words, options.warm, options.steps)
-
-    def model(self) -> TaskModel:
-        """See Bench."""
-        net = build_net(self.task, self.config)
-        return TaskModel(self.task, net, self.group.precisions[self.rank], self.group.device)
 
 
 def only_processors(count: int) -> object:

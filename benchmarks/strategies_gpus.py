@@ -34,7 +34,7 @@ from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import read_precisions, start_scale
 from motley.planner.process_group import join_process_group, leave_process_group
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 
 # The package through which each is reached, and its options.
@@ -57,11 +57,6 @@ class StrategyBench(Bench):
         words = ["--dataset", "synthetic", "--model", options.model, "--lr", "1e-5"]
         super().__init__(world, group, words, options.warm, options.steps)
         self._words = words
-
-    def model(self) -> TaskModel:
-        """See Bench."""
-        net = build_net(self.task, self.config)
-        return TaskModel(self.task, net, self.group.precisions[self.rank], self.group.device)
 
     def measure(self, mode: str) -> dict[str, Any]:
         """Seconds a step, the last loss, and the most memory in MiB."""

@@ -36,7 +36,7 @@ class Run:
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
         self.folder, self.resume_from = folder, resume_from
-        self._world, self._first = world, world.rank == 0
+        self._world = world
         continued = run_of(resume_from[0]) if resume_from else None
         self._continued = RunFolder(continued) if continued else None
         self.unnamed = False
@@ -53,11 +53,16 @@ class Run:
         world.from_first(lambda: run._take() if path.exists() else None)
         return run
 
+    @property
+    def _first(self) -> bool:
+        """This rank records the run."""
+        return self._world.rank == 0
+
     def of_survivors(self, world: World) -> None:
         """The same run, of those who are left; it continues from what they hold."""
+        was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
-        if world.rank == 0 and not self._first:
-            self._first = True
+        if self._first and not was_first:
             told = [event for event in self.folder.read_events() if event["event"] == "unreadable"]
             self._unreadable = {event["sample"] for event in told}
 

@@ -103,9 +103,10 @@ class FsdpEngine(SynchronousEngine):
         return self._shards.with_gradients() if self._shards else super()._stepped()
 
     def _zero_gradients(self) -> None:
-        super()._zero_gradients()
         if self._shards:
             self._shards.zero_gradients()
+        else:
+            super()._zero_gradients()
 
     def _norm(self, norms: Tensor) -> Tensor:
         return norms.square().sum().sqrt()  # each rank's is of its part

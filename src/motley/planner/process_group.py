@@ -199,10 +199,7 @@ def check_nccl(world: World) -> None:
 
     It is torch's own, and may differ between builds of one release.
     """
-    nccl = ""
-    if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    found = world.allgather(nccl)
+    found = world.allgather(nccl_version())
     ranks = {version: rank for rank, version in reversed(list(enumerate(found))) if version}
     if len(ranks) > 1:
         listed = ", ".join(
@@ -212,6 +209,13 @@ def check_nccl(world: World) -> None:
             f"the hosts have different versions of NCCL ({listed}); make them the same with: "
             "bash setup/install_cn.sh"
         )
+
+
+def nccl_version() -> str:
+    """As in ``2.27.3``; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _uuid(index: int) -> str:

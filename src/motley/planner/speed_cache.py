@@ -102,8 +102,12 @@ def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict
         "options": {**config.as_json(Decides.SPEED), **task.identity()},
         "task": hashlib.sha256(Path(inspect.getfile(type(task))).read_bytes()).hexdigest(),
     }  # fmt: skip
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / SPEED_FILES.replace("*", digest[:20]), key
+    return cache_folder() / SPEED_FILES.replace("*", digest_of(key)[:20]), key
+
+
+def digest_of(content: object) -> str:
+    """Of what JSON knows, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_speed(path: Path, key: Mapping[str, Any]) -> SpeedTable | None:

@@ -6,8 +6,6 @@ ends before it can tell, are measured anew at the next start.
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import os
 import stat
@@ -17,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from motley.checkpoint.run import versions
 from motley.comm.modes import parse_wire
 from motley.errors import MotleyError
@@ -26,7 +22,8 @@ from motley.launch.process import cache_folder
 from motley.launch.world import World
 from motley.plan.links import Flow
 from motley.plan.wire import AllReduceCost, WireMode
-from motley.planner.process_group import ProcessGroup
+from motley.planner.process_group import ProcessGroup, nccl_version
+from motley.planner.speed_cache import digest_of
 from motley.records.json_file import read_json, write_json
 from motley.tasks.model import TaskModel
 
@@ -144,28 +141,17 @@ def wire_cache(
         model: None on a rank that is left out. asked: the wire mode that the user wants.
     """
     shapes = model and [[list(p.shape), p.requires_grad] for p in model.parameters()]
-    own = (world.network.address, world.network.interface, _digest(shapes) if shapes else None)
+    own = (world.network.address, world.network.interface, digest_of(shapes) if shapes else None)
     told = world.allgather(own)
     key = {
         "hosts": [[world.nodes[m].host, *told[m][:2]] for m in sorted(set(world.machines))],
         "machines": list(world.machines), "backend": group.backend,
         "workers": [[worker.rank, worker.device, worker.precision] for worker in group.workers],
         "parameters": told[group.workers[0].rank][2], "wire": str(asked or "auto"),
-        "versions": versions(), "nccl": _nccl(),
+        "versions": versions(), "nccl": nccl_version(),
         "network": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_OF_NETWORK)},
     }  # fmt: skip
-    return WireCache(cache_folder() / f"wire-{_digest(key)[:20]}.json", key, world.machines)
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _nccl() -> list[int] | None:
-    """Its version; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return list(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return WireCache(cache_folder() / f"wire-{digest_of(key)[:20]}.json", key, world.machines)
 
 
 def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures | None:

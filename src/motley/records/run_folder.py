@@ -158,8 +158,10 @@ class RunFolder:
         had its number before, may have been killed before it wrote the last ones."""
         path = self.path / f"steps.rank{rank}.jsonl"
         last = max((line["step"] for line in read_last_lines(path)), default=-1)  # all are ours
+        if last >= step - 1:
+            return
         missing: dict[int, JsonDict] = {}
-        for other in self._ranks() if last < step - 1 else ():
+        for other in self._ranks():
             for line in read_last_lines(self.path / f"steps.rank{other}.jsonl"):
                 if isinstance(line.get("step"), int) and last < line["step"] < step:
                     missing.setdefault(line["step"], {**line, **OWN_PART})

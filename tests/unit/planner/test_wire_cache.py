@@ -158,7 +158,7 @@ def key_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         "nccl": None,
     } | changes  # fmt: skip
     monkeypatch.setattr(wire_cache, "versions", lambda: of["versions"])
-    monkeypatch.setattr(wire_cache, "_nccl", lambda: of["nccl"])
+    monkeypatch.setattr(wire_cache, "nccl_version", lambda: of["nccl"])
     world: Any = SimpleNamespace(
         network=SimpleNamespace(address=of["address"], interface=of["interface"]),
         machines=of["machines"], nodes=[SimpleNamespace(host=of["host"])] * 2,

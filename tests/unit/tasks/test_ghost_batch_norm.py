@@ -61,12 +61,18 @@ def test_any_cut_gives_the_same_gradient_and_statistics(
     assert float(found[0][2][0]) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_one_group_is_a_plain_batch_norm_and_a_step_that_is_dropped_counts_nothing(
-    momentum: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, whose sums are its own."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda told: told)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_one_group_is_a_plain_batch_norm_and_a_step_that_is_dropped_counts_nothing(
+    momentum: float | None,
+) -> None:
     plain, net = network(momentum), network(momentum)
     seen = GroupStatistics(net, 20)
     for step in range(6):
@@ -82,12 +88,11 @@ def test_one_group_is_a_plain_batch_norm_and_a_step_that_is_dropped_counts_nothi
         torch.testing.assert_close(net.state_dict()[name], value, msg=name)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_those_who_are_left_stand_for_a_lost_rank(
-    momentum: float | None, monkeypatch: pytest.MonkeyPatch
+    momentum: float | None,
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda told: told)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     whole, net = network(momentum), network(momentum)
     all_of_it, left = GroupStatistics(whole, 10), GroupStatistics(net, 10)
     for step in range(4):  # two groups of ten, of which the rank that is lost had the second
