@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,7 +26,7 @@ from motley.faults import Fault, FaultKind, daemon_gone, died, launcher_gone
 from motley.launch.fault_record import record_fault
 from motley.launch.handshakes import greeting
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
-from motley.launch.ssh_sessions import SshSessions
+from motley.launch.ssh_sessions import SshSessions, sessions_of
 from motley.records.run_folder import RunFolder
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
@@ -40,6 +41,7 @@ class LauncherReaper:
     def __init__(self, rank: int, host: str) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._told: dict[str, Any] = {}
+        self._sessions: dict[psutil.Process, str] = {}
         launcher = psutil.Process().parent()
         if launcher is None or not _is_for_one_job(launcher):
             return
@@ -53,6 +55,9 @@ class LauncherReaper:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
                 start_new_session=True,
             )  # fmt: skip
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = sessions_of(launcher.pid)
+            self._sessions = {psutil.Process(pid): host for pid, host in found.items()}
         self.tell(
             rank=rank, host=host,
             launcher=f"{launcher.name()}, process {launcher.pid}",
@@ -72,6 +77,16 @@ class LauncherReaper:
                 print(json.dumps(news), file=self._process.stdin, flush=True)
         self._told.update(news)
         return True
+
+    def lost_session(self, names: Collection[str], limit_s: float) -> bool:
+        """Whether mpirun's ssh session to a host has ended, or does in time.
+
+        Args:
+            names: of that host, one of which may be that in hosts.txt. limit_s: seconds to wait.
+        """
+        return any(
+            host in names and _gone(session, limit_s) for session, host in self._sessions.items()
+        )
 
     def dismiss(self) -> None:
         """All is well, and the launcher may take its time."""
@@ -151,10 +166,11 @@ def _gone(process: psutil.Process, limit_s: float) -> bool:
     """Whether it ends in time. A zombie has ended: whoever started it may first read all of its
     output, of which this process holds one end."""
     deadline = time.monotonic() + limit_s
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended between two questions
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
     return True
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from motley.faults import Fault, FaultKind, died, stopped
+from motley.faults import Fault, FaultKind, daemon_gone, died, stopped
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.first_cause import FirstCause
 from motley.launch.handshakes import Handshakes
@@ -37,6 +37,7 @@ RESCUED = {*FaultKind} - {
     FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
 }  # fmt: skip
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
+_SESSION_S = 0.2  # from the death of a rank by its daemon's to the end of the session to its host
 _HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
 ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
@@ -131,6 +132,7 @@ class AllRanksWatch:
 
     def end_job(self, fault: Fault) -> NoReturn:
         """Record the first cause, say it, and end all ranks."""
+        fault = self._launchers_loss(fault)
         phases = {status.rank: status.heartbeat.phase.key for status in self._statuses()}
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
         self._writer.write(partial(self._on_fault, fault))
@@ -145,6 +147,17 @@ class AllRanksWatch:
         self._tell_all({"stop": fault.code})
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
+
+    def _launchers_loss(self, fault: Fault) -> Fault:
+        """The same, unless the launcher has lost the host of a rank that died, which dies of it."""
+        own = self._own
+        if fault.kind is not FaultKind.KILLED or fault.host == own.host or not own.reaper:
+            return fault
+        own.reaper.tell(fault=asdict(fault))  # should mpirun end this rank meanwhile
+        if not own.reaper.lost_session({fault.host, own.listening[fault.rank].address}, _SESSION_S):
+            return fault
+        own.stopped = True  # mpirun passes nothing on any more
+        return daemon_gone(fault.rank, fault.host, fault.step)
 
     def _regroup_or_end(self) -> None:
         """Go on without lost ranks as soon as all others can; end the job where they cannot."""

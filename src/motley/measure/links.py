@@ -37,10 +37,19 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
         traffic: of other programs on this machine's interface, watched for a while already.
     """
     traffic = traffic or Traffic(world.network.interface)
+    ports = world.allgather(traffic.seen() if world.first_here else None)
+    return _links_of(world, _meet(world, _SECONDS), ports)
+
+
+def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
+    """What passes between the machines, who meet in pairs.
+
+    Args:
+        seconds: of sending, each way; 0: the fewest chunks, which show that large messages pass.
+    """
     machines = sorted(set(world.machines))
     own = world.rank if world.first_here else None
     token = world.from_first(lambda: secrets.token_bytes(16))
-    ports = world.allgather(traffic.seen() if own is not None else None)
     found: dict[tuple[int, int], Flow] = {}
     with socket.create_server((world.network.address, 0)) as listener:
         listener.settimeout(_TIMEOUT_S)
@@ -48,23 +57,27 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
         for pairs in rounds(machines)[:_MOST_ROUNDS]:
             for caller, callee in pairs:
                 if own == caller:
-                    there, back = call(addresses[callee], token)
+                    there, back = call(addresses[callee], token, seconds)
                     found |= {(caller, callee): there, (callee, caller): back}
                 elif own == callee:
-                    answer(listener, token)
+                    answer(listener, token, seconds)
             world.allgather(None)  # the next round begins when all have met
-    flows = {pair: flow for part in world.allgather(found) for pair, flow in part.items()}
-    return _links_of(world, flows, ports)
+    return {pair: flow for part in world.allgather(found) for pair, flow in part.items()}
 
 
-def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links:
+def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | None:
     """The links of machines that have met before; every launched rank calls it.
 
     Args:
         flows: as they were then. What ports say of themselves is of now.
+
+    Returns:
+        None: something does not pass any more.
     """
     port = look_at(world.network.interface) if world.first_here else None
-    return _links_of(world, flows, world.allgather(port))
+    ports = world.allgather(port)
+    now = _links_of(world, _meet(world, 0.0), ports)
+    return None if now.broken() else _links_of(world, flows, ports)
 
 
 def _links_of(
@@ -108,8 +121,12 @@ def look_at(interface: str) -> Port:
     return Port(interface, own or None, faster=faster)
 
 
-def call(address: tuple[str, int], token: bytes) -> tuple[Flow, Flow]:
-    """Meet the machine that answers at ``address``: the flow to it, and the one from it."""
+def call(address: tuple[str, int], token: bytes, seconds: float = _SECONDS) -> tuple[Flow, Flow]:
+    """Meet the machine that answers at ``address``: the flow to it, and the one from it.
+
+    Args:
+        seconds: of sending, each way.
+    """
     try:
         line = socket.socket()
         line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -124,7 +141,7 @@ def call(address: tuple[str, int], token: bytes) -> tuple[Flow, Flow]:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.sendall(token)
             latency_s = _ping(line)
-            _send(line)
+            _send(line, seconds)
             (there,) = _RATE.unpack(_exactly(line, _RATE.size))
             back = _receive(line)
             line.sendall(_RATE.pack(back))
@@ -138,8 +155,8 @@ def call(address: tuple[str, int], token: bytes) -> tuple[Flow, Flow]:
     return Flow(there, latency_s), Flow(back, latency_s)
 
 
-def answer(listener: socket.socket, token: bytes) -> None:
-    """Be met by the machine that knows the token."""
+def answer(listener: socket.socket, token: bytes, seconds: float = _SECONDS) -> None:
+    """Be met by the machine that knows the token, and send to it for so many seconds."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -156,7 +173,7 @@ def answer(listener: socket.socket, token: bytes) -> None:
                 for _ in range(_PINGS):
                     line.sendall(_exactly(line, 1))
                 line.sendall(_RATE.pack(_receive(line)))
-                _send(line)
+                _send(line, seconds)
                 _exactly(line, _RATE.size)
             except OSError:
                 pass
@@ -174,11 +191,11 @@ def _ping(line: socket.socket) -> float:
     return median(times) / 2
 
 
-def _send(line: socket.socket) -> None:
+def _send(line: socket.socket, seconds: float) -> None:
     more, last = bytearray(_CHUNK), bytearray(_CHUNK)
     more[0] = 1
     start, sent = time.perf_counter(), 1
-    while sent < _LEAST or time.perf_counter() < start + _SECONDS:
+    while sent < _LEAST or time.perf_counter() < start + seconds:
         line.sendall(more)
         sent += 1
     line.sendall(last)
