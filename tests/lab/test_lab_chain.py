@@ -188,6 +188,7 @@ def test_an_mtu_that_drops_large_packets_is_said_and_nothing_hangs(
     job = "./entry_cn.sh --max-steps 3 --run jumbo"
     five = f"{AT_HOME} mpirun -np 5 {HOSTS} {job}"
     refused = door.run("exec", HEAD, "--", "bash", "-c", five, limit=120)
+    print(refused.seconds, refused.output)
     assert refused.code != 0 and f"the hosts cannot talk: {names} the MTU" in refused.output
     assert "take it out of hosts.txt" in refused.output
     at(door, HEAD, f"mpirun -np 3 --host {HEAD},{jumbo[0]},{NAMES[4]} {job} --hosts all")

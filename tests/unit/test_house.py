@@ -49,7 +49,7 @@ ROOMS = {
         "zero_state zero_engine import_deepspeed strategy strategies/*"
     ),
     "checkpoint": "tensor_file store read transfer find_run run initial verify",
-    "measure": "device all_reduce links",
+    "measure": "device all_reduce links loader",
     "planner": (
         "process_group open_model speed_cache wire_cache profile compile_trial measured_plan "
         "planner"

@@ -88,7 +88,8 @@ class DataOptions:
         NUMBERS, "fail", choices=("fail", "skip"), former="--bad-images",
     )  # fmt: skip
     workers: int | None = option(
-        "loader processes a rank; default: 0 for CPU ranks and what is in memory, else up to 8",
+        "loader processes a rank; default: 0 for CPU ranks and what is in memory, else as many as "
+        "keep the GPU busy, as measured, and the host has cores for",
         NOTHING, read=natural, metavar="N", short="-j",
     )  # fmt: skip
 

@@ -17,6 +17,8 @@ from motley.data.source import Samples
 from motley.launch.process import die_with_parent
 from motley.plan.plan import Plan
 
+_USUAL = 8  # loader processes, where nobody has measured what one reads
+
 
 class Loader:
     """Gives one rank its micro-batches, read ahead by worker processes.
@@ -25,6 +27,7 @@ class Loader:
         rank: number in the process group.
         example: samples whose size is that of others; None: any number of processes fits.
         micro_batch: the most samples of this rank at once.
+        readers: processes that keep the device busy, where that was measured.
 
     Attributes:
         note: why there are fewer processes than usual, or than were asked for; else empty.
@@ -38,12 +41,14 @@ class Loader:
         device: torch.device,
         example: Batch | None = None,
         micro_batch: int = 1,
+        readers: int | None = None,
     ) -> None:
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
         self._workers, self.note = workers_that_fit(
-            _workers(samples, config, device), 0.0 if example is None else bytes_of(example),
-            micro_batch, lambda: Free.here(_ranks_here()),
+            workers_of(samples, config, device, readers),
+            0.0 if example is None else bytes_of(example), micro_batch,
+            lambda: Free.here(ranks_here()),
         )  # fmt: skip
         self._train, self._test = Keyed(samples, True), Keyed(samples, False)
         self._asked = Asked()
@@ -162,15 +167,24 @@ class Steps:
         self._batches.read_ahead()
 
 
-def _workers(samples: Samples, config: Config, device: torch.device) -> int:
+def workers_of(
+    samples: Samples, config: Config, device: torch.device, readers: int | None = None
+) -> int:
+    """Loader processes of this rank, as far as memory allows.
+
+    Args:
+        readers: that keep the device busy; None: not measured.
+    """
     if config.workers is not None:
         return config.workers
     if device.type == "cpu" or not samples.needs_workers:
         return 0  # CPU ranks need their cores
-    return max(1, min(8, len(os.sched_getaffinity(0)) // _ranks_here() - 1))
+    most = max(1, len(os.sched_getaffinity(0)) // ranks_here() - 1)
+    return min(most, _USUAL if readers is None else readers)
 
 
-def _ranks_here() -> int:
+def ranks_here() -> int:
+    """Ranks of this machine, of which each has its part of the cores and the memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

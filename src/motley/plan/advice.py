@@ -11,6 +11,7 @@ from motley.plan.wire import AllReduceCost, WireMode
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
 _DOUBLINGS = 6  # of the batch, at most
+_WAITS = 0.1  # of a rank's time, for its samples: worth a word
 _FASTEST = 6  # machines, one of which is the best alone
 
 
@@ -102,3 +103,26 @@ def larger_batch(
                 f"--batch-size {samples} they should be {larger:.2f} times as fast",
             )
     return ()
+
+
+def bound_by_input(
+    names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int]
+) -> tuple[str, ...]:
+    """The hosts whose ranks wait for their samples, and what helps; a sentence each.
+
+    Args:
+        names: of the ranks' hosts. counts: samples of each in a step.
+    """
+    sentences = {}
+    for name, speed, n in zip(names, speeds, counts, strict=True):
+        if not n or speed.waits_s(n) < _WAITS * speed.seconds_of(n):
+            continue
+        readers = speed.readers or 0
+        who = f"{readers} loader processes" if readers > 1 else "one process"
+        more = f", or --workers {readers + 1} if it has cores to spare" if not readers else ""
+        sentences[name] = (
+            f"{name} waits for its samples: {who} a rank can read {1 / speed.input_s:,.0f} a "
+            f"second, and a rank could compute {n / speed.computing().seconds_of(n):,.0f}; what "
+            f"helps is --dataset packed (see setup/stage_cn.sh -h){more}"
+        )
+    return tuple(sentences.values())

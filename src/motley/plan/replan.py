@@ -6,7 +6,7 @@ Every rank feeds it the same numbers, which have travelled to all, so all propos
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class ReplanMonitor:
             return None
         self._steps.append(np.array(ready_s))
         steps = np.array(self._steps)
-        usual = self._speeds.compute_s(np.array(counts, dtype=float))
+        usual = self._speeds.ready_s(np.array(counts, dtype=float))
         # The noise of a median falls with the root of what it is taken of.
         bands = ((span, DEAD_BAND * math.sqrt(WINDOW / span)) for span in SPANS)
         found = (
@@ -88,12 +88,12 @@ class ReplanMonitor:
         """Another split, if it saves more than ``band`` of a step.
 
         Args:
-            usual: seconds of compute for ``counts``, as measured. took: now.
+            usual: seconds for ``counts`` until the gradient is ready, as measured. took: now.
         """
         works = usual > 0  # who had nothing to do showed nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
         slowdown = self._kinds.median(self._slowdown)
-        old = (speeds.step_s + slowdown * usual).max()
+        old = speeds.seconds_of(np.array(counts, dtype=float), slowdown).max()
         # So quick that each step can ask it: could all together be faster by so much? And who is
         # not left without a sample, with the least that it keeps?
         enough = (1 - band) * old
@@ -102,10 +102,8 @@ class ReplanMonitor:
             return None
         if speeds.whole_in(enough, slowdown).sum() < sum(counts):
             return None
-        tables = [
-            replace(table, seconds=tuple(s * factor for s in table.seconds))
-            for table, factor in zip(self._tables, slowdown.tolist(), strict=True)
-        ]
+        pairs = zip(self._tables, slowdown.tolist(), strict=True)
+        tables = [table.slower(factor) for table, factor in pairs]
         better = _all_seen(split(sum(counts), tables), counts, tables[0].grain)
         gain = float(1 - speeds.seconds_of(np.array(better, dtype=float), slowdown).max() / old)
         return Proposal(better, tuple(slowdown.tolist()), gain) if gain > band else None

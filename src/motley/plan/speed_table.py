@@ -5,7 +5,9 @@ Source of the arithmetic: ARITHMETIC.md. A rank needs
     t(n) = step_s + k * micro(n / k),    k = ceil(n / m)
 
 seconds for n samples in k micro-batches of like size, from a measured table of micro(b), the
-time of one micro-batch of b.
+time of one micro-batch of b. Reading the samples takes input_s each, before that, or beside it:
+
+    t(n) = max(step_s + k * micro(n / k), n * input_s)    where loader processes read ahead
 """
 
 import math
@@ -31,6 +33,9 @@ class SpeedTable:
         preferred: one of the sizes, to be m though others may be faster; 0: none.
         grain: samples that stay together; all sizes are multiples of it.
         compiled: it is of a model that is compiled.
+        input_s: to read a sample, by all of the rank's loader processes together; 0: not counted.
+        reads_ahead: they do so beside what the rank computes; else it reads before it computes.
+        readers: how many they are; None: as many as is usual.
     """
 
     sizes: tuple[int, ...]
@@ -40,6 +45,9 @@ class SpeedTable:
     preferred: int = 0
     grain: int = 1
     compiled: bool = False
+    input_s: float = 0.0
+    reads_ahead: bool = False
+    readers: int | None = None
 
     @cached_property
     def micro_batch(self) -> int:
@@ -56,7 +64,7 @@ class SpeedTable:
 
     @cached_property
     def rate(self) -> float:
-        """Samples a second, step by step without an end: the best that was measured."""
+        """Samples a second that it computes, step by step without an end: the best measured."""
         return max(size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True))
 
     @cached_property
@@ -90,7 +98,22 @@ class SpeedTable:
     def seconds_of(self, samples: float) -> float:
         """t(n): a rank's own time for its part of a step."""
         parts = max(1, math.ceil(samples / self.micro_batch))
-        return self.step_s + parts * self.micro_s(samples / parts)
+        computed = self.step_s + parts * self.micro_s(samples / parts)
+        read = samples * self.input_s
+        return max(computed, read) if self.reads_ahead else computed + read
+
+    def waits_s(self, samples: float) -> float:
+        """Of these, what it waits for its samples."""
+        return self.seconds_of(samples) - self.computing().seconds_of(samples)
+
+    def computing(self) -> "SpeedTable":
+        """The same that reads nothing."""
+        return replace(self, input_s=0.0, reads_ahead=False, readers=None)
+
+    def slower(self, factor: float) -> "SpeedTable":
+        """The same that takes so many times as long, but for ``step_s``."""
+        seconds = tuple(factor * each for each in self.seconds)
+        return replace(self, seconds=seconds, input_s=factor * self.input_s)
 
     def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
         """The same with one more size, that was not in it."""
@@ -150,7 +173,8 @@ class SpeedTable:
         """For run.json and for the cache; :meth:`from_json` reads it."""
         return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
                 "memory_mib": self.memory_mib, "preferred": self.preferred,
-                "grain": self.grain, "compiled": self.compiled}  # fmt: skip
+                "grain": self.grain, "compiled": self.compiled, "input_s": self.input_s,
+                "reads_ahead": self.reads_ahead, "readers": self.readers}  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
@@ -170,5 +194,10 @@ class SpeedTable:
         grain = int(content.get("grain", 1))
         if grain < 1 or any(size % grain for size in sizes):
             raise ValueError("sizes are no multiples of the grain")
-        compiled = bool(content.get("compiled", False))
-        return cls(sizes, seconds, step_s, memory, preferred, grain, compiled)
+        input_s, readers = float(content.get("input_s", 0.0)), content.get("readers")
+        if not 0 <= input_s < math.inf or not (readers is None or int(readers) >= 0):
+            raise ValueError("no time to read a sample")
+        return cls(
+            sizes, seconds, step_s, memory, preferred, grain, bool(content.get("compiled", False)),
+            input_s, bool(content.get("reads_ahead", False)), readers,
+        )  # fmt: skip

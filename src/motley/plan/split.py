@@ -35,31 +35,41 @@ class Speeds:
         self._ranks = np.arange(len(tables))
         self._last = np.array([len(table.sizes) - 1 for table in tables])
         self._sizes = np.array([_filled(table.sizes, longest) for table in tables])
+        before = np.array([0.0 if table.reads_ahead else table.input_s for table in tables])
+        self._beside = np.array([table.input_s if table.reads_ahead else 0.0 for table in tables])
         self._seconds = np.array([_filled(table.rising, longest) for table in tables])
+        self._seconds += before[:, None] * np.where(np.isinf(self._sizes), 0.0, self._sizes)
         self._m = np.array([float(table.micro_batch) for table in tables])
         self._m_s = np.array([table.micro_s(table.micro_batch) for table in tables])
+        self._m_s += before * self._m
         self.step_s = np.array([table.step_s for table in tables])
         self._grain = tables[0].grain
 
-    def compute_s(self, samples: Floats) -> Floats:
+    def ready_s(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
         """:meth:`SpeedTable.seconds_of` less ``step_s``."""
         parts: Floats = np.maximum(1.0, np.ceil(samples / self._m))
-        return parts * self._micro_s(samples / parts)
+        computed: Floats = parts * self._micro_s(samples / parts)
+        read = slowdown * self._beside * samples - self.step_s
+        ready: Floats = np.maximum(slowdown * computed, read)
+        return ready
 
     def seconds_of(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
         """:meth:`SpeedTable.seconds_of`.
 
         Args:
-            slowdown: factor on each micro-batch's time.
+            slowdown: factor on all but ``step_s``.
         """
-        return self.step_s + slowdown * self.compute_s(samples)
+        return self.step_s + self.ready_s(samples, slowdown)
 
     def samples_in(self, seconds: float, slowdown: Floats | float = 1.0) -> Floats:
         """The most samples in so many seconds, real numbers: the inverse of :meth:`seconds_of`."""
         left = np.maximum(0.0, seconds - self.step_s) / slowdown
         full = np.floor(left / self._m_s)
         more = (full + 1) * self._size_in(left / (full + 1))
-        found: Floats = np.where(left > 0, np.maximum(more, full * self._m), 0.0)
+        computed = np.where(left > 0, np.maximum(more, full * self._m), 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            read = np.where(self._beside > 0, seconds / (slowdown * self._beside), np.inf)
+        found: Floats = np.minimum(computed, read)
         return found
 
     def whole_in(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:

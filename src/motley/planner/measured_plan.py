@@ -8,7 +8,7 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.launch.world import World
 from motley.measure.links import Traffic
-from motley.plan.advice import better_engine, better_modes, larger_batch
+from motley.plan.advice import better_engine, better_modes, bound_by_input, larger_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
@@ -116,6 +116,8 @@ def measure_and_plan(
     assert planned.forecast is not None
     engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
     advice = notes + better_engine(traits, planned.forecast, engines)
+    names = [worker.host for worker in group.workers]
+    advice += bound_by_input(names, planned.speeds, planned.plan.counts)
     advice += _better(world, everyone, config, everything, options, mode)
     return group, replace(planned, advice=advice, memory=memory)
 

@@ -14,6 +14,7 @@ from motley.launch.world import World
 from motley.measure.all_reduce import cost_of, measure_wire
 from motley.measure.device import has_room
 from motley.measure.links import Traffic, known_links, measure_links
+from motley.measure.loader import with_reading
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
@@ -61,6 +62,8 @@ def measure_speeds(
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "measuring its speed")
     if model is not None and group.rank is not None:
         own = speed_of(group, model, config, traits.optimizer_shards(group.size))
+        # All ranks of a host at once, as they do when they train.
+        own = with_reading(own, model.task, config, group.device)
     found = [each for each in world.allgather(own) if each is not None]
     world.clock.lap("speeds")
     return alike(group, found)
@@ -87,7 +90,7 @@ def measure_between(
     links = None
     if len(set(world.machines)) > 1:
         known = remembered and known_links(world, remembered.flows)
-        links = known or _passing_links(world, traffic)
+        links = known or _passing_links(world, traffic, again=remembered is None)
     world.clock.lap("links")
     kept = remembered or WireFigures(links.flows if links else {})
     wires = wires_of(world, group, model, [EXACT], traits, remembered=kept)
@@ -101,10 +104,14 @@ def measure_between(
     return Measured(speeds, wires, links, kept.with_wires(wires) if lasts else None)
 
 
-def _passing_links(world: World, traffic: Traffic | None) -> Links:
-    """All links; MotleyError if something does not pass."""
+def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
+    """All links; MotleyError if something does not pass.
+
+    Args:
+        again: measure them once more then; what was remembered has failed once already.
+    """
     links = measure_links(world, traffic)
-    if links.broken():
+    if again and links.broken():
         links = measure_links(world)  # a host may have been busy for seconds
     if broken := links.broken():
         raise MotleyError(
@@ -260,4 +267,7 @@ def _middle(speeds: Sequence[SpeedTable]) -> SpeedTable:
         statistics.median(speed.step_s for speed in speeds),
         grain=speeds[0].grain,
         compiled=speeds[0].compiled,
+        input_s=statistics.median(speed.input_s for speed in speeds),
+        reads_ahead=speeds[0].reads_ahead,
+        readers=speeds[0].readers,
     )

@@ -80,8 +80,10 @@ def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> Spe
 
 
 def remember(group: ProcessGroup, config: Config, traits: EngineTraits, speed: SpeedTable) -> None:
-    """Keep this rank's speed, measured beside all of ``group``, for the next run."""
-    write_speed(*_place(group, config, traits.optimizer_shards(group.size)), speed)
+    """Keep this rank's speed, measured beside all of ``group``, for the next run; not that of its
+    disk, which may have the samples in memory by then."""
+    place = _place(group, config, traits.optimizer_shards(group.size))
+    write_speed(*place, speed.computing())
 
 
 def compile_file(group: ProcessGroup, config: Config) -> Path:

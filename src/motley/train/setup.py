@@ -170,7 +170,8 @@ def assemble(
     if planned.is_compiled(group.rank, config.compile):
         model.compile_task()
     most = max(plan.micro_batches[group.rank], default=0)
-    loader = Loader(model.task, config, group.rank, group.device, model.example, most)
+    readers = planned.speeds[group.rank].readers if planned.speeds else None
+    loader = Loader(model.task, config, group.rank, group.device, model.example, most, readers)
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes = _loader_notes(loader, group)
     if config.loss_scale == "auto" and scale.dynamic and fresh:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
+from motley.plan.advice import bound_by_input
 from motley.plan.forecast import Forecast, choose_machines, forecast, what_if
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
@@ -32,7 +33,10 @@ def speeds(draw: st.DrawFn) -> SpeedTable:
     overhead, sample = draw(st.floats(0, 0.05)), draw(st.floats(1e-4, 0.1))
     noise = draw(st.lists(st.floats(0.7, 1.4), min_size=len(sizes), max_size=len(sizes)))
     times = [(overhead + sample * s) * n for s, n in zip(sizes, noise, strict=True)]
-    return SpeedTable(tuple(sizes), tuple(times), draw(st.floats(0, 0.05)))
+    table = SpeedTable(tuple(sizes), tuple(times), draw(st.floats(0, 0.05)))
+    if draw(st.booleans()):
+        return table
+    return replace(table, input_s=draw(st.floats(1e-4, 0.2)), reads_ahead=draw(st.booleans()))
 
 
 groups = st.lists(speeds(), min_size=1, max_size=6)
@@ -54,7 +58,11 @@ def test_the_time_is_that_of_the_micro_batches_that_the_plan_cuts(
     speed: SpeedTable, n: int
 ) -> None:
     parts = cut(n, speed.micro_batch) or (0,)
-    assert speed.seconds_of(n) == pytest.approx(speed.step_s + sum(map(speed.micro_s, parts)))
+    computed = speed.step_s + sum(map(speed.micro_s, parts))
+    read = n * speed.input_s
+    taken = max(computed, read) if speed.reads_ahead else computed + read
+    assert speed.seconds_of(n) == pytest.approx(taken)
+    assert speed.waits_s(n) == pytest.approx(taken - computed, abs=1e-12)
     assert speed.seconds_of(n) <= speed.seconds_of(n + 1) * CLOSE
 
 
@@ -63,7 +71,10 @@ def test_samples_in_is_the_most_that_seconds_of_allows(speed: SpeedTable, second
     most = samples_in(speed, seconds)
     if most:
         assert speed.seconds_of(most) <= seconds * CLOSE
-    assert speed.seconds_of(most * (1 + 1e-6) + 1e-6) >= seconds / CLOSE
+    more = most * (1 + 1e-6) + 1e-6
+    if speed.input_s and not speed.reads_ahead:  # whole samples are read
+        more = math.floor(more) + 1
+    assert speed.seconds_of(more) >= seconds / CLOSE
 
 
 @given(speeds(), st.integers(1, 600))
@@ -77,7 +88,7 @@ def test_all_ranks_at_once_are_as_each_alone(
 ) -> None:
     speeds = Speeds(group)
     samples = np.array([n + rank for rank in range(len(group))], dtype=float)
-    slower = [replace(s, seconds=tuple(factor * each for each in s.seconds)) for s in group]
+    slower = [speed.slower(factor) for speed in group]
     alone = [s.seconds_of(each) for s, each in zip(slower, samples, strict=True)]
     assert speeds.seconds_of(samples, factor).tolist() == pytest.approx(alone)
     most = speeds.whole_in(seconds, factor)
@@ -104,6 +115,20 @@ def test_shares_are_the_best_of_all(n: int, group: list[SpeedTable]) -> None:
     every = product(range(n + 1), repeat=len(group))
     best = min(slowest(counts) for counts in every if sum(counts) == n)
     assert slowest(split(n, group)) <= best * CLOSE
+
+
+def test_who_reads_slowly_gets_less_and_where_nobody_else_could_the_same() -> None:
+    fast, ahead = linear(100.0), replace(linear(100.0), input_s=1 / 50, reads_ahead=True, readers=1)
+    before = replace(ahead, reads_ahead=False, readers=0)
+    assert split(150, [fast, ahead]) == (100, 50)  # 1 s each
+    assert split(160, [fast, before]) == (120, 40)  # 1.2 s: computes 100 a second, reads 50
+    assert split(80, [ahead, ahead]) == (40, 40)
+    (sentence,) = bound_by_input(["a", "b"], [fast, ahead], [100, 50])
+    assert "b waits for its samples: one process a rank can read 50 a second" in sentence
+    assert "--workers" not in sentence  # it has processes already
+    (sentence,) = bound_by_input(["a", "b"], [fast, before], [120, 40])
+    assert "--workers 1" in sentence and "setup/stage_cn.sh" in sentence
+    assert not bound_by_input(["a", "b"], [fast, replace(ahead, input_s=1 / 101)], [100, 90])
 
 
 @given(st.integers(1, 2000), groups)
@@ -158,6 +183,7 @@ def test_a_thousand_ranks_are_planned_in_under_a_second() -> None:
     "change",
     [
         {"sizes": []}, {"sizes": [1, 2]}, {"sizes": [2, 1, 4]}, {"sizes": [0, 1, 2]},
+        {"input_s": -1}, {"input_s": math.nan}, {"readers": -1}, {"readers": "x"},
         {"sizes": "abc"}, {"seconds": [1, 2, 0]}, {"seconds": [1, 2, math.nan]},
         {"seconds": [1, 2, math.inf]}, {"seconds": None}, {"step_s": -1}, {"step_s": math.nan},
         {"step_s": "soon"}, {"memory_mib": [1]}, {"memory_mib": 3},
