@@ -174,14 +174,26 @@ class Bench:
             )
         }
 
-    def plain_ddp_step(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
-        """One step of it."""
-        ddp = DistributedDataParallel(model)
+    def plain_ddp_step(
+        self,
+        model: TaskModel,
+        batch: Batch,
+        weight: float = 1.0,
+        set_up: Callable[[DistributedDataParallel], None] = lambda ddp: None,
+        **options: Any,
+    ) -> Callable[[], None]:
+        """One step of it.
+
+        Args:
+            weight: of this rank's mean loss. set_up: gives it a hook, say. options: of DDP.
+        """
+        ddp = DistributedDataParallel(model, **options)
+        set_up(ddp)
         optimizer = self.optimizer(model)
 
         def step() -> None:
             optimizer.zero_grad()
-            ddp(batch.data).mean().backward()
+            (weight * ddp(batch.data).mean()).backward()
             optimizer.step()
 
         return step

@@ -12,8 +12,10 @@ real and small, and then sleeps until a host of that speed would be done. What f
 really compute in a step shares this machine's cores, so the modelled times are long beside it
 (--fastest-s). With --emulation quotas nobody sleeps: a host has its part of the processors;
 that is noisier, and gloo's own work counts against the part too. The limit is measured before
-and after each repeat, on all hosts at once. Rates are medians; a spread is (largest -
-smallest) / median; stolen is what the hypervisor gave to others meanwhile. Needs root, for the
+and after each repeat, on all hosts at once. The peers are in benchmarks/peers.py: with equal
+batches, and DDP in the hands of a user who knows each host's speed. Rates are medians; a spread is
+(largest - smallest) / median; stolen is what the hypervisor gave to others meanwhile. What is not
+timed: making models and engines, measuring, planning, two steps of each. Needs root, for the
 lab, and: pip install accelerate
 """
 
@@ -36,7 +38,7 @@ from bench_lab import HOSTS, BenchLab, bench_lab
 
 _QUOTAS = 0.9  # of all processors, over all hosts
 _QUOTAS_PIXELS = 48  # larger images: what a step costs beside them is little
-MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp",
+MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "ddp-by-hand", "motley-ddp",
          "motley-deepspeed-0", "motley-deepspeed-1")  # fmt: skip
 
 

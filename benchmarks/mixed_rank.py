@@ -1,17 +1,18 @@
 """One rank of benchmarks/mixed_lab.py: all modes in turn, interleaved, in one job.
 
-Peers train as their documentation says: equal batches, and their own averaging. Each mode
-builds the same model from the same seed. Rank 0 prints one line of JSON a measurement.
+What others do is in benchmarks/peers.py. Each mode builds the same model from the same seed, takes
+two steps that are not timed and as many that are as any other. Outside the timed steps are making
+the model and its engine, measuring, and planning. Rank 0 prints one line of JSON a measurement.
 """
 
 import argparse
 import gc
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import peers
 import psutil
 import torch
 import torch.distributed as dist
@@ -20,8 +21,6 @@ from paced import Pace, Paced
 
 from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
-from motley.data.batch import Batch
-from motley.engines.optimizer import make_optimizer
 from motley.engines.strategy import ZERO, engines_of, known_strategies
 from motley.engines.zero_config import ZeroOptions
 from motley.launch.world import World, run
@@ -32,7 +31,6 @@ from motley.planner.process_group import ProcessGroup, join_process_group, leave
 from motley.tasks.model import TaskModel, build_net
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
-PEERS = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1")
 
 
 class LabBench(Bench):
@@ -52,57 +50,9 @@ class LabBench(Bench):
         return Paced(self.task, net, self.pace)
 
     def peer(self, mode: str) -> dict[str, Any]:
-        """A peer as its documentation says: N / ranks samples each."""
-        model = self.model()
-        batch = self.batch(model, self.options.n // self.group.size)
-        makers = {
-            "plain-ddp": self.plain_ddp_step, "accelerate": self._accelerate,
-            "deepspeed-0": self._deepspeed_0, "deepspeed-1": self._deepspeed_1,
-        }  # fmt: skip
-        # They wait for the slowest host alone, so a step repeats within half a percent.
-        return {
-            "step_s": self.time_steps(
-                makers[mode](model, batch), warm=1, steps=min(3, self.options.steps)
-            )
-        }
-
-    def _accelerate(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=True)
-        net, optimizer = accelerator.prepare(model, make_optimizer(model.net, self.config))
-
-        def step() -> None:
-            optimizer.zero_grad()
-            accelerator.backward(net(batch.data).mean())
-            optimizer.step()
-
-        return step
-
-    def _deepspeed(self, model: TaskModel, batch: Batch, stage: int) -> Callable[[], None]:
-        import deepspeed
-
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=make_optimizer(model.net, self.config),
-            config={
-                "train_micro_batch_size_per_gpu": len(batch),
-                "gradient_accumulation_steps": 1,
-                "zero_optimization": {"stage": stage},
-                "zero_allow_untested_optimizer": True,
-            },
-        )  # fmt: skip
-
-        def step() -> None:
-            engine.backward(engine(batch.data).mean())
-            engine.step()
-
-        return step
-
-    def _deepspeed_0(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
-        return self._deepspeed(model, batch, 0)
-
-    def _deepspeed_1(self, model: TaskModel, batch: Batch) -> Callable[[], None]:
-        return self._deepspeed(model, batch, 1)
+        """A peer, as a good user has it, over as many steps as ours."""
+        step = peers.step_of(mode, self, self.options.n, self.options.speeds)
+        return {"step_s": self.time_steps(step)}
 
 
 def ours(bench: LabBench, mode: str, speeds: list[SpeedTable]) -> dict[str, Any]:
@@ -157,7 +107,7 @@ def main(world: World, options: argparse.Namespace) -> None:
         speeds = limit()
         order = options.modes if repeat % 2 == 0 else options.modes[::-1]
         for mode in order:
-            found = bench.peer(mode) if mode in PEERS else ours(bench, mode, speeds)
+            found = bench.peer(mode) if mode in peers.NAMES else ours(bench, mode, speeds)
             tell(mode, repeat, found)
             gc.collect()
             dist.barrier()

@@ -31,7 +31,8 @@ LINKS: dict[str, tuple[float | None, float | None]] = {  # Mbit/s: of all, and o
     "unshaped": (None, None), "100": (100, None), "20": (20, None), "10-to-1": (200, 20),
 }  # fmt: skip
 MODES = (
-    "plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "motley-ddp", "motley-ddp-fp16",
+    "plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-1-fp16", "ddp-by-hand",
+    "ddp-by-hand-fp16", "ddp-by-hand-powersgd", "motley-ddp", "motley-ddp-fp16",
     "motley-ddp-powersgd:4", "motley-ddp-local:4", "motley-deepspeed-0-fp16",
 )  # fmt: skip
 LEAF = ("motley-ddp-exact/leaf4", "motley-ddp-fp16/leaf4")  # where one link is slow
