@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data.auto_augment import auto_augment_transform, posterize, rand_augment_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -45,13 +46,20 @@ class Look:
     auto: str = ""
     jitter: float = 0.0
     erase: float = 0.0
+    boxes: bool = False
 
     @property
     def _resize(self) -> dict[str, Any]:
         return {"interpolation": v2.InterpolationMode(self.interpolation), "antialias": True}
 
+    @property
+    def _changes_enlarged(self) -> bool:
+        """Whether training images are changed at the model's size, and so are enlarged before."""
+        return bool(self.auto or self.jitter or self.erase or self.boxes)
+
     def of_training(self, images: Images) -> Transform:
-        """An image to uint8 [C, size, size]."""
+        """An image to uint8 [C, H, W]: of ``size`` pixels a side, or fewer where all have so few;
+        then :meth:`enlarged` does the rest."""
         steps = [self._framing(images)]
         if self.auto:
             steps += [v2.ToPILImage(), self._auto_augment(), v2.ToImage()]
@@ -64,25 +72,49 @@ class Look:
 
     def of_evaluation(self, images: Images) -> Transform:
         """The same of a held-out image: resized, and of it the middle."""
-        square = (self.size, self.size)
-        if images.native_size == self.size:
-            return v2.ToImage()  # type: ignore[no-any-return]
         if images.native_size is not None:
-            return v2.Compose([v2.ToImage(), v2.Resize(square, **self._resize)])  # type: ignore[no-any-return]
+            return v2.Compose([v2.ToImage(), *self._fit(images.native_size)])  # type: ignore[no-any-return]
         larger = v2.Resize(round(self.size / self.crop), **self._resize)
         return v2.Compose([v2.ToImage(), larger, v2.CenterCrop(self.size)])  # type: ignore[no-any-return]
 
+    def enlarged(self, pixels: Tensor) -> Tensor:
+        """A batch as the model wants it, float [n, C, size, size].
+
+        It is not rounded: devices differ in the last bit, and rounding would make a level of it.
+        Overshoot of a cubic filter is cut off, as it is of uint8.
+
+        Args:
+            pixels: 0 to 255, float [n, C, H, W], on any device.
+        """
+        if pixels.shape[-1] == self.size:
+            return pixels
+        square = [self.size, self.size]
+        large: Tensor = v2.functional.resize_image(pixels, square, **self._resize)
+        return large.clamp(0, 255)
+
+    def _fit(self, native: int, whole: bool = False) -> list[Transform]:
+        """What brings images of a known size to the model's.
+
+        Small ones are left to the device: enlarged from 32 to 224 pixels a side, they would be 50
+        times the bytes on their way to it.
+
+        Args:
+            whole: enlarge them all the same.
+        """
+        if native == self.size or (native < self.size and not whole):
+            return []
+        return [v2.Resize((self.size, self.size), **self._resize)]
+
     def _framing(self, images: Images) -> Transform:
+        native, whole = images.native_size, self._changes_enlarged
+        if native is None:
+            crops = self.augment and images.augment
+            return RandomCropAndFlip(self) if crops else self.of_evaluation(images)
+        steps, fit = [v2.ToImage()], self._fit(native, whole)
         if not (self.augment and images.augment):
-            return self.of_evaluation(images)
-        steps: list[Transform] = [v2.ToImage()]
-        if images.native_size is None:
-            steps.append(v2.RandomResizedCrop(self.size, **self._resize))
-        else:
-            steps.append(v2.RandomCrop(images.native_size, padding=max(1, images.native_size // 8)))
-            if images.native_size != self.size:
-                steps.append(v2.Resize((self.size, self.size), **self._resize))
-        return v2.Compose([*steps, v2.RandomHorizontalFlip()])  # type: ignore[no-any-return]
+            return v2.Compose([*steps, *fit])  # type: ignore[no-any-return]
+        steps.append(v2.RandomCrop(native, padding=max(1, native // 8)))
+        return v2.Compose([*steps, *fit, v2.RandomHorizontalFlip()])  # type: ignore[no-any-return]
 
     def _auto_augment(self) -> Transform:
         mean = tuple(min(255, round(255 * each)) for each in self.mean)
@@ -112,6 +144,32 @@ class Look:
             return (noised * std + mean).round().clamp(0, 255).to(torch.uint8)
 
         return of
+
+
+class RandomCropAndFlip:
+    """torchvision's RandomResizedCrop and RandomHorizontalFlip of one image: the same random
+    numbers, and bit by bit the same pixels, in half the time.
+
+    Only what is cropped is copied, pixel by pixel as the fastest of torch's kernels wants it; and
+    no image is asked at every step what it is.
+    """
+
+    def __init__(self, look: Look) -> None:
+        self._size, self._resize = [look.size, look.size], look._resize
+        self._crop = v2.RandomResizedCrop(look.size)
+
+    def __call__(self, image: Image.Image | Tensor) -> Tensor:
+        """Uint8 [C, size, size], of PIL's or of uint8 [C, H, W]."""
+        box = self._crop.make_params([image])
+        mirrored = bool(torch.rand(1) < 0.5)
+        top, left, height, width = (box[side] for side in ("top", "left", "height", "width"))
+        if isinstance(image, Tensor):
+            part = image[:, top : top + height, left : left + width]
+            part = part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        else:
+            part = v2.functional.pil_to_tensor(image.crop((left, top, left + width, top + height)))
+        found: Tensor = v2.functional.resize_image(part, self._size, **self._resize)
+        return found.flip(-1) if mirrored else found
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
