@@ -4,6 +4,7 @@ All draw from generators that are seeded for the sample: torch's by the loader, 
 and NumPy's, from which timm's parts draw.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,20 +157,38 @@ class RandomCropAndFlip:
 
     def __init__(self, look: Look) -> None:
         self._size, self._resize = [look.size, look.size], look._resize
-        self._crop = v2.RandomResizedCrop(look.size)
+        self._usual = v2.RandomResizedCrop(look.size)
+        # As torchvision has them: rounded to fp32.
+        self._log_ratio = torch.log(torch.tensor(self._usual.ratio)).tolist()
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
-        """Uint8 [C, size, size], of PIL's or of uint8 [C, H, W]."""
-        box = self._crop.make_params([image])
-        mirrored = bool(torch.rand(1) < 0.5)
-        top, left, height, width = (box[side] for side in ("top", "left", "height", "width"))
+        """Uint8 [C, size, size], of uint8 [C, H, W] or of PIL's whose colours are a byte each."""
+        top, left, height, width = self._box(image)
+        mirrored = float(torch.empty(1).uniform_()) < 0.5
         if isinstance(image, Tensor):
-            part = image[:, top : top + height, left : left + width]
-            part = part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+            part = image[:, top : top + height, left : left + width].permute(1, 2, 0).contiguous()
         else:
-            part = v2.functional.pil_to_tensor(image.crop((left, top, left + width, top + height)))
-        found: Tensor = v2.functional.resize_image(part, self._size, **self._resize)
+            content = image.crop((left, top, left + width, top + height)).tobytes()
+            part = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(height, width, -1)
+        found: Tensor = v2.functional.resize_image(
+            part.permute(2, 0, 1), self._size, **self._resize
+        )
         return found.flip(-1) if mirrored else found
+
+    def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a part; torchvision is asked where what it draws first
+        does not fit in."""
+        height, width = image.shape[1:] if isinstance(image, Tensor) else image.size[::-1]
+        before = torch.default_generator.get_state()
+        area = height * width * torch.empty(1).uniform_(*self._usual.scale).item()
+        ratio = torch.exp(torch.empty(1).uniform_(*self._log_ratio)).item()
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = (int(torch.randint(room + 1, ())) for room in (height - h, width - w))
+            return top, left, h, w
+        torch.default_generator.set_state(before)
+        box = self._usual.make_params([image])
+        return box["top"], box["left"], box["height"], box["width"]
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
