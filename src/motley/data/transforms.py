@@ -36,6 +36,7 @@ class Look:
         augment: random crops and flips, where images are still of their class then.
         auto: timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; empty: none.
         jitter: of brightness, contrast and saturation. erase: probability of a rectangle of noise.
+        boxes: training images will exchange boxes, as CutMix has them do.
     """
 
     size: int
@@ -91,7 +92,7 @@ class Look:
             return pixels
         square = [self.size, self.size]
         large: Tensor = v2.functional.resize_image(pixels, square, **self._resize)
-        return large.clamp(0, 255)
+        return large.clamp_(0, 255)
 
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:
         """What brings images of a known size to the model's.
