@@ -11,8 +11,10 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from motley.data.images import Images, InMemory
+from motley.data.keyed import first_batch
 from motley.data.transforms import Look
 from motley.data.transforms import seeded as by_torch
+from motley.tasks.builtin.image import ImageTask
 
 LOOK = Look(40, (0.5,) * 3, (0.5,) * 3)
 
@@ -116,3 +118,20 @@ def test_a_small_image_is_what_it_was_at_full_size() -> None:
         found = LOOK.enlarged(ours(images.train[seed % 4][0])[None].float())[0]
         rounded = (found - expected.float()).abs()
         assert rounded.max() <= 1 and rounded.mean() <= 0.4
+
+
+def test_batches_and_what_a_device_is_timed_with_are_small_and_the_net_sees_them_large() -> None:
+    task = ImageTask(img_size=32)
+    batch = first_batch(task, 3)[0].data
+    assert batch["images"].shape == (3, 1, 8, 8)
+    assert task.noise(batch, 5)["images"].shape == (5, 1, 8, 8)
+    seen: list[Tensor] = []
+
+    def net(pixels: Tensor) -> Tensor:
+        seen.append(pixels)
+        return torch.zeros(len(pixels), 10)
+
+    task.scores(net, batch)
+    task.losses(net, task.noise(batch, 5))
+    assert [pixels.shape for pixels in seen] == [(3, 1, 32, 32), (5, 1, 32, 32)]
+    assert first_batch(ImageTask(img_size=32, cutmix=1.0), 4)[0].data["images"].shape[-1] == 32
