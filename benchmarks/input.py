@@ -6,8 +6,11 @@
 On one core: read, decode, crop and flip at random for ViT-B/16 at 224 pixels, and put together, as
 training does without loader processes. Before each repeat the files are dropped from the page
 cache ("disk"), or are read once ("memory"). Repeats are interleaved, a rate is the median, its
-spread (largest - smallest) / median. The JPEGs (quality 90) are blurred noise with grain on it: of
-about as many bytes a pixel as photos with much detail, so that decoding costs what theirs does.
+spread (largest - smallest) / median; beside it the processor's own time, which other programs of
+this machine change less. The reference is PIL and torchvision's transforms, one after another
+(input_tasks.py); all that is not shrunk must have its pixels. The JPEGs (quality 90) are blurred
+noise with grain on it: of about as many bytes a pixel as photos with much detail, so that decoding
+costs what theirs does.
 """
 
 import argparse
@@ -16,13 +19,18 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import result
 
 SIZES = ((224, 224), (500, 400))  # width, height
 BATCH = 64
 GRAIN = 12  # standard deviation, of 255
+REFERENCE = "PIL and torchvision"
+Way = tuple[Callable[[], Any], Sequence[Path]]  # makes a task; the files that it reads
 
 
 def main() -> None:
@@ -47,6 +55,7 @@ def main() -> None:
             root = Path(folder, f"{width}x{height}")
             make_folder(root, width, height, count)
             rows += time_all(root, count, repeats)
+    rows += time_small(count, repeats)
     result.write(
         options.json, rows, started, model="vit_base_patch16_224", precision=None,
         device=processor(), used_cores=1, pillow=PIL.__version__,
@@ -78,50 +87,88 @@ def make_folder(root: Path, width: int, height: int, count: int) -> None:
 
 def time_all(root: Path, count: int, repeats: int) -> list[dict[str, object]]:
     """Rows of one folder: as it is, and packed in several ways."""
-    from motley.data.packer import Keep, list_folder, pack
+    from input_tasks import ByDecodeJpeg, NotResized, Reference
 
-    keeps = {
-        "folder, PIL": None,
-        "packed, not shrunk": Keep(),
-        "packed, --longest 256": Keep("pixels", 256),
-        "packed, --longest 256 --keep jpeg": Keep("jpeg", 256),
+    from motley.data.packer import Keep, list_folder, pack
+    from motley.tasks.builtin.image import ImageTask
+
+    jpegs, listed = sorted(root.rglob("*.jpg")), list_folder(root)
+    places = {}
+    for name, keep in {"": Keep(), ", --longest 256": Keep("pixels", 256),
+                       ", --longest 256 --keep jpeg": Keep("jpeg", 256)}.items():  # fmt: skip
+        places[name] = root.with_name(f"{root.name}-{len(places)}.packed")
+        pack(listed, keep, places[name], 1, lambda _: None)
+    whole = places[""]
+    ways: dict[str, Way] = {
+        REFERENCE: (partial(Reference, dataset="folder", data_dir=str(root)), jpegs),
+        "folder": (partial(ImageTask, dataset="folder", data_dir=str(root)), jpegs),
+        "folder, decode_jpeg": (partial(ByDecodeJpeg, dataset="folder", data_dir=str(root)), jpegs),
     }
-    ways: dict[str, tuple[str, Path, list[Path]]] = {}
-    for name, keep in keeps.items():
-        if keep is None:
-            ways[name] = "folder", root, sorted(root.rglob("*.jpg"))
-            continue
-        place = root.with_name(f"{root.name}-{len(ways)}.packed")
-        pack(list_folder(root), keep, place, 1, lambda _: None)
-        ways[name] = "packed", place, [place]
-    found: dict[tuple[str, str], list[float]] = {}
+    for name, place in places.items():
+        task = partial(ImageTask, dataset="packed", data_dir=str(place))
+        ways[f"packed{name}"] = task, [place]
+    compare([make for make, _ in list(ways.values())[:4]])
+    ways["packed, not resized"] = (
+        partial(NotResized, dataset="packed", data_dir=str(whole)), [whole]
+    )  # fmt: skip
+    return rows_of(root.name, ways, ("disk", "memory"), count, repeats)
+
+
+def time_small(count: int, repeats: int) -> list[dict[str, object]]:
+    """Rows of images as small as CIFAR's, for a model of 224 pixels."""
+    from input_tasks import SMALL, small_task
+
+    ways: dict[str, Way] = {
+        REFERENCE: (partial(small_task, count, True), []),
+        "enlarged by the device": (partial(small_task, count, False), []),
+    }
+    return rows_of(f"{SMALL}x{SMALL}", ways, ("memory",), count, repeats)
+
+
+def compare(ways: Sequence[Callable[[], Any]]) -> None:
+    """End if these have not the same pixels."""
+    import torch
+
+    from motley.data.keyed import first_batch
+
+    first, *others = (first_batch(make(), BATCH)[0].data["images"] for make in ways)
+    if not all(torch.equal(first, other) for other in others):
+        raise SystemExit("the pixels differ from the reference's")
+
+
+def rows_of(
+    images: str, ways: Mapping[str, Way], states: Sequence[str], count: int, repeats: int
+) -> list[dict[str, object]]:
+    """Time all, in turns."""
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for _ in range(repeats):
-        for state in ("disk", "memory"):
-            for name, way in ways.items():
-                found.setdefault((state, name), []).append(rate(*way, count, state))
-    rows = []
-    for (state, name), rates in found.items():
+        for state in states:
+            for name, (make, files) in ways.items():
+                prepare(files, state)
+                found.setdefault((state, name), []).append(timed(make(), count))
+    rows: list[dict[str, object]] = []
+    for (state, name), each in found.items():
+        rates, computing, travels = zip(*each, strict=True)
         middle = statistics.median(rates)
-        size = sum(file.stat().st_size for file in ways[name][2]) / (count + 2)
-        of_pil = middle / statistics.median(found[state, "folder, PIL"])
+        of_pil = middle / statistics.median(rate for rate, *_ in found[state, REFERENCE])
+        files = ways[name][1]
+        size = sum(file.stat().st_size for file in files) / (count + 2) if files else 3 * 32 * 32
         rows.append({
-            "images": root.name, "mode": name, "from": state, "n": count,
-            "bytes_an_image": size, "images_per_s": middle, "times_pil": of_pil,
-            "repeats": rates, "spread": (max(rates) - min(rates)) / middle,
+            "images": images, "mode": name, "from": state, "n": count, "bytes_an_image": size,
+            "bytes_in_a_batch": travels[0], "images_per_s": middle, "times_pil": of_pil,
+            "cpu_ms_an_image": statistics.median(computing), "repeats": rates,
+            "spread": (max(rates) - min(rates)) / middle,
         })  # fmt: skip
         print(
-            f"{root.name} from {state:6} {name:34} {size / 1e3:6.1f} KB an image "
-            f"{middle:7.0f} images/s, {of_pil:.2f} of PIL's", flush=True,
+            f"{images} from {state:6} {name:34} {size / 1e3:6.1f} KB an image {middle:7.0f} "
+            f"images/s, {of_pil:.2f} of PIL's, {statistics.median(computing):.3f} ms of the "
+            "processor", flush=True,
         )  # fmt: skip
     return rows
 
 
-def rate(dataset: str, place: Path, files: list[Path], count: int, state: str) -> float:
-    """images/s of one pass over the training images in a random order."""
-    import torch
-
-    from motley.tasks.builtin.image import ImageTask
-
+def prepare(files: Sequence[Path], state: str) -> None:
+    """Have files in the page cache, or not."""
     for file in files:
         with file.open("rb") as opened:
             if state == "memory":
@@ -129,19 +176,30 @@ def rate(dataset: str, place: Path, files: list[Path], count: int, state: str) -
             else:
                 os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    # Opened anew: what is mapped would stay in the page cache.
-    task = ImageTask(dataset=dataset, data_dir=str(place))
-    source = task.data(held_out=False)
+
+
+def timed(task: Any, count: int) -> tuple[float, float, float]:
+    """images/s of one pass over the training images in a random order, milliseconds of the
+    processor an image, and bytes of an image in a batch.
+
+    Args:
+        task: opened anew; what is mapped would stay in the page cache.
+    """
+    import torch
+
+    from motley.data.keyed import Key, Keyed
+
+    keyed = Keyed(task, training=True)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-    task.sample(source[order[0]], training=True)  # makes the transforms
-    start = time.perf_counter()
+    keyed.batch(keyed.__getitems__([Key(order[0], 0)]))  # makes the transforms
+    travels, start, computed = 0, time.perf_counter(), time.process_time()
     for at in range(0, count, BATCH):
-        samples = []
-        for index in order[at : at + BATCH]:
-            torch.manual_seed(index)
-            samples.append(task.sample(source[index], training=True))
-        task.collate(samples)
-    return count / (time.perf_counter() - start)
+        batch = keyed.batch(
+            keyed.__getitems__([Key(index, index) for index in order[at : at + BATCH]])
+        )
+        travels += batch.data["images"].nbytes
+    seconds, computing = time.perf_counter() - start, time.process_time() - computed
+    return count / seconds, 1e3 * computing / count, travels / count
 
 
 if __name__ == "__main__":

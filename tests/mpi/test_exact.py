@@ -54,6 +54,15 @@ def test_the_first_20_losses_are_those_of_one_rank(
     assert not [event for event in run.events if event["event"] == "drift"]
 
 
+def test_so_are_those_of_small_images_that_each_device_enlarges(module_jobs: Jobs) -> None:
+    large = (*STEPS[2:], "--img-size", 20, "--max-steps", 8, "--mixup", 0.5)
+    alone = module_jobs.train(1, DDP, "enlarged, alone", *large)
+    split = module_jobs.train(3, DDP, "enlarged", *large, "--shares", "5,4,3")
+    assert len(alone.losses) == 8
+    assert split.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert split.run["result"]["top1"] == pytest.approx(alone.run["result"]["top1"], abs=0.006)
+
+
 def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) -> None:
     run = Trained(module_jobs.logs / "5 ranks, 5:4:3:2:1", alone.done)
     if not run.folder.exists():

@@ -118,6 +118,18 @@ def of_files(images: Images, folder: Path) -> Images:
     )  # fmt: skip
 
 
+def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
+    """An image that PIL has opened, read, in these colours; convert() would copy one that is."""
+    image.load()
+    return image if image.mode == colours else image.convert(colours)
+
+
+def load_image(path: str) -> Image.Image:
+    """What torchvision's ImageFolder reads of a file, in RGB."""
+    with Path(path).open("rb") as file:
+        return decoded(Image.open(file))
+
+
 class _Files:
     """Images without labels."""
 
@@ -128,4 +140,4 @@ class _Files:
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return Image.open(self._files[index]).convert(self._colours), NO_LABEL
+        return decoded(Image.open(self._files[index]), self._colours), NO_LABEL

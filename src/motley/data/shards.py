@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from motley.data.images import decoded
 from motley.errors import MotleyError
 
 # By their endings; of two beside each other the first.
@@ -58,7 +59,7 @@ class Shards:
         with self._paths[self._shard[index]].open("rb") as file:
             file.seek(begin)
             content = file.read(size)
-        return Image.open(BytesIO(content)).convert("RGB"), label
+        return decoded(Image.open(BytesIO(content))), label
 
     def name_of(self, index: int) -> str:
         """The shard, and what an image is called in it."""

@@ -4,6 +4,7 @@ All draw from generators that are seeded for the sample: torch's by the loader, 
 and NumPy's, from which timm's parts draw.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data.auto_augment import auto_augment_transform, posterize, rand_augment_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -34,6 +36,7 @@ class Look:
         augment: random crops and flips, where images are still of their class then.
         auto: timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; empty: none.
         jitter: of brightness, contrast and saturation. erase: probability of a rectangle of noise.
+        boxes: training images will exchange boxes, as CutMix has them do.
     """
 
     size: int
@@ -45,13 +48,20 @@ class Look:
     auto: str = ""
     jitter: float = 0.0
     erase: float = 0.0
+    boxes: bool = False
 
     @property
     def _resize(self) -> dict[str, Any]:
         return {"interpolation": v2.InterpolationMode(self.interpolation), "antialias": True}
 
+    @property
+    def _changes_enlarged(self) -> bool:
+        """Whether training images are changed at the model's size, and so are enlarged before."""
+        return bool(self.auto or self.jitter or self.erase or self.boxes)
+
     def of_training(self, images: Images) -> Transform:
-        """An image to uint8 [C, size, size]."""
+        """An image to uint8 [C, H, W]: of ``size`` pixels a side, or fewer where all have so few;
+        then :meth:`enlarged` does the rest."""
         steps = [self._framing(images)]
         if self.auto:
             steps += [v2.ToPILImage(), self._auto_augment(), v2.ToImage()]
@@ -64,25 +74,49 @@ class Look:
 
     def of_evaluation(self, images: Images) -> Transform:
         """The same of a held-out image: resized, and of it the middle."""
-        square = (self.size, self.size)
-        if images.native_size == self.size:
-            return v2.ToImage()  # type: ignore[no-any-return]
         if images.native_size is not None:
-            return v2.Compose([v2.ToImage(), v2.Resize(square, **self._resize)])  # type: ignore[no-any-return]
+            return v2.Compose([v2.ToImage(), *self._fit(images.native_size)])  # type: ignore[no-any-return]
         larger = v2.Resize(round(self.size / self.crop), **self._resize)
         return v2.Compose([v2.ToImage(), larger, v2.CenterCrop(self.size)])  # type: ignore[no-any-return]
 
+    def enlarged(self, pixels: Tensor) -> Tensor:
+        """A batch as the model wants it, float [n, C, size, size].
+
+        It is not rounded: devices differ in the last bit, and rounding would make a level of it.
+        Overshoot of a cubic filter is cut off, as it is of uint8.
+
+        Args:
+            pixels: 0 to 255, float [n, C, H, W], on any device.
+        """
+        if pixels.shape[-1] == self.size:
+            return pixels
+        square = [self.size, self.size]
+        large: Tensor = v2.functional.resize_image(pixels, square, **self._resize)
+        return large.clamp_(0, 255)
+
+    def _fit(self, native: int, whole: bool = False) -> list[Transform]:
+        """What brings images of a known size to the model's.
+
+        Small ones are left to the device: enlarged from 32 to 224 pixels a side, they would be 50
+        times the bytes on their way to it.
+
+        Args:
+            whole: enlarge them all the same.
+        """
+        if native == self.size or (native < self.size and not whole):
+            return []
+        return [v2.Resize((self.size, self.size), **self._resize)]
+
     def _framing(self, images: Images) -> Transform:
+        native, whole = images.native_size, self._changes_enlarged
+        if native is None:
+            crops = self.augment and images.augment
+            return RandomCropAndFlip(self) if crops else self.of_evaluation(images)
+        steps, fit = [v2.ToImage()], self._fit(native, whole)
         if not (self.augment and images.augment):
-            return self.of_evaluation(images)
-        steps: list[Transform] = [v2.ToImage()]
-        if images.native_size is None:
-            steps.append(v2.RandomResizedCrop(self.size, **self._resize))
-        else:
-            steps.append(v2.RandomCrop(images.native_size, padding=max(1, images.native_size // 8)))
-            if images.native_size != self.size:
-                steps.append(v2.Resize((self.size, self.size), **self._resize))
-        return v2.Compose([*steps, v2.RandomHorizontalFlip()])  # type: ignore[no-any-return]
+            return v2.Compose([*steps, *fit])  # type: ignore[no-any-return]
+        steps.append(v2.RandomCrop(native, padding=max(1, native // 8)))
+        return v2.Compose([*steps, *fit, v2.RandomHorizontalFlip()])  # type: ignore[no-any-return]
 
     def _auto_augment(self) -> Transform:
         mean = tuple(min(255, round(255 * each)) for each in self.mean)
@@ -112,6 +146,50 @@ class Look:
             return (noised * std + mean).round().clamp(0, 255).to(torch.uint8)
 
         return of
+
+
+class RandomCropAndFlip:
+    """torchvision's RandomResizedCrop and RandomHorizontalFlip of one image: the same random
+    numbers, and bit by bit the same pixels, in half the time.
+
+    Only what is cropped is copied, pixel by pixel as the fastest of torch's kernels wants it; and
+    no image is asked at every step what it is.
+    """
+
+    def __init__(self, look: Look) -> None:
+        self._size, self._resize = [look.size, look.size], look._resize
+        self._usual = v2.RandomResizedCrop(look.size)
+        # As torchvision has them: rounded to fp32.
+        self._log_ratio = torch.log(torch.tensor(self._usual.ratio)).tolist()
+
+    def __call__(self, image: Image.Image | Tensor) -> Tensor:
+        """Uint8 [C, size, size], of uint8 [C, H, W] or of PIL's whose colours are a byte each."""
+        top, left, height, width = self._box(image)
+        mirrored = float(torch.empty(1).uniform_()) < 0.5
+        if isinstance(image, Tensor):
+            part = image[:, top : top + height, left : left + width].permute(1, 2, 0).contiguous()
+        else:
+            content = image.crop((left, top, left + width, top + height)).tobytes()
+            part = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(height, width, -1)
+        found: Tensor = v2.functional.resize_image(
+            part.permute(2, 0, 1), self._size, **self._resize
+        )
+        return found.flip(-1) if mirrored else found
+
+    def _box(self, image: Image.Image | Tensor) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a part; torchvision is asked where what it draws first
+        does not fit in."""
+        height, width = image.shape[1:] if isinstance(image, Tensor) else image.size[::-1]
+        before = torch.default_generator.get_state()
+        area = height * width * torch.empty(1).uniform_(*self._usual.scale).item()
+        ratio = torch.exp(torch.empty(1).uniform_(*self._log_ratio)).item()
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = (int(torch.randint(room + 1, ())) for room in (height - h, width - w))
+            return top, left, h, w
+        torch.default_generator.set_state(before)
+        box = self._usual.make_params([image])
+        return box["top"], box["left"], box["height"], box["width"]
 
 
 def _posterize(image: Any, bits: int, **known: Any) -> Any:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 def _open(root: Path, img_size: int) -> "Images":
     from torchvision import datasets as tv  # type: ignore[import-untyped]
 
-    from motley.data.images import Images
+    from motley.data.images import Images, load_image
 
     parts = []
     for name in ("train", "val"):
         try:
             # An empty class folder is allowed here and judged by the class lists below.
-            parts.append(tv.ImageFolder(root / name, allow_empty=True))
+            parts.append(tv.ImageFolder(root / name, loader=load_image, allow_empty=True))
         except OSError as error:
             raise MotleyError(
                 f"--data-dir {root} needs the folders train/ and val/ with one folder a class in "

@@ -34,9 +34,11 @@ class _Split:
     def __getitem__(self, index: int) -> tuple[Any, int]:
         from PIL import Image
 
+        from motley.data.images import decoded
+
         file, label = self._reader[index]
         with file:
-            return Image.open(file).convert("RGB"), label
+            return decoded(Image.open(file)), label
 
 
 def _open(name: str, folder: Path, img_size: int) -> "Images":

@@ -40,6 +40,7 @@ class _Part:
         import torch
         from PIL import Image
 
+        from motley.data.images import decoded
         from motley.data.packed_file import PIXELS
         from motley.data.source import UnreadableSample
 
@@ -50,7 +51,7 @@ class _Part:
         content = self._packed.content[begin : begin + size]
         if self._packed.about.kept == PIXELS:
             return torch.from_numpy(content.reshape(height, width, 3)).permute(2, 0, 1), label
-        return Image.open(BytesIO(content.tobytes())).convert("RGB"), label
+        return decoded(Image.open(BytesIO(content.tobytes()))), label
 
 
 def _open(place: Path, img_size: int) -> "Images":

@@ -1,0 +1,137 @@
+"""What is done to an image: torchvision's pixels bit by bit, and small images by the batch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from motley.data.images import Images, InMemory
+from motley.data.keyed import first_batch
+from motley.data.transforms import Look
+from motley.data.transforms import seeded as by_torch
+from motley.tasks.builtin.image import ImageTask
+
+LOOK = Look(40, (0.5,) * 3, (0.5,) * 3)
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def images_of(native: int | None, channels: int = 3) -> Images:
+    side = native or 64
+    source = InMemory(noise(4, channels, side, side), torch.arange(4))
+    return Images(source, source, 4, channels, None, None, native)
+
+
+def drawn_with(seed: int, change: Callable[[object], Tensor], image: object) -> Tensor:
+    torch.default_generator.manual_seed(seed)
+    found = change(image)
+    drawn = torch.rand(2)  # as many random numbers were used
+    return torch.cat([found.flatten().float(), drawn])
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(
+    ("mode", "size"), [("RGB", (75, 50)), ("RGB", (50, 160)), ("L", (60, 60)), ("RGB", (40, 40))]
+)
+def test_a_random_crop_and_flip_is_torchvisions_bit_by_bit(
+    interpolation: str, mode: str, size: tuple[int, int]
+) -> None:
+    look = replace(LOOK, interpolation=interpolation)
+    kind = v2.InterpolationMode(interpolation)
+    usual = v2.Compose([
+        v2.ToImage(), v2.RandomResizedCrop(40, interpolation=kind, antialias=True),
+        v2.RandomHorizontalFlip(),
+    ])  # fmt: skip
+    ours = look.of_training(images_of(None))
+    pixels = noise(size[1], size[0], len(mode))
+    picture = Image.fromarray(pixels.numpy() if mode == "RGB" else pixels[..., 0].numpy())
+    for seed in range(200):
+        expected = drawn_with(seed, usual, picture)
+        assert torch.equal(drawn_with(seed, ours, picture), expected)
+        for tensor in (pixels.permute(2, 0, 1), pixels.permute(2, 0, 1).contiguous()):
+            assert torch.equal(drawn_with(seed, ours, tensor), expected)
+
+
+def test_so_it_is_where_other_changes_follow() -> None:
+    look = replace(LOOK, auto="rand-m9-mstd0.5", jitter=0.4, erase=0.5)
+    ours = look.of_training(images_of(None))
+    steps = [v2.ToPILImage(), look._auto_augment(), v2.ToImage(), v2.ColorJitter(0.4, 0.4, 0.4)]
+    crop = v2.RandomResizedCrop(40, antialias=True)
+    whole = [v2.ToImage(), crop, v2.RandomHorizontalFlip(), *steps, look._erase()]
+    usual = by_torch(v2.Compose(whole))
+    picture = Image.fromarray(noise(50, 75, 3).numpy())
+    for seed in range(40):
+        assert torch.equal(drawn_with(seed, ours, picture), drawn_with(seed, usual, picture))
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+def test_small_images_are_enlarged_by_the_batch_as_torchvision_does_of_floats(
+    interpolation: str,
+) -> None:
+    look = replace(LOOK, interpolation=interpolation)
+    resize = v2.Resize((40, 40), interpolation=v2.InterpolationMode(interpolation), antialias=True)
+    small = noise(5, 3, 8, 8)
+    found = look.enlarged(small.float())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, resize(small.float()).clamp(0, 255))
+    for row, image in enumerate(small):  # of a sample, whoever else is in its batch
+        assert torch.equal(look.enlarged(image[None].float())[0], found[row])
+    # Uint8 is rounded twice, behind the rows and behind the columns: by half a level each time.
+    # What overshoots is cut off twice too, so these are not of the whole range.
+    soft = small // 2 + 64
+    rounded = (look.enlarged(soft.float()) - resize(soft).float()).abs()
+    assert rounded.max() <= 1.1 and rounded.mean() <= 0.4
+
+
+@pytest.mark.parametrize(
+    ("native", "changes", "side"),
+    [(8, {}, 8), (40, {}, 40), (64, {}, 40), (8, {"auto": "rand-m9-mstd0.5"}, 40),
+     (8, {"jitter": 0.4}, 40), (8, {"erase": 0.5}, 40), (8, {"boxes": True}, 40)],
+)  # fmt: skip
+@pytest.mark.parametrize("augment", [True, False])
+def test_only_small_images_travel_small_and_not_where_they_are_changed_large(
+    native: int, changes: dict[str, object], side: int, augment: bool
+) -> None:
+    look, images = replace(LOOK, augment=augment, **changes), images_of(native)
+    image = Image.fromarray(np.ascontiguousarray(images.train[0][0].permute(1, 2, 0)))
+    train, test = look.of_training(images)(image), look.of_evaluation(images)(image)
+    assert train.shape == (3, side, side) and train.dtype == torch.uint8
+    assert test.shape[1] == min(native, look.size), "a held-out image is never changed large"
+
+
+def test_a_small_image_is_what_it_was_at_full_size() -> None:
+    images = images_of(8)
+    steps = [v2.ToImage(), v2.RandomCrop(8, padding=1), v2.Resize((40, 40), antialias=True)]
+    before = v2.Compose([*steps, v2.RandomHorizontalFlip()])
+    ours = LOOK.of_training(images)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        expected = before(images.train[seed % 4][0])
+        torch.manual_seed(seed)
+        found = LOOK.enlarged(ours(images.train[seed % 4][0])[None].float())[0]
+        rounded = (found - expected.float()).abs()
+        assert rounded.max() <= 1 and rounded.mean() <= 0.4
+
+
+def test_batches_and_what_a_device_is_timed_with_are_small_and_the_net_sees_them_large() -> None:
+    task = ImageTask(img_size=32)
+    batch = first_batch(task, 3)[0].data
+    assert batch["images"].shape == (3, 1, 8, 8)
+    assert task.noise(batch, 5)["images"].shape == (5, 1, 8, 8)
+    seen: list[Tensor] = []
+
+    def net(pixels: Tensor) -> Tensor:
+        seen.append(pixels)
+        return torch.zeros(len(pixels), 10)
+
+    task.scores(net, batch)
+    task.losses(net, task.noise(batch, 5))
+    assert [pixels.shape for pixels in seen] == [(3, 1, 32, 32), (5, 1, 32, 32)]
+    assert first_batch(ImageTask(img_size=32, cutmix=1.0), 4)[0].data["images"].shape[-1] == 32
