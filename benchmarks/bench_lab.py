@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_interface
+from pathlib import Path
 from typing import Any
 
 from result import ROOT, VENV
@@ -66,10 +67,15 @@ class BenchLab:
         """What a bash script prints on the first host, in the lab user's home."""
         return self.do("exec", self.head, "--", "bash", "-c", script, stdout=subprocess.PIPE)
 
-    def train(self, *words: object) -> Iterator[str]:
-        """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints."""
+    def train(self, *words: object, tree: Path = ROOT) -> Iterator[str]:
+        """``mpirun -np 5 ... ./entry_cn.sh WORDS...`` on all hosts: the lines that it prints.
+
+        Args:
+            tree: the checkout whose code is run.
+        """
         script = (
-            f"{READY} && exec {self.mpirun} -np 5 --hostfile ~/hosts.txt ./entry_cn.sh "
+            f"{READY} GIT_CONFIG_VALUE_0={tree} && cd {tree} && exec {self.mpirun} -np 5 "
+            f"--hostfile ~/hosts.txt ./entry_cn.sh "
             f"{' '.join(map(str, words))}"
         )
         job = subprocess.Popen(

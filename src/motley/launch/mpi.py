@@ -5,12 +5,16 @@ Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a pl
 """
 
 import os
-from collections.abc import Mapping
-from typing import Protocol, TypeVar
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from motley.errors import MotleyError
 
 T = TypeVar("T")
+_AT_ONCE = 50  # looks whether a message has come, without a rest; then with these between:
+_SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
 
 
 class Launched(Protocol):
@@ -44,15 +48,39 @@ class MpiRanks:
         self.size: int = self._comm.size
 
     def allgather(self, value: T) -> list[T]:
-        """See :class:`Launched`."""
-        gathered: list[T] = self._comm.allgather(value)
-        return gathered
+        """See :class:`Launched`. In round k each sends all that it knows to who is 2^k before it,
+        so that after log2(size) rounds all know all (Bruck et al. 1997)."""
+        known = {self.rank: value}
+        distance = 1
+        while distance < self.size:
+            sent = self._comm.isend(known, (self.rank - distance) % self.size)
+            sender = (self.rank + distance) % self.size
+            came = _wait_for(partial(self._comm.improbe, source=sender))
+            known = known | came.recv()
+            _wait_for(sent.Test)
+            distance *= 2
+        return [known[rank] for rank in range(self.size)]
 
     def on_this_machine(self) -> list[int]:
         """See :class:`Launched`; by shared memory, since host names may be all alike."""
+        self.allgather(None)  # it is over soon where all have come
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
         ranks: list[int] = node.allgather(self.rank)
         return ranks
+
+
+def _wait_for(look: Callable[[], Any]) -> Any:
+    """What ``look`` finds, once it does. MPI's own waiting never sleeps, and so takes the processor
+    from those that are waited for, where ranks share one, or from other users."""
+    looks, pause_s = 0, _SHORTEST_S
+    while not (found := look()):
+        looks += 1
+        if looks < _AT_ONCE:
+            os.sched_yield()
+        else:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+    return found
 
 
 def check_slurm(size: int, environ: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ A file or package that only some have is not compared. What is needed and missin
 and by name, and what a host has kept of an older commit is of no use to anybody.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -76,6 +77,7 @@ def read_code(
     return host, files, {**versions, "Python": ".".join(map(str, sys.version_info[:2]))}
 
 
+@functools.cache  # to read what a package says of itself takes a millisecond
 def version(package: str) -> str | None:
     """Of an installed package, without importing it; None if it is not installed."""
     try:

@@ -15,16 +15,21 @@ from motley.plan.wire import AllReduceCost, WireMode
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
-_TRIES = 3
+TRIES = 3  # of which the median counts
 _ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
 _PART_S = 1.0  # that sending a part of the gradient should take at most
 
 
-def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode) -> AllReduceCost:
+def measure_wire(
+    parameters: Sequence[torch.Tensor], mode: WireMode, tries: int = TRIES
+) -> AllReduceCost:
     """Time what it takes to add up next to nothing, and the gradient of these parameters; of a
     wire so slow that this takes seconds, a part of it.
 
     All ranks of the process group must call it, and get the same answer.
+
+    Args:
+        tries: of each, at most.
     """
     device = parameters[0].device
     total = sum(parameter.numel() for parameter in parameters)
@@ -33,11 +38,11 @@ def measure_wire(parameters: Sequence[torch.Tensor], mode: WireMode) -> AllReduc
     side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
     # Who comes last did not wait for others.
-    nothing_s = _send_s(mode, buckets_of(tiny, side**2), dist.ReduceOp.MIN, warm=True)
+    nothing_s = _send_s(mode, buckets_of(tiny, side**2), tries, dist.ReduceOp.MIN, warm=True)
     latency_s = nothing_s / len(pieces)
-    first_s = _send_s(mode, pieces[:1])
+    first_s = _send_s(mode, pieces[:1], tries)
     part = pieces[: max(1, min(len(pieces), int(_PART_S / first_s)))]
-    part_s = _send_s(mode, part) if len(part) > 1 else first_s
+    part_s = _send_s(mode, part, tries) if len(part) > 1 else first_s
     size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
     first, share = (
         mode.bytes_of([tuple(g.shape) for bucket in sent for g in bucket.grads]) / size
@@ -72,6 +77,7 @@ def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[
 def _send_s(
     mode: WireMode,
     buckets: Sequence[Bucket],
+    tries: int,
     whose: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX,
     warm: bool = False,
 ) -> float:
@@ -93,21 +99,21 @@ def _send_s(
 
     if warm:
         send()
-    seconds = _together_s(send, device, whose)
+    seconds = _together_s(send, tries, device, whose)
     reducer.close()
     return seconds
 
 
 def _together_s(
-    run: Callable[[], None], device: torch.device, whose: dist.ReduceOp.RedOpType
+    run: Callable[[], None], most: int, device: torch.device, whose: dist.ReduceOp.RedOpType
 ) -> float:
     """Seconds of what all ranks do together: the median of some tries, the same on all ranks.
 
     Args:
-        whose: MAX or MIN; see :func:`_send_s`.
+        most: tries. whose: MAX or MIN; see :func:`_send_s`.
     """
     tries: list[float] = []
-    while len(tries) < _TRIES and sum(tries) < _ENOUGH_S:
+    while len(tries) < most and sum(tries) < _ENOUGH_S:
         dist.all_reduce(torch.zeros(1, device=device))  # they begin together
         wait_for(device)
         start = time.perf_counter()

@@ -176,6 +176,17 @@ def time_micro_batch(model: TaskModel, size: int) -> tuple[float, float | None]:
     return seconds, peak
 
 
+def passes(model: TaskModel, size: int, count: int) -> Iterator[float]:
+    """Seconds of one pass of a micro-batch after another, the first of which may not be warm; as
+    many as are asked for, ``count`` at most. Leaves gradients behind."""
+    run = _micro_batch(model, size)
+    for _ in range(count):
+        start = time.perf_counter()
+        run()
+        wait_for(model.device)
+        yield time.perf_counter() - start
+
+
 def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
     """Forward and backward pass of so many images, ready to run."""
     data = model.noise(size)

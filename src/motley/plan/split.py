@@ -141,13 +141,16 @@ def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
 
 
 def _time_for(global_batch: int, speeds: Speeds, ranks: int) -> float:
-    """The smallest time, to 1e-12 of itself, in which the ranks do the batch together."""
+    """The smallest time, to 1e-12 of itself, in which the ranks do the batch together; or a longer
+    one in which they do no sample more, so that the shares are the same."""
     low = 0.0
     high = 1.000001 * float(speeds.seconds_of(np.full(ranks, float(global_batch))).max())
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        done = speeds.whole_in(middle).sum() >= global_batch
-        low, high = (low, middle) if done else (middle, high)
+        done = speeds.whole_in(middle).sum()
+        if done == global_batch:
+            return middle
+        low, high = (low, middle) if done > global_batch else (middle, high)
     return high
 
 

@@ -1,6 +1,6 @@
 """Makes a plan from measurements: which hosts train, in which wire mode, and their shares."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from motley.checkpoint.run import Run
@@ -21,6 +21,7 @@ from motley.planner.profile import (
     Measured,
     alike,
     can_overlap,
+    may_take,
     measure_between,
     measure_speeds,
     refine,
@@ -243,24 +244,12 @@ def _best_mode(
     best: WireMode | None = None
     for mode in sorted(options, key=lambda m: (not m.is_exact, m.slow_rank is not None)):
         who = [precisions[rank] for rank in options[mode].ranks]  # they round anyway, or not
-        if _may_take(mode, asked, who) and (
+        if may_take(mode, asked, who) and (
             best is None
             or options[mode].chosen.step_s < (1 - WORTH_IT) * options[best].chosen.step_s
         ):
             best = mode
     return best or EXACT  # one rank alone sends nothing, whatever was asked for
-
-
-def _may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
-    """Whether a plan may take a mode: what was asked for; else what costs nothing. Whether it
-    spares a slow link is the plan's to say.
-
-    Args:
-        precisions: of those who would train.
-    """
-    if asked is None:
-        return mode.is_free(precisions)
-    return mode == asked or asked == replace(mode, slow_rank=None)
 
 
 def _stay(

@@ -1,7 +1,7 @@
 """Measures what a plan is made from: speeds of all ranks, links, and the cost of wire modes."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from motley.comm.modes import modes
@@ -11,7 +11,7 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.measure.all_reduce import cost_of, measure_wire
+from motley.measure.all_reduce import TRIES, cost_of, measure_wire
 from motley.measure.device import has_room
 from motley.measure.links import Traffic, known_links, measure_links
 from motley.measure.loader import with_reading
@@ -97,7 +97,10 @@ def measure_between(
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
     others = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
-    wires = wires_of(world, group, model, others, traits, wires, kept)
+    for taken in (True, False):  # what is for the user's ears alone need not be as sure
+        some = [mode for mode in others if may_take(mode, asked, group.precisions) == taken]
+        tries = TRIES if taken else 1
+        wires = wires_of(world, group, model, some, traits, wires, kept, tries)
     world.clock.lap("wires")
     # Beside others' traffic a link carried less than it can.
     lasts = group.size > 1 and not (links and links.in_use())
@@ -145,6 +148,18 @@ def _other_modes(
     ]  # fmt: skip
 
 
+def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
+    """Whether a plan may take a mode: what was asked for; else what costs nothing. Whether it
+    spares a slow link is the plan's to say.
+
+    Args:
+        precisions: of those who would train.
+    """
+    if asked is None:
+        return mode.is_free(precisions)
+    return mode == asked or asked == replace(mode, slow_rank=None)
+
+
 def wires_of(
     world: World,
     group: ProcessGroup,
@@ -153,12 +168,13 @@ def wires_of(
     traits: EngineTraits,
     known: Mapping[WireMode, AllReduceCost] | None = None,
     remembered: WireFigures | None = None,
+    tries: int = TRIES,
 ) -> dict[WireMode, AllReduceCost]:
     """What it takes to add up all gradients in these modes; every launched rank calls it.
 
     Args:
         known: of other modes; they are part of what is returned.
-        remembered: what is in these is not measured.
+        remembered: what is in these is not measured. tries: see measure_wire.
     """
     old = remembered.wires if remembered else {}
     own: dict[WireMode, AllReduceCost] | None = None
@@ -175,7 +191,7 @@ def wires_of(
                 found = mode.cost_from(own[EXACT]) if EXACT in own else None
                 if found is None and mode in old:
                     found = cost_of(parameters, mode, *old[mode])
-                found = found or measure_wire(parameters, mode)
+                found = found or measure_wire(parameters, mode, tries)
                 own[mode] = replace(found, frozen=frozen)
     wires = next(each for each in world.allgather(own) if each is not None)
     return {

@@ -16,7 +16,7 @@ from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.process import SPEED_FILES, cache_folder
-from motley.measure.device import measure_speed, time_micro_batch
+from motley.measure.device import measure_speed, passes, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.speed_table import SpeedTable
 from motley.planner.process_group import ProcessGroup
@@ -24,7 +24,7 @@ from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
-_LOOKS = 3  # at most; to measure anew takes ten times as long as one
+_LOOKS = 6  # passes at most; to measure anew takes many times as long
 _FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
 
 
@@ -54,16 +54,12 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
 def _still_holds(model: TaskModel, speed: SpeedTable) -> bool:
     """Whether the device is about as fast as remembered. What else starts beside this rank can
     disturb a look, which is a few milliseconds; so one of some is enough."""
-    if _slowdown(model, speed, speed.sizes[0]) >= _FAR_SLOWER:
+    one, most = speed.sizes[0], speed.micro_batch
+    seconds, _ = time_micro_batch(model, one)
+    if seconds >= _FAR_SLOWER * speed.micro_s(one):
         return False
-    looks = (_slowdown(model, speed, speed.micro_batch) for _ in range(_LOOKS))
+    looks = (seconds / speed.micro_s(most) for seconds in passes(model, most, _LOOKS))
     return any(1 / _CHANGED < look < _CHANGED for look in looks)
-
-
-def _slowdown(model: TaskModel, speed: SpeedTable, size: int) -> float:
-    """How much longer a micro-batch takes than is remembered, as a ratio."""
-    seconds, _ = time_micro_batch(model, size)
-    return seconds / speed.micro_s(size)
 
 
 def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:

@@ -31,7 +31,6 @@ from motley.data.images import Images
 from motley.data.loader import Loader
 from motley.data.order import Order, seeds_of, slices
 from motley.errors import MotleyError
-from motley.launch import process
 from motley.plan.plan import Plan
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.find import task_of
@@ -170,18 +169,6 @@ def test_the_digits_are_real_images() -> None:
     pixels = torch.stack([images.train[index][0] for index in range(len(images.train))]) / 255
     assert pixels.mean().item() == pytest.approx(images.mean[0], abs=0.002)
     assert pixels.std().item() == pytest.approx(images.std[0], abs=0.002)
-
-
-def test_the_digits_that_a_machine_keeps_are_read_again_where_they_are_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "cache_folder", lambda: tmp_path)
-    first = images_of(config()).train[7][0]
-    (kept,) = tmp_path.iterdir()
-    for content in (b"", b"PK", kept.read_bytes()[:999]):
-        kept.write_bytes(content)
-        assert torch.equal(images_of(config()).train[7][0], first)
-        assert kept.stat().st_size > 100_000
 
 
 def folder_images(root: Path, *words: str) -> tuple[ImageTask, Config]:

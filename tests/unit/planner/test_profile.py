@@ -1,5 +1,6 @@
 """Refining a split by timing what it would use."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -71,8 +72,8 @@ def test_a_processors_share_is_timed_beyond_what_was_alone(
 
 @pytest.mark.parametrize(
     ("factors", "timed", "kept"),
-    [([1.2, 1.2], [1, 64], True), ([2.0] * 4, [1, 64, 64, 64], False), ([100.0], [1], False),
-     ([2.0, 2.0, 1.1], [1, 64, 64], True), ([0.5] * 4, [1, 64, 64, 64], False)],
+    [([1.2, 1.2], [1, 64], True), ([2.0] * 7, [1, *[64] * 6], False), ([100.0], [1], False),
+     ([2.0, 2.0, 1.1], [1, 64, 64], True), ([0.5] * 7, [1, *[64] * 6], False)],
 )  # fmt: skip
 def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch: pytest.MonkeyPatch, factors: list[float], timed: list[int], kept: bool
@@ -84,7 +85,11 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
         tried.append(size)
         return factors[len(tried) - 1] * remembered.micro_s(size), None
 
+    def passes(_: object, size: int, count: int) -> Iterator[float]:
+        return (time_micro_batch(None, size)[0] for _ in range(count))
+
     monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
+    monkeypatch.setattr(speeds, "passes", passes)
     monkeypatch.setattr(speeds, "_place", lambda *_: (None, {}))
     monkeypatch.setattr(speeds, "read_speed", lambda *_: remembered)
     monkeypatch.setattr(speeds, "measure_speed", lambda *_: anew)
