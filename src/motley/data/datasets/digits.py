@@ -1,6 +1,6 @@
 """1,797 real 8x8 images of handwritten digits that ship with scikit-learn; 360 held out."""
 
-from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,11 @@ def read_digits() -> tuple[Any, Any]:
     """
     import numpy as np
 
-    name = "sklearn/datasets/data/digits.csv.gz"
-    path = str(distribution("scikit-learn").locate_file(name))
-    data = np.loadtxt(path, delimiter=",")
+    package = find_spec("sklearn")  # wherever it is: what lists its files may lie elsewhere
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("no module named sklearn", name="sklearn")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    data = np.loadtxt(str(path), delimiter=",")
     return data[:, :-1], data[:, -1].astype(np.int64)
 
 
