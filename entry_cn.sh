@@ -4,13 +4,16 @@
 #   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
 #   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --epochs 5 --lr 1e-3
 #   mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train_vit.py
-#   srun --mpi=pmix -n 5 ./entry_cn.sh                  # under Slurm
+#   srun --mpi=pmix -n 5 ./entry_cn.sh                  # under Slurm; --mpi=none does too
+#   torchrun --nproc-per-node 2 --no-python -- ./entry_cn.sh --epochs 5
+#   ./entry_cn.sh                                       # one process
 #
 # usage: ./entry_cn.sh [SCRIPT.py] [ARGS...]            default: torch_dist/train_vit.py
 #
 # Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
 # file), OMP_NUM_THREADS (cores of this machine / its ranks), MOTLEY_START_TIMEOUT (seconds
-# in which all ranks should have started, default 120; 0: however long it takes), and those of
+# in which all ranks should have started, default 120; 0: however long it takes), MOTLEY_SECRET
+# (what ranks without MPI know each other by; default: ~/.motley/secret, made once), and those of
 # .deepspeed_env beside this file and in your home, one NAME=VALUE a line, which DeepSpeed
 # reads too.
 set -euo pipefail
@@ -57,7 +60,7 @@ settings=${DS_ENV_FILE:-.deepspeed_env}
 read_settings "$root/$settings"
 [ -z "${HOME:-}" ] || read_settings "$HOME/$settings"
 
-ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-1}}
+ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-1}}}
 ranks_here=${ranks_here%%[!0-9]*} # Slurm writes 3(x2) for three on each of two nodes
 threads=$(($(nproc) / ranks_here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}

@@ -5,6 +5,7 @@ All hosts need the same torch and NCCL, so the oldest GPU and the lowest driver 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 
 from motley.errors import MotleyError
 
@@ -19,24 +20,30 @@ class Build:
         name: folder of https://download.pytorch.org/whl/; PYPI for the one on PyPI.
         oldest, newest: CUDA compute capabilities that it has kernels for.
         driver: lowest major version of the NVIDIA driver that it works with.
+        last: release of torch that it ends with; empty: it goes on.
     """
 
     name: str
     oldest: tuple[int, int]
     newest: tuple[int, int]
     driver: int
+    last: str = ""
 
 
-# The first that fits is taken. Capabilities: PyTorch's release notes 2.6 to 2.15 and
-# torch.cuda.get_arch_list() of each (Maxwell to Volta left the CUDA 12.8 builds with 2.8;
-# sm_61 runs the sm_60 kernels). Drivers: CUDA's minor version compatibility,
-# https://docs.nvidia.com/deploy/cuda-compatibility/ (11.x: 450, 12.x: 525, 13.x: 580).
-# cu118 ends with torch 2.7, cu126 goes on.
+# The first that fits is taken: the one with the newest torch. Sources:
+# - capabilities: "PyTorch CUDA Support Matrix" in pytorch's RELEASE.md, releases 2.11 to 2.14
+#   (pytorch#164471, #175253, #182849, #197555), and torch.cuda.get_arch_list(). Kernels of one
+#   major version run on all later minor ones: sm_60's on 6.1, sm_86's on 8.9, sm_120's on 12.1.
+# - ends: cu118 with 2.7 (pytorch#147383), cu128 with 2.11 (#178665), cu126 with 2.14 (#190385):
+#   whoever has a Maxwell, Pascal or Volta somewhere holds all hosts at 2.14.
+# - drivers: CUDA's minor version compatibility, 11.x: 450, 12.x: 525, 13.x: 580
+#   (https://docs.nvidia.com/deploy/cuda-compatibility/).
+CHECKED = date(2026, 11, 25)  # a test fails a year later: look at these again
 BUILDS = (
     Build(PYPI, (7, 5), (12, 1), 580),
-    Build("cu128", (7, 5), (12, 1), 525),
-    Build("cu126", (5, 0), (9, 0), 525),
-    Build("cu118", (5, 0), (9, 0), 450),
+    Build("cu126", (5, 0), (9, 0), 525, last="2.14"),
+    Build("cu128", (7, 5), (12, 1), 525, last="2.11"),
+    Build("cu118", (5, 0), (9, 0), 450, last="2.7"),
 )
 
 # nvidia-smi of drivers before 510 does not know compute capabilities, but all names.
@@ -91,7 +98,8 @@ def choose_build(gpus: Iterable[HostGpu], installed: str) -> tuple[str, str]:
         )
     best = next((each for each in fitting if each.name == here), fitting[0])
     limits = [gpu for gpu in all_gpus if not fits(BUILDS[0], gpu)] if best != BUILDS[0] else []
-    return best.name, f"for {describe(limits[0])}" if limits else "it runs on every GPU here"
+    why = f"for {describe(limits[0])}" if limits else "it runs on every GPU here"
+    return best.name, why + (f"; torch {best.last} is the last that has it" if best.last else "")
 
 
 def build_of(version: str) -> str:

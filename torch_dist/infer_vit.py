@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from motley.cluster.launcher import launch_of
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.infer.leases import Leases
@@ -65,10 +66,7 @@ def main() -> int:
 
 def ranks() -> range:
     """Of the launch."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
-        if os.environ.get(name, "").isdigit():
-            return range(int(os.environ[name]))
-    return range(1)
+    return range(launch_of().size)
 
 
 def say(text: str, rank: int) -> None:

@@ -129,12 +129,21 @@ def test_slurm(who: Path, slurm: dict[str, str]) -> None:
             env=slurm, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
 
-    done = srun("--mpi=pmix")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert said(done.stdout) == expected(3)
-    without = srun("--mpi=none")
-    assert without.returncode != 0
-    assert "start them with srun --mpi=pmix" in without.stderr
+    for mpi in ("pmix", "none"):
+        done = srun(f"--mpi={mpi}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert said(done.stdout) == expected(3)
+
+
+def test_torchrun_and_nobody(who: Path) -> None:
+    line = ["torchrun", "--nproc-per-node", "3", "--no-python", "--", "./entry_cn.sh", str(who)]
+    for words, size in ((line, 3), (line[-2:], 1)):
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert said(done.stdout) == expected(size)
 
 
 def test_not_as_root(who: Path) -> None:

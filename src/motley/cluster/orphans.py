@@ -19,6 +19,7 @@ import psutil
 
 from motley import ROOT
 from motley.cluster.gpus import GpuProcess, read_gpu_processes
+from motley.cluster.launcher import RANKS, launch_of
 from motley.cluster.processes import end, ticks
 
 _MPIRUN = {"prterun", "mpirun", "mpiexec", "prte", "orterun"}
@@ -27,9 +28,7 @@ _DAEMONS = {"prted", "orted", "slurmstepd"}
 # not, and there a rank is known by the daemon that is its parent.
 _JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
 _BEGIN = "motley.launch"  # what entry_cn.sh has Python run
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _NAMES = ("PMIX_NAMESPACE", "SLURM_JOB_ID")
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -187,14 +186,14 @@ def _describe(
     job = _JOB.search(
         environ.get("PMIX_NAMESPACE", "") if kind == "rank" else " ".join(each["cmdline"])
     )
-    rank = next((environ[name] for name in _RANK if name in environ), None)
+    launch, launched = launch_of(environ), any(name in environ for name in RANKS)
     script = _script(each)
     if script is None:
         what = str(each["name"])
     else:
         at = each["cmdline"].index(_BEGIN)
         words = " ".join([script, *each["cmdline"][at + 2 :]])
-        what = f"rank {rank}: {words}" if rank is not None else words
+        what = f"rank {launch.rank}: {words}" if launched else words
     return Found(
         pid=each["pid"],
         ticks=each["ticks"],
@@ -204,11 +203,11 @@ def _describe(
         workers=tuple((worker["pid"], worker["ticks"]) for worker in workers),
         gpu_mib=None if None in held else sum(mib or 0 for mib in held),
         head=(job[1], int(job[2])) if job else None,
-        launched=rank is not None,
+        launched=launched,
         held=_held(each["pid"], own),
         orphan=_is_orphan(each["ppid"]),
         job=next((environ[name] for name in _NAMES if name in environ), ""),
-        size=next((int(environ[n]) for n in _SIZES if environ.get(n, "").isdigit()), 1),
+        size=launch.size,
     )
 
 

@@ -10,7 +10,9 @@ import faulthandler
 import gc
 import runpy
 import sys
+from pathlib import Path
 
+from motley.cluster.launcher import Launcher, launch_of
 from motley.launch.process import die_with_parent
 from motley.launch.start_watch import watch_imports
 
@@ -21,4 +23,9 @@ if __name__ == "__main__":
     gc.disable()
     watch = watch_imports()
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
-    runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
+    if launch_of().by is Launcher.MPI:
+        runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
+    else:  # where there may be no MPI
+        sys.argv = sys.argv[1:]
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")

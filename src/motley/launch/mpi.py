@@ -1,7 +1,6 @@
 """The processes of one launch, as MPI knows them. The only user of mpi4py.
 
-Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``; a plain
-``python script.py`` is a world of one.
+Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``.
 """
 
 import os
@@ -88,6 +87,6 @@ def check_slurm(size: int, environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if size == 1 and tasks.isdigit() and int(tasks) > 1 and "OMPI_COMM_WORLD_SIZE" not in environ:
         raise MotleyError(
-            f"Slurm started {tasks} tasks but MPI sees one; start them with srun --mpi=pmix, or "
-            "with mpirun inside the allocation"
+            f"Slurm started {tasks} tasks but MPI sees one: its PMIx and that of MPI do not fit; "
+            "start them with srun --mpi=none, or with mpirun inside the allocation"
         )

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from motley.cluster.launcher import launch_of
+
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
 # Caches that programs keep under $HOME by default. On a network home they are slow and
@@ -28,14 +30,8 @@ SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.planner.speed_cach
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as the launcher's environment says it; 0 when there is none.
-
-    Needs no MPI, so that a script can print its help or a usage error once.
-    """
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+    """This process's rank as the launcher's environment says it; 0 when there is none."""
+    return launch_of(environ).rank
 
 
 def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
@@ -44,12 +40,10 @@ def launched_local_rank(found: int, environ: Mapping[str, str]) -> int:
     DeepSpeed refuses a LOCAL_RANK that is not Open MPI's.
 
     Args:
-        found: by MPI, in order of rank; for a launcher that does not say.
+        found: in order of rank; for a launcher that does not say.
     """
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return found
+    local_rank = launch_of(environ).local_rank
+    return found if local_rank is None else local_rank
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

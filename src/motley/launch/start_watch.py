@@ -18,20 +18,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from motley.cluster.launcher import RANKS, launch_of
 from motley.errors import MotleyError
 from motley.launch.launcher_reaper import reap_after_this_process
-from motley.launch.process import die_with_parent, launched_rank
+from motley.launch.process import die_with_parent
 from motley.launch.ssh_sessions import sessions_of
 
 TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
 _TIMEOUT_S = 120.0  # torch from a cold disk of a network takes one of them
 _TURN_S = 1.0  # between the ranks of a machine: who has spoken ends the others
 _OTHERS_S = 4.0  # for machines that can name a rank
+_WATCHES = "motley.launch.start_watch"
 _IMPORTS = "imports"  # a word of the command line
 _LOOK_S = 1.0
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 class StartWatch:
@@ -44,8 +45,8 @@ class StartWatch:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         seconds = start_timeout(environ)
-        if _number(environ, _SIZES, 1) > 1 and seconds > 0:
-            command = [sys.executable, "-m", "motley.launch.start_watch", str(os.getpid())]
+        if launch_of(environ).size > 1 and seconds > 0:
+            command = [sys.executable, "-m", _WATCHES, str(os.getpid())]
             self._process = subprocess.Popen(
                 [*command, str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a launcher ends a rank's whole group, and it with it
@@ -65,8 +66,8 @@ def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
         What has to live as long as this process.
     """
     with contextlib.suppress(MotleyError):  # StartWatch will say it
-        if _number(environ, _SIZES, 1) > 1 and (seconds := start_timeout(environ)) > 0:
-            command = [sys.executable, "-m", "motley.launch.start_watch", str(os.getpid())]
+        if launch_of(environ).size > 1 and (seconds := start_timeout(environ)) > 0:
+            command = [sys.executable, "-m", _WATCHES, str(os.getpid())]
             return subprocess.Popen(
                 [*command, str(seconds), _IMPORTS], stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL, start_new_session=True,
@@ -114,9 +115,9 @@ def siblings(pid: int) -> list[Sibling]:
                 continue
             words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environ = dict(word.split("=", 1) for word in words if "=" in word)
-            rank = _number(environ, _RANKS, -1)
-            if rank >= 0 and state != "Z":
+            if state != "Z" and any(name in environ for name in RANKS):
                 number = int(folder.name)
+                rank = launch_of(environ).rank
                 found.append(Sibling(rank, number, state in "Tt", _is_ready(number)))
     return sorted(found, key=lambda sibling: sibling.rank)
 
@@ -155,14 +156,6 @@ def words(
     )
 
 
-def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
-    for name in names:
-        digits = environ.get(name, "").partition("(")[0]
-        if digits.isdigit():
-            return int(digits)
-    return default
-
-
 def _stat(pid: int) -> tuple[str, int]:
     """State and parent."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -172,7 +165,8 @@ def _stat(pid: int) -> tuple[str, int]:
 def _main() -> None:
     pid, seconds = int(sys.argv[1]), float(sys.argv[2])
     die_with_parent()
-    turn = _number(os.environ, ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"), launched_rank())
+    launch = launch_of()
+    turn = launch.rank if launch.local_rank is None else launch.local_rank
     if _IMPORTS in sys.argv:
         if _is_stopped_early(pid, seconds + _TURN_S * turn):
             _end(pid, seconds)
@@ -201,8 +195,9 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 
 def _is_ready(pid: int) -> bool:
-    """It has begun to join the others."""
-    return "/libmpi.so" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    """It has begun to join the others: a process watches how long that takes."""
+    watched = psutil.Process(pid).children()
+    return any(_WATCHES in (words := each.cmdline()) and words[-1] != _IMPORTS for each in watched)
 
 
 def _ends_within(seconds: float) -> bool:
@@ -213,8 +208,9 @@ def _ends_within(seconds: float) -> bool:
 def _end(pid: int, seconds: float) -> None:
     """Say what is wrong, and end the job: a launcher ends it when a rank is killed."""
     here, launcher = siblings(pid), _stat(pid)[1]
-    size, local = _number(os.environ, _SIZES, 1), _number(os.environ, _LOCAL_SIZES, len(here))
-    line = words(here, local, size, os.uname().nodename, [*sessions_of(launcher).values()], seconds)
+    launch, hosts = launch_of(), [*sessions_of(launcher).values()]
+    local = launch.local_size or len(here)
+    line = words(here, local, launch.size, os.uname().nodename, hosts, seconds)
     die_with_parent(0)  # from here on this process outlives the rank
     with contextlib.suppress(OSError):
         print(f"motley: {line}", file=sys.stderr, flush=True)

@@ -15,21 +15,24 @@ from functools import partial
 from typing import Any, TypeVar
 
 from motley.cluster.facts import NodeFacts, read_node
+from motley.cluster.launcher import Launcher, launch_of
 from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
 from motley.launch.leftovers import say_leftovers
-from motley.launch.mpi import Launched, MpiRanks, check_slurm
+from motley.launch.mpi import Launched, check_slurm
 from motley.launch.process import (
     die_with_parent,
     keep_caches_local,
     launched_local_rank,
     stop_usage,
 )
+from motley.launch.ranks import ranks_of_launch
 from motley.launch.same_code import compare_code
 from motley.launch.start_clock import StartClock
 from motley.launch.start_watch import StartWatch
 from motley.launch.supervisor import Supervisor
 from motley.launch.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
+from motley.launch.tcp_ranks import TORCHRUN_GROUP
 
 T = TypeVar("T")
 
@@ -57,7 +60,7 @@ def run(
     keep_caches_local(os.environ)
     try:
         watch = None if launched else StartWatch()
-        world = World(launched or MpiRanks(), clock)
+        world = World(launched or ranks_of_launch(), clock)
         world.connect(packages)
     except MotleyError as error:  # the same on all ranks, and nobody listens yet
         stop_usage(str(error))
@@ -110,7 +113,9 @@ class World:
         self.host = socket.gethostname()
         self.nodes: list[NodeFacts] = []
         self.network: Network
-        self._written: set[str] = set()  # variables of join_group
+        self._written: set[str] = set()  # variables of join_group, or in their place
+        if launch_of().by is Launcher.TORCHRUN:
+            self._written |= TORCHRUN_GROUP
         self._leader: int | None = None  # of the group that was joined last
         self.supervisor = Supervisor(self.rank, self.size, self.host)
 

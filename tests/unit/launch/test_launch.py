@@ -25,6 +25,7 @@ from motley.launch.world import (
         ({"OMPI_COMM_WORLD_RANK": "3"}, 3),
         ({"SLURM_PROCID": "2"}, 2),
         ({"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "0"}, 1),  # mpirun inside an allocation
+        ({"ROLE_RANK": "4", "PMIX_RANK": "1", "SLURM_PROCID": "1"}, 4),  # torchrun inside srun
     ],
 )
 def test_rank_from_the_launchers_environment(environ: dict[str, str], rank: int) -> None:
@@ -41,7 +42,7 @@ def test_what_the_user_set_is_not_overwritten() -> None:
 
 
 def test_slurm_without_pmix_is_said() -> None:
-    with pytest.raises(MotleyError, match="--mpi=pmix"):
+    with pytest.raises(MotleyError, match="--mpi=none"):
         check_slurm(1, {"SLURM_STEP_NUM_TASKS": "5"})
     check_slurm(5, {"SLURM_STEP_NUM_TASKS": "5"})
     check_slurm(1, {"SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "1"})

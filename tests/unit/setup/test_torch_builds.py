@@ -1,7 +1,9 @@
 """Which torch runs on every GPU of a lab."""
 
+from datetime import date, timedelta
+
 import pytest
-from torch_builds import PYPI, HostGpu, choose_build
+from torch_builds import CHECKED, PYPI, HostGpu, choose_build
 
 from motley.errors import MotleyError
 
@@ -20,6 +22,7 @@ BLACKWELL = HostGpu("new", "NVIDIA RTX PRO 6000", (12, 0), "580.82.07")
         ([RTX], "2.9.1+cu128", "cu128"),  # it works: not replaced
         ([RTX], "2.9.1+cpu", PYPI),
         ([RTX, P4], "2.15.0", "cu126"),
+        ([HostGpu("b", "NVIDIA RTX 4090", (8, 9), "550.54.14")], "2.15.0", "cu126"),  # to 2.14
         ([RTX, GTX], "2.15.0", "cu118"),  # by its driver; its capability by its name
         ([HostGpu("b", "NVIDIA RTX 4090", (8, 9), "550.54.14"), BLACKWELL], "2.15.0", "cu128"),
     ],
@@ -33,3 +36,14 @@ def test_torch_is_chosen_by_the_oldest_gpu_and_the_lowest_driver(
 def test_gpus_that_no_torch_serves_are_named() -> None:
     with pytest.raises(MotleyError, match=r"ecetesla0: Tesla P4 \(6\.1\).*new: .*\(12\.0\)"):
         choose_build([P4, BLACKWELL], "2.15.0")
+
+
+def test_the_end_of_a_build_is_said() -> None:
+    _, why = choose_build([RTX, P4], "2.15.0")
+    assert why == (
+        "for ecetesla0: Tesla P4 (6.1), driver 535.183.01; torch 2.14 is the last that has it"
+    )
+
+
+def test_the_table_of_builds_was_looked_at_within_a_year() -> None:
+    assert date.today() - CHECKED < timedelta(days=365), "see its sources in setup/torch_builds.py"

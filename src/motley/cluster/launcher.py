@@ -1,0 +1,64 @@
+"""Who started this process, and as which rank of how many: the variables that launchers set."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Launcher(Enum):
+    """By what this process knows the others."""
+
+    MPI = "mpirun, or srun with PMIx"
+    SLURM = "srun without PMIx"
+    TORCHRUN = "torchrun"
+    ALONE = "nobody"
+
+
+# In the order in which they count: torchrun may be started by srun, and mpirun in an allocation.
+RANKS = ("ROLE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+SIZES = ("ROLE_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and its kin
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        rank, size: 0-based number of this process, of how many, as the launcher says.
+        local_rank, local_size: the same on this machine; None where it does not say.
+    """
+
+    by: Launcher
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+def launch_of(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Needs no MPI, so that a script can print its help or a usage error once."""
+    torchrun = _number(environ, RANKS[:1]) is not None
+    size = _number(environ, SIZES)
+    if torchrun:
+        by = Launcher.TORCHRUN
+    elif any(name in environ for name in (*RANKS[1:3], *_OTHER_MPI)):
+        by = Launcher.MPI
+    else:
+        by = Launcher.SLURM if "SLURM_PROCID" in environ and (size or 1) > 1 else Launcher.ALONE
+    return Launch(
+        by, _number(environ, RANKS) or 0, size or 1,
+        None if torchrun else _number(environ, _LOCAL_RANKS),
+        None if torchrun else _number(environ, _LOCAL_SIZES),
+    )  # fmt: skip
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        digits = environ.get(name, "").partition("(")[0]  # Slurm writes 3(x2)
+        if digits.isdigit():
+            return int(digits)
+    return None
