@@ -196,8 +196,16 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 def _is_ready(pid: int) -> bool:
     """It has begun to join the others: a process watches how long that takes."""
-    watched = psutil.Process(pid).children()
-    return any(_WATCHES in (words := each.cmdline()) and words[-1] != _IMPORTS for each in watched)
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return any(map(_watches_start, psutil.Process(pid).children()))
+    return False
+
+
+def _watches_start(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        return _WATCHES in words and words[-1] != _IMPORTS
+    return False
 
 
 def _ends_within(seconds: float) -> bool:
