@@ -3,7 +3,6 @@
 #
 #   bash setup/slurm_job.sh --nodes 2 --time 4:00:00 ./entry_cn.sh --epochs 90 --run vit
 #   bash setup/slurm_job.sh --nodes 2 --time 1:00:00 --submit --requeue ./entry_cn.sh --epochs 5
-#   bash setup/slurm_job.sh --submit --array strategies -- --model vit_base_patch16_224
 #   bash setup/slurm_job.sh                       # which partitions there are
 #
 # The line is what srun is to start, from the repository. Partition, cores and GPUs of a
@@ -22,9 +21,8 @@
 #   --partition NAME   default: the cluster's own; --account NAME: who pays
 #   --before SECONDS   of the end that the ranks are told, default 180
 #   --requeue          go on in the same job, until the training has finished
-#   --container IMAGE  run the ranks in an Apptainer image (setup/containers/)
+#   --container IMAGE  run the ranks in an Apptainer image
 #   --mpi KIND         of srun's, default none: the ranks meet by themselves
-#   --array MATRIX     one job for each cell of a matrix of torch_dist/baseline_measure.py
 #   --submit           with sbatch; default: write the script and say how
 #   --dry-run          print the script, write nothing
 #
