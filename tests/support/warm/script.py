@@ -61,6 +61,6 @@ def main(launched: Launched, words: list[Any]) -> None:
     os.chdir(ROOT)
     script, *_ = sys.argv = words
     sys.path.insert(0, str((ROOT / script).parent))
-    motley.launch.world.MpiRanks = lambda: launched  # type: ignore[assignment, misc]
+    motley.launch.world.ranks_of_launch = lambda: launched
     subprocess.Popen = Again  # type: ignore[misc]
     runpy.run_path(script, run_name="__main__")
