@@ -46,9 +46,11 @@ class FaultKind(StrEnum):
     @property
     def code(self) -> int:
         """Exit status of a job that it ends; of one that a signal ends: 128 and its number."""
-        return {FaultKind.REFUSED: 2, FaultKind.NOT_FINITE: 2, FaultKind.OUT_OF_MEMORY: 3}.get(
-            self, 1
-        )
+        codes = {
+            FaultKind.REFUSED: 2, FaultKind.NOT_FINITE: 2, FaultKind.OUT_OF_MEMORY: 3,
+            FaultKind.PAUSED: 75,  # EX_TEMPFAIL of sysexits.h: try again
+        }  # fmt: skip
+        return codes.get(self, 1)
 
 
 class Phase(Enum):

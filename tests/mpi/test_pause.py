@@ -22,7 +22,7 @@ def test_it_goes_on_to_the_bit(jobs: Jobs, more: tuple[str, ...]) -> None:
     unbroken = jobs.train(3, DDP, "unbroken", *WORDS, *more)
     place = ("--logs", jobs.logs, "--run", "paused")
     done = jobs.fork(3, "tests/support/drivers/pausing.py", *place, *WORDS, *more)
-    assert done.code == 1, done.output
+    assert done.code == 75, done.output  # try again later
     said = re.search(r"motley: saved as of step (\d+)\n", done.output)
     assert said, done.output
     step = int(said[1])

@@ -51,7 +51,8 @@ def start_slurm(lab: Door, names: Sequence[str]) -> None:
     there = f"/home/{home.name}/slurm"
     write_conf(
         folder / "slurm.conf", SlurmctldHost=names[0], SlurmUser=user, SlurmdUser=user,
-        AuthInfo="socket=/tmp/munge.socket", StateSaveLocation=f"{there}/state",
+        AuthInfo="socket=/tmp/munge.socket,cred_expire=5",
+        StateSaveLocation=f"{there}/state",
         SlurmdSpoolDir="/tmp/spool", SlurmctldPidFile="/tmp/slurmctld.pid",
         SlurmdPidFile="/tmp/slurmd.pid", SlurmctldLogFile=f"{there}/slurmctld.log",
         SlurmdLogFile=f"{there}/slurmd.%n.log", NodeName=f"{','.join(names)} CPUs=2 State=UNKNOWN",

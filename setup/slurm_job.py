@@ -1,0 +1,222 @@
+"""Writes a batch script of Slurm's and submits it; the .sh beside it says how to call it."""
+
+import argparse
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cn
+from launch_line import LaunchLine
+
+from motley.cluster.partitions import Partition, partitions, seconds_of_slurm
+from motley.errors import MotleyError
+from motley.faults import FaultKind
+from motley.text import did_you_mean
+
+_PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may go on
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of Slurm.
+
+    Attributes:
+        line: that srun is to start. name: of the job, and of the run.
+        ranks, gpus, cores: of a node. time: as Slurm writes it; None: the partition's own.
+        before_s: of the end, that the ranks are told.
+    """
+
+    line: tuple[str, ...]
+    name: str
+    partition: str
+    nodes: int
+    ranks: int
+    gpus: int
+    cores: int
+    time: str | None
+    before_s: int
+    requeue: bool
+    mpi: str
+    account: str | None = None
+    container: Path | None = None
+
+
+# Slurm sends a signal to all ranks, which end with a status of their own once all is saved.
+_SCRIPT = """\
+#!/bin/bash
+{settings}
+set -uo pipefail
+cd {root}
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take from sbatch by itself
+srun --mpi={mpi} --kill-on-bad-exit=0 {line}
+status=$?
+{after}exit $status
+"""
+_REQUEUE = """\
+if [ "$status" = {paused} ]; then
+  echo "motley: job $SLURM_JOB_ID goes on with the next allocation"
+  scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Show what there is, or write the script and submit it."""
+    options = parse(words)
+    if not options.line:
+        show(partitions())
+        return 0
+    job = plan(options, partitions())
+    script = text_of(job)
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    path = cn.ROOT / "logs" / f"{job.name}.sbatch"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(script)
+    print(f"{job.name}: {said(job)}; written to {path}")
+    if not options.submit:
+        print(f"submit it with: sbatch {path}")
+        return 0
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise MotleyError(f"sbatch: {done.stderr.strip() or 'no word'}")
+    number = done.stdout.strip().partition(";")[0]
+    print(
+        f"job {number}; its output: {path.with_suffix('')}.{number}.out; end it: scancel {number}"
+    )
+    return 0
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options, and the line after them."""
+    parser = cn.Parser("slurm_job")
+    for name, usual in (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    for name in ("time", "partition", "account"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--mpi", default="none")
+    parser.add_argument("--container", type=Path)
+    parser.add_argument("--requeue", action="store_true")
+    parser.add_argument("--submit", action="store_true")
+    parser.add_argument("line", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    for name in ("nodes", "ranks", "before"):
+        if getattr(options, name) < 1:
+            raise MotleyError(f"--{name} {getattr(options, name)} is less than 1")
+    if options.container and not options.container.exists():
+        raise MotleyError(f"--container {options.container} is no file")
+    if options.time:
+        seconds_of_slurm(options.time)
+    return options
+
+
+def show(found: Sequence[Partition]) -> None:
+    """What there is to choose from."""
+    rows = [
+        (each.name + " (default)" * each.usual, "up" if each.up else "down", each.nodes,
+         each.cores, each.gpus or "none", clock(each.most_s))
+        for each in found
+    ]  # fmt: skip
+    print(cn.table(("partition", "state", "nodes", "cores", "GPUs", "at most"), rows))
+
+
+def clock(seconds: float | None) -> str:
+    """As Slurm writes it."""
+    if seconds is None:
+        return "no end"
+    minutes = int(seconds) // 60
+    days, minutes = divmod(minutes, 1440)
+    return f"{days}-{minutes // 60:02}:{minutes % 60:02}:00" if days else (
+        f"{minutes // 60}:{minutes % 60:02}:00"
+    )  # fmt: skip
+
+
+def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
+    """What is asked for; MotleyError if the cluster does not have it."""
+    place = chosen(options.partition, found)
+    most = place.most_s
+    asked = seconds_of_slurm(options.time) if options.time else place.usual_s or most
+    if options.nodes > place.nodes:
+        raise MotleyError(
+            f"--nodes {options.nodes}: {place.name} has {cn.many(place.nodes, 'node')}"
+        )
+    if (options.gpus or 0) > place.gpus:
+        raise MotleyError(
+            f"--gpus {options.gpus}: the nodes of {place.name} have {place.gpus or 'none'}"
+        )
+    if most is not None and (asked is None or asked > most):
+        raise MotleyError(
+            f"--time {options.time}: {place.name} lets a job take {clock(most)} at most"
+        )
+    if asked is not None and options.before >= asked:
+        raise MotleyError(
+            f"--before {options.before}: the whole job takes {asked:.0f} s; the ranks would be "
+            "told to end before they begin"
+        )
+    gpus = place.gpus if options.gpus is None else options.gpus
+    ranks = gpus or options.ranks
+    if ranks > place.cores:
+        raise MotleyError(f"--ranks {ranks}: the nodes of {place.name} have {place.cores} cores")
+    line = LaunchLine.parse(["srun", *options.line]).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
+    return Job(
+        line.resumed(has_own=False).words[1:], line.folder.name, place.name, options.nodes, ranks,
+        gpus, max(1, place.cores // ranks), options.time, options.before, options.requeue,
+        options.mpi, options.account, options.container,
+    )  # fmt: skip
+
+
+def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
+    """The partition of this name, or the usual one; MotleyError if there is none that is up."""
+    known = {each.name: each for each in found}
+    if name is None:
+        usual = [each for each in found if each.usual] or list(found)
+        if not usual:
+            raise MotleyError("this cluster has no partition that you may use (sinfo shows none)")
+        name = usual[0].name
+    if name not in known:
+        raise MotleyError(
+            f"--partition {name}: there is none{did_you_mean(name, known)}; there are "
+            + ", ".join(known)
+        )
+    if not known[name].up:
+        raise MotleyError(f"--partition {name} is down; ask who runs the cluster")
+    return known[name]
+
+
+def text_of(job: Job) -> str:
+    """The batch script."""
+    logs = cn.ROOT / "logs"
+    settings = {
+        "job-name": job.name, "partition": job.partition, "account": job.account,
+        "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores,
+        "gpus-per-node": job.gpus or None, "time": job.time, "signal": f"USR2@{job.before_s}",
+        "output": logs / f"{job.name}.%j.out", "open-mode": "append",
+    }  # fmt: skip
+    lines = [f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None]
+    lines.append(f"#SBATCH --{'' if job.requeue else 'no-'}requeue")
+    inside = ()
+    if job.container:
+        nv = ("--nv",) if job.gpus else ()
+        inside = ("apptainer", "exec", *nv, "--bind", str(cn.ROOT), str(job.container.absolute()))
+    return _SCRIPT.format(
+        settings="\n".join(lines), root=shlex.quote(str(cn.ROOT)), mpi=job.mpi,
+        line=shlex.join((*inside, *job.line)),
+        after=_REQUEUE.format(paused=_PAUSED) if job.requeue else "",
+    )  # fmt: skip
+
+
+def said(job: Job) -> str:
+    """The job in words."""
+    each = cn.many(job.gpus, "GPU") if job.gpus else cn.many(job.ranks, "rank")
+    return (
+        f"{cn.many(job.nodes, 'node')} of {job.partition} with {each}, {job.cores} cores a rank, "
+        f"{job.time or 'the time that is usual there'}; saves {job.before_s} s before the end"
+    )
+
+
+if __name__ == "__main__":
+    cn.run(main)
