@@ -93,8 +93,7 @@ class ZeroEngine(EngineBase):
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
-        # A block's parameters are gathered together. Not by an older DeepSpeed: through 0.18.4 a
-        # loss was seen once, on a busy machine, that was wrong in the fifth digit.
+        # A block's parameters are gathered together.
         if self._stage == 3 and installed >= _LEAVES:
             blocks = list(model.task.blocks(model.net).values())
             if blocks and _all_hear_of_gradients(model, blocks):
