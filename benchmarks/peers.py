@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.nn.parallel import DistributedDataParallel
 
 from motley.data.batch import Batch
-from motley.engines.optimizer import make_optimizer
 from motley.plan.plan import apportion
 from motley.tasks.model import TaskModel
 
@@ -96,7 +95,7 @@ def _deepspeed(bench: Bench, model: TaskModel, batch: Batch, stage: int, fast: b
         settings["communication_data_type"] = "fp16"
         zero["overlap_comm"] = True
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=make_optimizer(model.net, bench.config), config=settings
+        model=model, optimizer=bench.optimizer(model), config=settings
     )
 
     def step() -> None:

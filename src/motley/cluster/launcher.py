@@ -16,7 +16,8 @@ class Launcher(Enum):
 
 
 # In the order in which they count: torchrun may be started by srun, and mpirun in an allocation.
-RANKS = ("ROLE_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_TORCHRUN, _MPI, _SLURM = "ROLE_RANK", ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), "SLURM_PROCID"
+RANKS = (_TORCHRUN, *_MPI, _SLURM)
 SIZES = ("ROLE_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
@@ -41,14 +42,14 @@ class Launch:
 
 def launch_of(environ: Mapping[str, str] = os.environ) -> Launch:
     """Needs no MPI, so that a script can print its help or a usage error once."""
-    torchrun = _number(environ, RANKS[:1]) is not None
+    torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)
     if torchrun:
         by = Launcher.TORCHRUN
-    elif any(name in environ for name in (*RANKS[1:3], *_OTHER_MPI)):
+    elif any(name in environ for name in (*_MPI, *_OTHER_MPI)):
         by = Launcher.MPI
     else:
-        by = Launcher.SLURM if "SLURM_PROCID" in environ and (size or 1) > 1 else Launcher.ALONE
+        by = Launcher.SLURM if _SLURM in environ and (size or 1) > 1 else Launcher.ALONE
     return Launch(
         by, _number(environ, RANKS) or 0, size or 1,
         None if torchrun else _number(environ, _LOCAL_RANKS),

@@ -48,10 +48,10 @@ def partitions() -> list[Partition]:
         )  # fmt: skip
     except FileNotFoundError:
         raise MotleyError("there is no Slurm here: sinfo is not found") from None
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        said = (error.stderr or b"" if isinstance(error, subprocess.TimeoutExpired)
-                else error.stderr).strip()  # fmt: skip
-        last = str(said).splitlines()[-1] if said else f"no answer in {_ASK_S:.0f} s"
+    except subprocess.TimeoutExpired:
+        raise MotleyError(f"Slurm does not answer here (no answer in {_ASK_S:.0f} s)") from None
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no word"])[-1]
         raise MotleyError(f"Slurm does not answer here ({last})") from None
     return read_partitions(done.stdout.splitlines())
 
