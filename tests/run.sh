@@ -19,15 +19,6 @@ cd "$root"
 bash setup/make_env.sh --dev
 bin=${MOTLEY_VENV:-$root/.venv}/bin
 
-# The oldest DeepSpeed that is allowed, for the tests that hold it to what the newest does.
-oldest=$(sed -n 's/^deepspeed>=\([0-9.]*\),.*/\1/p' requirements.txt)
-if ! [ -d "${bin%/bin}/oldest/deepspeed-$oldest.dist-info" ]; then
-  echo "tests: installing DeepSpeed $oldest beside the newest"
-  rm -rf "${bin%/bin}/oldest"
-  "$bin/python" -m pip install --quiet --no-deps --no-build-isolation \
-    --target "${bin%/bin}/oldest" "deepspeed==$oldest"
-fi
-
 packages=()
 command -v mpirun.openmpi >/dev/null || packages+=(openmpi-bin libopenmpi-dev)
 command -v slurmctld >/dev/null || packages+=(slurm-wlm libpmix-dev)

@@ -1,18 +1,16 @@
 """Cases that were once wrong, each with the history that showed it; and the fuzzer itself."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fuzz.cases import AFTER, Case
-from fuzz.play import MODULES, judged, play
+from fuzz.play import judged, play
 from fuzz.rules import broken_rules
-from project import ROOT, venv
+from project import ROOT
 from warm.ranks import WarmRanks
 
 from motley.errors import MotleyError
@@ -32,7 +30,6 @@ def zero(stage: int, fault: str | None, **more: object) -> str:
     return json.dumps({"segments": [segment]})
 
 
-# What DeepSpeed's oldest version that is allowed must do as well as the newest.
 DEEPSPEED = {
     **{f"an overflow at ZeRO {stage}": zero(stage, "overflow") for stage in range(4)},
     **{f"memory that ends at ZeRO {stage}": zero(stage, "oom") for stage in range(3)},
@@ -121,27 +118,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def oldest() -> Iterator[WarmRanks]:
-    """Ranks with the oldest DeepSpeed that requirements.txt allows; tests/run.sh installs it."""
-    folder = venv() / "oldest"
-    if not (folder / "deepspeed").is_dir():
-        message = f"{folder} has no DeepSpeed; tests/run.sh installs it there"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    with WarmRanks([name for name in MODULES if "muon" not in name], folder) as started:
-        yield started
-
-
 @pytest.mark.parametrize("name", [*CASES, *DEEPSPEED])
 def test_what_was_wrong_once_is_exact(ranks: WarmRanks, name: str) -> None:
     assert judged(Case.parse({**CASES, **DEEPSPEED}[name]), ranks) == []
-
-
-@pytest.mark.parametrize("name", DEEPSPEED)
-def test_the_oldest_deepspeed_is_as_exact(oldest: WarmRanks, name: str) -> None:
-    assert judged(Case.parse(DEEPSPEED[name]), oldest) == []
 
 
 @pytest.mark.parametrize(

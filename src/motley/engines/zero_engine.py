@@ -4,7 +4,6 @@ DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is 
 the model, and the loss scale is Motley's, the same number on every rank.
 """
 
-import importlib.metadata
 import math
 import os
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -33,10 +31,6 @@ from motley.engines.zero_state import AverageOfParts, cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.tasks.model import TaskModel
-
-_COUNTS_ALL = Version("0.18.4")
-_LOOKS_ITSELF = Version("0.19.8")  # whether the norm of fp32 gradients is finite
-_LEAVES = Version("0.19.8")  # leaf modules were tried with it
 
 
 def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
@@ -71,14 +65,6 @@ class ZeroEngine(EngineBase):
         config = read_zero_config(config_path(context.config.of(ZeroOptions)), context, parameters)
         self._stage = int(config["zero_optimization"].get("stage", 0))
         self.traits = TRAITS[self._stage]
-        installed = Version(importlib.metadata.version("deepspeed"))
-        self._looks_itself = installed >= _LOOKS_ITSELF
-        if self._stage == 2 and installed < _COUNTS_ALL:
-            raise MotleyError(
-                f"ZeRO stage 2 of DeepSpeed {installed} silently loses all but one of a step's "
-                "micro-batches; install 0.18.4 or later, as bash setup/make_env.sh does, or take "
-                "--stage 1"
-            )
         self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
         self.rescuable = self._stage == 0
         if not self.traits.mixes_precisions and len(set(context.precisions)) > 1:
@@ -94,7 +80,7 @@ class ZeroEngine(EngineBase):
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
         # A block's parameters are gathered together.
-        if self._stage == 3 and installed >= _LEAVES:
+        if self._stage == 3:
             blocks = list(model.task.blocks(model.net).values())
             if blocks and _all_hear_of_gradients(model, blocks):
                 utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
@@ -195,8 +181,6 @@ class ZeroEngine(EngineBase):
             if self._weighs:  # DeepSpeed divides by the scale when it steps
                 rows = all_gather_floats(told)
                 self._engine.optimizer.override_loss_scale(scale * self._correction(rows))
-            if not self._looks_itself:
-                self._engine.optimizer.check_overflow()  # over all ranks
             self._engine.step()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())

@@ -41,6 +41,8 @@ class OwnRank:
         free: has the training's thread leave a collective that waits for the lost rank.
         freeing: does so; until it has, the group must not be left in another way.
         group: how often this rank has gone on without others; what was said before is void.
+        trains_in: the same, as far as the training's thread knows: it may fail in the broken group
+            while the other thread goes on.
         machines: which machine each rank is on, by its lowest rank.
         listening: where each rank hears the others when it is the first.
         standby: it speaks when rank 0 cannot.
@@ -66,7 +68,7 @@ class OwnRank:
         self.keep: Callable[[], None] | None = None
         self.free: Callable[[], None] = lambda: None
         self.freeing = threading.Thread()
-        self.group = 0
+        self.group = self.trains_in = 0
         self.machines: list[int] = []
         self.listening: list[Listening] = []
         self.standby = self.survives = self.without_first = False
@@ -76,6 +78,7 @@ class OwnRank:
         self.pause = OwnPause()
         self.leaves = threading.Event()
         self._rescuing = threading.RLock()
+        self._regrouping = threading.Lock()
         self._next_heartbeat = self._look_at_links = 0.0
         self._unanswered: list[str] = []
         self.wake_read, self._wake_write = os.pipe()
@@ -118,8 +121,8 @@ class OwnRank:
             os.write(self._wake_write, b"\0")
 
     def say_of_group(self, message: dict[str, Any]) -> None:
-        """The same, of something that is void once a rank is lost."""
-        self.say({**message, "group": self.group})
+        """The same, of something that is void once a rank is lost; from the training's thread."""
+        self.say({**message, "group": self.trains_in})
 
     def heartbeat_message(self) -> dict[str, Any]:
         """The heartbeat of now."""
@@ -183,14 +186,24 @@ class OwnRank:
         self.listening = [self.listening[rank] for rank in ranks]
         self.standby = self.rank == survivors.standby
         self.tell_reaper()
-        self.group += 1
         self.held.clear()
         self.pause.forget()
         self.freeing = threading.Thread(target=self.free, name="free", daemon=True)
         self.freeing.start()  # not from here: it may hang too
-        self.survivors = survivors
-        self.regrouped.set()
+        with self._regrouping:
+            self.group += 1
+            self.survivors = survivors
+            self.regrouped.set()
         self.gathered.put(None)
+
+    def take_survivors(self) -> Survivors:
+        """With whom the training's thread goes on, which knows of them from now on."""
+        with self._regrouping:
+            survivors, self.survivors = self.survivors, None
+            self.trains_in = self.group
+            self.regrouped.clear()
+        assert survivors is not None
+        return survivors
 
     def tell_reaper(self) -> None:
         """Tell it of this rank's number, and who would have to know that its host outlives it."""

@@ -181,7 +181,7 @@ class Supervisor:
         if own.rescue is not None:
             own.say({"rescuer": True})
         own.say({"first_lost": asdict(lost)})
-        own.say_of_group({"regroups": True})
+        own.say({"regroups": True, "group": own.group})
         return connected
 
     def _guard(self) -> None:
@@ -303,9 +303,7 @@ class Supervisor:
         if own.survivors is None:
             self._end_with(error)
         own.freeing.join()
-        survivors, own.survivors = own.survivors, None
-        own.regrouped.clear()
-        return survivors
+        return own.take_survivors()
 
     def end_without_lost(self) -> None:
         """End this process here, at the end of all, if a rank is lost: MPI would wait for it."""

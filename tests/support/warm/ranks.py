@@ -31,15 +31,10 @@ class Ended:
 
 
 class WarmRanks:
-    """Ranks on this machine, of processes that have imported ``modules``; a context manager.
+    """Ranks on this machine, of processes that have imported ``modules``; a context manager."""
 
-    Args:
-        instead: a folder of packages that are taken in place of the environment's own.
-    """
-
-    def __init__(self, modules: Sequence[str], instead: Path | None = None) -> None:
-        folders = [*FOLDERS, *([instead] if instead else [])]
-        path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    def __init__(self, modules: Sequence[str]) -> None:
+        path = os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")])
         self._modules = modules
         self._environment = {
             **os.environ, "PYTHONPATH": path.rstrip(os.pathsep),

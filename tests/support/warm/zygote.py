@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from warm.fork import end_with
 
-GRACE = 10.0  # seconds in which the others should end by themselves once a rank has failed
+GRACE = 30.0  # seconds in which the others should end by themselves once a rank has failed
 _LENGTH = struct.Struct("!Q")
 
 

@@ -5,8 +5,12 @@ import struct
 
 import pytest
 
+from motley.faults import Fault, FaultKind
 from motley.launch.dead_links import dead_peers, is_dead
+from motley.launch.handshakes import Listening
 from motley.launch.leftovers import words
+from motley.launch.own_rank import OwnRank
+from motley.launch.survivors import Survivors
 
 
 def info(unacked: int, tries: int, last_ack_s: float) -> bytes:
@@ -44,3 +48,16 @@ def test_leftovers_are_said_with_their_processes_and_the_fix() -> None:
     said = words("b", [4711, 4712])
     assert "b still has 2 ranks of earlier runs (processes 4711, 4712)" in said
     assert said.endswith("end them with: bash setup/clean_cn.sh")
+
+
+def test_what_is_said_of_the_broken_group_is_void_even_if_the_others_went_on_meanwhile() -> None:
+    own = OwnRank(0, 3, "a")
+    own.machines = [0, 0, 0]
+    own.listening = [Listening("127.0.0.1", 1, "secret", "a")] * 3
+    lost = Fault(2, "a", 7, "died", kind=FaultKind.KILLED)
+    own.go_on(Survivors((0, 1), lost, standby=1))  # from the watching thread
+    own.say_of_group({"fault": "the connection to rank 2"})  # from the training's
+    own.freeing.join()
+    assert own.take_survivors().ranks == (0, 1)
+    own.say_of_group({"gather": ""})
+    assert [message["group"] for message in own.outbox] == [own.group - 1, own.group]
