@@ -11,11 +11,11 @@
 # usage: ./entry_cn.sh [SCRIPT.py] [ARGS...]            default: torch_dist/train_vit.py
 #
 # Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
-# file), OMP_NUM_THREADS (cores of this machine / its ranks), MOTLEY_START_TIMEOUT (seconds
-# in which all ranks should have started, default 120; 0: however long it takes), MOTLEY_SECRET
-# (what ranks without MPI know each other by; default: ~/.motley/secret, made once), and those of
-# .deepspeed_env beside this file and in your home, one NAME=VALUE a line, which DeepSpeed
-# reads too.
+# file), OMP_NUM_THREADS (cores of this machine / its ranks), GOMP_SPINCOUNT (default 10000),
+# MOTLEY_START_TIMEOUT (seconds in which all ranks should have started, default 120; 0: however
+# long it takes), MOTLEY_SECRET (what ranks without MPI know each other by; default:
+# ~/.motley/secret, made once), and those of .deepspeed_env beside this file and in your home,
+# one NAME=VALUE a line, which DeepSpeed reads too.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -64,6 +64,9 @@ ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_
 ranks_here=${ranks_here%%[!0-9]*} # Slurm writes 3(x2) for three on each of two nodes
 threads=$(($(nproc) / ranks_here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+# For how long a thread spins for the others before it sleeps. With OpenMP's own 300000, some
+# milliseconds, a rank beside other jobs spends its turns on the processor on waiting.
+[ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 export PATH=$venv/bin:$PATH
 export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
