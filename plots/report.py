@@ -27,10 +27,12 @@ from plot_gpu import draw_folder as draw_machines
 from plot_training import draw_run
 from report_words import verdict
 from run_steps import Training, median, read_training, title
+from traces import words
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.run_folder import RunFolder, find_runs
+from motley.records.trace import read_trace, summarise
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
@@ -49,10 +51,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Details:
-    """One run, folded away. title: its summary line."""
+    """One run, folded away. title: its summary line. profiled: what its traces say, in lines."""
 
     title: str
     pictures: list[Picture]
+    profiled: list[str]
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
 
 
 def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
-    """A run's two pictures."""
+    """A run's two pictures, and what was profiled."""
     pictures: list[Picture] = []
     try:
         training = read_training(run)
@@ -100,7 +103,13 @@ def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
             f"machines of {run.path.name}",
             lambda: draw_machines(run.path.name, to_series(read_folder(logs), colours)),
         )
-    return Details(name or summary, pictures)
+    profiled: list[str] = []
+    for path in run.traces():
+        try:
+            profiled += words(summarise(read_trace(path)))
+        except MotleyError as error:
+            command.warn(error)
+    return Details(name or summary, pictures, profiled)
 
 
 def of_matrix(folder: BaselineFolder, colours: dict[str, str]) -> Section:

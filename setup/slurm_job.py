@@ -1,6 +1,7 @@
 """Writes a batch script of Slurm's and submits it; the .sh beside it says how to call it."""
 
 import argparse
+import re
 import shlex
 import subprocess
 import time
@@ -16,6 +17,7 @@ from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.text import did_you_mean
 
+_WORD = re.compile(r"[\w.-]+", re.ASCII)
 _PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may go on
 
 
@@ -104,14 +106,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--submit", action="store_true")
     parser.add_argument("line", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
-    for name in ("nodes", "ranks", "before"):
-        if getattr(options, name) < 1:
-            raise MotleyError(f"--{name} {getattr(options, name)} is less than 1")
+    for name, least in (("nodes", 1), ("ranks", 1), ("before", 1), ("gpus", 0)):
+        given = getattr(options, name)
+        if given is not None and given < least:
+            raise MotleyError(f"--{name} {given} is less than {least}")
+    for name in ("account", "mpi"):
+        check_word(f"--{name}", getattr(options, name))
     if options.container and not options.container.exists():
         raise MotleyError(f"--container {options.container} is no file")
     if options.time:
         seconds_of_slurm(options.time)
     return options
+
+
+def check_word(flag: str, word: str | None) -> None:
+    """MotleyError if it would be more than one word, or none, in a batch script."""
+    if word is not None and not _WORD.fullmatch(word):
+        raise MotleyError(f"{flag} {word!r}: give letters, digits and . _ - alone")
 
 
 def show(found: Sequence[Partition]) -> None:
@@ -162,6 +173,7 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     if ranks > place.cores:
         raise MotleyError(f"--ranks {ranks}: the nodes of {place.name} have {place.cores} cores")
     line = LaunchLine.parse(["srun", *options.line]).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
+    check_word("--run, which names the job,", line.folder.name)
     return Job(
         line.resumed(has_own=False).words[1:], line.folder.name, place.name, options.nodes, ranks,
         gpus, max(1, place.cores // ranks), options.time, options.before, options.requeue,
@@ -194,7 +206,7 @@ def text_of(job: Job) -> str:
         "job-name": job.name, "partition": job.partition, "account": job.account,
         "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores,
         "gpus-per-node": job.gpus or None, "time": job.time, "signal": f"USR2@{job.before_s}",
-        "output": logs / f"{job.name}.%j.out", "open-mode": "append",
+        "output": f'"{logs / job.name}.%j.out"', "open-mode": "append",
     }  # fmt: skip
     lines = [f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None]
     lines.append(f"#SBATCH --{'' if job.requeue else 'no-'}requeue")

@@ -22,7 +22,7 @@ ROOMS = {
         "hostfile facts gpus network slurm partitions launcher login shell ssh fan_out orphans "
         "processes presence"
     ),
-    "records": "lines json_file folder_lock gpu_csv training run_folder rates gpu_logger",
+    "records": "lines json_file folder_lock gpu_csv training trace run_folder rates gpu_logger",
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
         "length take_back"
@@ -56,8 +56,8 @@ ROOMS = {
         "planner"
     ),
     "train": (
-        "progress budget first_steps loss_scale schedule summary recorder overflow setup agreement "
-        "recovery rescue survivor evaluate save_timer command_line loop script"
+        "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "
+        "agreement recovery rescue survivor evaluate save_timer command_line loop script"
     ),
     "infer": "leases shards predictor export",
 }

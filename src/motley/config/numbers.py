@@ -17,6 +17,17 @@ class Duration:
         return self.text
 
 
+@dataclass(frozen=True)
+class StepSpan:
+    """Steps from ``first`` to the one before ``end``."""
+
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.end}"
+
+
 def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
     try:
         value: float = kind(text)
@@ -73,3 +84,19 @@ def naturals(text: str) -> tuple[int, ...]:
 def positives(text: str) -> tuple[int, ...]:
     """Whole numbers of 1 or more between commas."""
     return tuple(positive(word) for word in text.split(","))
+
+
+def step_span(text: str) -> StepSpan:
+    """Two numbers of steps, as 20:40; the second is not among them."""
+    first, colon, end = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two steps with a colon, as 20:40")
+    span = StepSpan(natural(first), natural(end))
+    if span.first >= span.end:
+        raise argparse.ArgumentTypeError(f"{text} has no step; the second number is to be larger")
+    return span
+
+
+def profiled(text: str) -> str | tuple[int, ...]:
+    """``slowest``, ``all``, or ranks between commas."""
+    return text if text in ("slowest", "all") else naturals(text)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from motley.config.numbers import (
     Duration,
+    StepSpan,
     above_zero,
     fraction,
     names,
@@ -18,6 +19,8 @@ from motley.config.numbers import (
     naturals,
     not_negative,
     positive,
+    profiled,
+    step_span,
     steps_or_time,
 )
 from motley.config.option import Decides, Option, option, options_of
@@ -220,6 +223,14 @@ class RecordOptions:
     gpu_log_interval: float = option(
         "between samples of the GPU log, default 2",
         NOTHING, 2.0, read=above_zero, metavar="SECONDS",
+    )  # fmt: skip
+    profile: StepSpan | None = option(
+        "torch's profiler in these steps, as 20:40 for 20 to 39; see plots/traces.py",
+        NOTHING, read=step_span, metavar="FROM:TO",
+    )  # fmt: skip
+    profile_ranks: str | tuple[int, ...] = option(
+        "which ranks it profiles: slowest (default), all, or these",
+        NOTHING, "slowest", read=profiled, metavar="slowest|all|R,...",
     )  # fmt: skip
     tensorboard: bool = option(
         "also write TensorBoard files (needs: pip install tensorboard)", NOTHING, False

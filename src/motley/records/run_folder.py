@@ -4,6 +4,7 @@
     steps.rank<k>.jsonl   one line a training step of rank k; see motley.records.training
     epochs.jsonl          one line an evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
+    trace.rank<k>.json.gz what a rank did in profiled steps; see motley.records.trace
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
     checkpoints/          see motley.checkpoint.store
 
@@ -188,9 +189,7 @@ class RunFolder:
 
     def _ranks(self) -> list[int]:
         """Ranks that have step records here."""
-        names = (path.name for path in self.path.glob("steps.rank*.jsonl"))
-        numbers = (name.removeprefix("steps.rank").removesuffix(".jsonl") for name in names)
-        return sorted(int(number) for number in numbers if number.isdigit())
+        return _numbers(self.path, "steps.rank", ".jsonl")
 
     def read_epochs(self) -> list[JsonDict]:
         """All evaluations, in order."""
@@ -210,9 +209,29 @@ class RunFolder:
         path = self.path / f"done.rank{rank}.json"
         path.write_text(to_json({"rank": rank, "host": host, "time": time.time()}) + "\n")
 
+    def trace(self, rank: int) -> Path:
+        """Of a rank's profiled steps; see motley.records.trace."""
+        return self.path / f"trace.rank{rank}.json.gz"
+
+    def traces(self) -> list[Path]:
+        """Of all ranks that have one, in order."""
+        found = {rank: self.trace(rank) for rank in _numbers(self.path, "trace.rank", ".json.gz")}
+        return [found[rank] for rank in sorted(found)]
+
+    def trace_of_all(self) -> Path:
+        """They are put together here."""
+        return self.path / "trace.json.gz"
+
     def gpu_log(self, host: str) -> "GpuLog":
         """Open ``gpu.<host>.csv`` for appending."""
         return GpuLog(self.path / f"gpu.{host}.csv")
+
+
+def _numbers(folder: Path, before: str, after: str) -> list[int]:
+    """Those in the names of files, ascending."""
+    names = (path.name for path in folder.glob(f"{before}*{after}"))
+    numbers = (name.removeprefix(before).removesuffix(after) for name in names)
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def find_runs(paths: list[Path]) -> list[RunFolder]:

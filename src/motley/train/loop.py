@@ -42,6 +42,7 @@ from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
 from motley.train.evaluate import evaluate
+from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import (
     check_numbers,
@@ -147,8 +148,11 @@ def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, rescu
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
     world.supervisor.before_end(partial(last_words, recorder, job.checkpoints))
-    with gpu_logger(world, group, run.folder, lambda: recorder.progress, interval), recorder:
-        evaluated = Loop(world, job, recorder, begun.state, rescue).run()
+    say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
+    profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
+    gpus = gpu_logger(world, group, run.folder, lambda: recorder.progress, interval)
+    with gpus, recorder, profiler:
+        evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_process_group()
     job.checkpoints.wait()
@@ -183,18 +187,25 @@ class Loop:
 
     Args:
         state: where it stands.
-        rescue: hears of what changes.
+        rescue: hears of what changes. profiler: of each step.
     """
 
     def __init__(
-        self, world: World, job: Job, recorder: Recorder, state: TrainState, rescue: Rescue
+        self,
+        world: World,
+        job: Job,
+        recorder: Recorder,
+        state: TrainState,
+        rescue: Rescue,
+        profiler: StepProfiler,
     ) -> None:
         self._world, self._job, self._recorder = world, job, recorder
         self._agreement = Agreement(job, recorder)
         self._state, self._rescue = state, rescue
         self._timer = SaveTimer(job.config.save_every, state.step)
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
-        job.engine.clock.on_phase = lambda phase: self._say(phase, recorder.timeout_s)
+        self._profiler = profiler
+        job.engine.clock.on_phase = self._enter
 
     def run(self) -> EpochRecord:
         """Train to the end; returns the last evaluation."""
@@ -227,6 +238,7 @@ class Loop:
         """One global batch: this rank's micro-batches, then one step of all ranks; returns the
         indices of this rank's samples too."""
         job, indices = self._job, list[int]()
+        self._profiler.before(self._state.step)
         self._rescue.whole(self._state, self._plan)
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
@@ -251,7 +263,7 @@ class Loop:
                 return False  # the same samples, as the new plan cuts them
         check_numbers(job, self._plan, before, result, indices)
         rate = rate_of(job.engine.optimizer)
-        timed = self._recorder.step(before, rate, batch, result)
+        timed = self._profiler.undisturbed(self._recorder.step(before, rate, batch, result))
         self._state = job.length.after(before, batch.global_batch)
         self._rescue.whole(self._state, self._plan)
         if not self._save():
@@ -315,6 +327,10 @@ class Loop:
         evaluated = evaluate(self._world, self._job, self._plan, self._state)
         self._recorder.epoch(evaluated)
         return evaluated
+
+    def _enter(self, phase: Phase) -> None:
+        self._profiler.enter(phase)
+        self._say(phase, self._recorder.timeout_s)
 
     def _say(self, phase: Phase, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self._world.supervisor.set_status(phase, timeout_s)

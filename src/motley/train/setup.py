@@ -30,6 +30,7 @@ from motley.tasks.model import TaskModel
 from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
+from motley.train.profiler import check_profile
 from motley.train.schedule import make_schedule
 
 # Of the speeds and the kinds of all ranks.
@@ -128,6 +129,7 @@ def begin(
         state, notes = go_on(job.engine, kept)
     else:
         state, notes = job.resume(run.resume_from)
+    check_profile(config, group.workers, job.length.last_step(state))
     budget = budget_of(job, state, planned) if group.rank == 0 and kept is None else None
     if budget is not None:
         budget.check()

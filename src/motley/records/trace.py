@@ -1,0 +1,214 @@
+"""The trace of a rank's profiled steps: ``trace.rank<k>.json.gz``, for Perfetto and Chrome.
+
+    {"baseTimeNanoseconds": 1763693554000000000, "displayTimeUnit": "ms",
+     "motley": {"rank": 1, "host": "b", "clock_offset_s": -0.0012, "clock_error_s": 0.0001},
+     "traceEvents": [{"ph": "X", "name": "step 20", "pid": 2000, "tid": 4711, "ts": 812.4,
+                      "dur": 9310.5, "cat": "user_annotation"}, ...]}
+
+``ts`` and ``dur`` are microseconds, the first since ``baseTimeNanoseconds``, which all traces of a
+profile share: their clocks are put right, so they lie in one picture. A span is a step, a phase of
+one (``forward``, ``all-reduce``, ...), or what torch's profiler names.
+"""
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motley.errors import MotleyError
+from motley.faults import Phase
+
+Event = dict[str, Any]
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # kinds of events that a GPU was busy with
+_WIRE = ("gloo:", "nccl", "rccl")  # how what travels is called
+_STEP = "step "  # and its number
+_PIDS = 1000  # numbers of processes and devices that a rank's trace may have
+
+
+@dataclass(frozen=True)
+class TraceClock:
+    """What a rank's clock is put right by.
+
+    Attributes:
+        offset_s: its clock less that of the first rank, seconds. error_s: of that, at most.
+    """
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """Where the time of one rank's profiled steps went.
+
+    Attributes:
+        steps: how many. seconds: from the first one's begin to the last one's end.
+        busiest: name, seconds and calls: of a GPU's kernels, else of operators, less those that
+            they call; what took longest first.
+        wire: part of the time in which something was on the wire.
+        waited: part in which the rank did nothing but wait for that.
+        idle: part in which its GPU had nothing to do, else in which no operator ran.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    seconds: float
+    on_gpu: bool
+    busiest: tuple[tuple[str, float, int], ...]
+    wire: float
+    waited: float
+    idle: float
+
+
+def step_span_name(step: int) -> str:
+    """How the span of a step is called."""
+    return f"{_STEP}{step}"
+
+
+def write_trace(
+    path: Path, profiled: Mapping[str, Any], rank: int, host: str, clock: TraceClock, base_ns: int
+) -> None:
+    """Write what torch's profiler exported, on the first rank's clock, as one rank of several.
+
+    Args:
+        base_ns: since which times are told, of the first rank's clock, nanoseconds.
+    """
+    shift_us = (profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000 - clock.offset_s * 1e6
+    pids: dict[Any, int] = {}
+    events = []
+    for event in profiled["traceEvents"]:
+        if event.get("cat") == "Trace" or event.get("pid") in ("Spans", "Traces"):
+            continue  # of the profiler itself
+        pid = pids.setdefault(event.get("pid"), _PIDS * (rank + 1) + len(pids))
+        changes: Event = {"pid": pid}
+        if "ts" in event:
+            changes["ts"] = round(event["ts"] + shift_us, 3)
+        if "id" in event:
+            changes["id"] = f"{rank}.{event['id']}"
+        if event.get("name") == "process_name":
+            changes["args"] = {"name": f"rank {rank} on {host}"}
+        elif event.get("name") == "process_sort_index":
+            changes["args"] = {"sort_index": pid}
+        events.append({**event, **changes})
+    about = {
+        "rank": rank, "host": host,
+        "clock_offset_s": clock.offset_s, "clock_error_s": clock.error_s,
+    }  # fmt: skip
+    _write(path, [about], base_ns, events)
+
+
+def merge_traces(paths: Iterable[Path], into: Path) -> None:
+    """Put traces of one profile into one file; MotleyError if they are of several."""
+    traces = [read_trace(path) for path in paths]
+    bases = {trace["baseTimeNanoseconds"] for trace in traces}
+    if len(bases) > 1:
+        raise MotleyError(
+            f"the traces in {into.parent} are of several profiles; remove the older ones, then "
+            "try again"
+        )
+    events = [event for trace in traces for event in trace["traceEvents"]]
+    _write(into, [each for trace in traces for each in trace["motley"]], bases.pop(), events)
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace that was written here; MotleyError if it is damaged."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            content = json.load(file)
+        if not content["traceEvents"] or not content["motley"]:
+            raise ValueError("nothing in it")
+        if not isinstance(content["baseTimeNanoseconds"], int):
+            raise ValueError("no time")
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MotleyError(f"{path} is damaged, or no trace of Motley's: {error}") from None
+    found: dict[str, Any] = content
+    return found
+
+
+def _write(path: Path, about: list[Event], base_ns: int, events: list[Event]) -> None:
+    content = {
+        "baseTimeNanoseconds": base_ns, "displayTimeUnit": "ms", "motley": about,
+        "traceEvents": events,
+    }  # fmt: skip
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
+        json.dump(content, file)
+
+
+# -- what it says
+
+Span = tuple[float, float]  # begin and end, microseconds
+
+
+def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
+    """Where the time went in the trace of one rank; MotleyError if it has no whole step.
+
+    Args:
+        most: kernels or operators that are named.
+    """
+    about, *_ = trace["motley"]
+    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    notes = [event for event in spans if event.get("cat") == "user_annotation"]
+    steps = [event for event in notes if event["name"].startswith(_STEP)]
+    if not steps:
+        raise MotleyError(f"the trace of rank {about['rank']} has no whole step")
+    whole = (min(_span(each)[0] for each in steps), max(_span(each)[1] for each in steps))
+    device = [event for event in spans if event.get("cat") in _DEVICE]
+    wire = [event for event in device or notes if event["name"].startswith(_WIRE)]
+    waits = [event for event in notes if event["name"] == Phase.ALL_REDUCE.key]
+    threads = {event["tid"] for event in steps}
+    own = [e for e in spans if e.get("cat") == "cpu_op" and e["tid"] in threads]
+    total = whole[1] - whole[0]
+    return TraceSummary(
+        about["rank"], about["host"], len(steps), total / 1e6, bool(device),
+        _busiest(device, most) if device else _busiest(own, most),
+        _covered(wire, whole) / total,
+        _covered(waits, whole) / total,
+        1 - _covered(device or own, whole) / total,
+    )  # fmt: skip
+
+
+def _span(event: Event) -> Span:
+    return event["ts"], event["ts"] + event.get("dur", 0.0)
+
+
+def _covered(events: Iterable[Event], whole: Span) -> float:
+    """Time within ``whole`` in which at least one of them was under way, microseconds."""
+    covered, reached = 0.0, whole[0]
+    for begin, end in sorted(map(_span, events)):
+        begin, end = max(begin, reached), min(end, whole[1])
+        covered += max(0.0, end - begin)
+        reached = max(reached, end)
+    return covered
+
+
+def _busiest(events: Iterable[Event], most: int) -> tuple[tuple[str, float, int], ...]:
+    """Names that took longest, less what they call on the same thread or stream."""
+    took: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for name, seconds in _own_times(events):
+        took[name] += seconds
+        calls[name] += 1
+    first = sorted(took, key=lambda name: -took[name])[:most]
+    return tuple((name, took[name], calls[name]) for name in first)
+
+
+def _own_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
+    """Name and seconds of each, less those of what it encloses."""
+    lanes: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in events:
+        lanes[event.get("pid"), event.get("tid")].append(event)
+    for lane in lanes.values():
+        open_spans: list[tuple[float, str, list[float]]] = []  # end, name, what is its own
+        for event in sorted(lane, key=lambda each: (each["ts"], -each.get("dur", 0.0))):
+            begin, end = _span(event)
+            while open_spans and open_spans[-1][0] <= begin:
+                _, name, own = open_spans.pop()
+                yield name, own[0] / 1e6
+            if open_spans:
+                open_spans[-1][2][0] -= end - begin
+            open_spans.append((end, event["name"], [end - begin]))
+        yield from ((name, own[0] / 1e6) for _, name, own in open_spans)

@@ -1,0 +1,212 @@
+"""``--profile``: torch's profiler on some ranks in some steps; their traces lie in one picture.
+
+The clocks of ranks differ. An exchange of all ends on no rank before it has begun on every other,
+which bounds how much: of each pair of clocks from both sides, the tighter the shorter it takes.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from motley.comm.collectives import all_gather_floats
+from motley.config.numbers import StepSpan
+from motley.config.options import Config
+from motley.errors import MotleyError
+from motley.faults import Phase
+from motley.planner.process_group import ProcessGroup, Worker
+from motley.records.run_folder import RunFolder
+from motley.records.trace import TraceClock, step_span_name, write_trace
+from motley.train.recorder import Recorder, Timed
+
+SLOWEST, ALL = "slowest", "all"
+_EXCHANGES = 40
+
+
+def check_profile(config: Config, workers: Sequence[Worker], last: int) -> None:
+    """MotleyError if ``--profile`` and ``--profile-ranks`` name what there is not.
+
+    Args:
+        last: the step before which the run ends.
+    """
+    if config.profile is None:
+        return
+    if config.profile.first >= last:
+        raise MotleyError(
+            f"--profile {config.profile}: the run ends with step {last - 1}; profile earlier ones, "
+            "or train for longer"
+        )
+    ranks = [worker.rank for worker in workers]
+    if isinstance(config.profile_ranks, tuple) and (odd := set(config.profile_ranks) - set(ranks)):
+        raise MotleyError(
+            f"--profile-ranks {','.join(map(str, sorted(odd)))}: those that train are "
+            f"{', '.join(map(str, ranks))}"
+        )
+
+
+class StepProfiler:
+    """Has chosen ranks profiled; a context manager, which all ranks enter.
+
+    Args:
+        machines: which one each rank is on.
+        say: what this rank is at, for the others who wait for it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        group: ProcessGroup,
+        folder: RunFolder,
+        machines: Sequence[int],
+        recorder: Recorder,
+        say: Callable[[Phase], None],
+    ) -> None:
+        self._steps: StepSpan | None = config.profile
+        self._asked, self._ranks = config.profile_ranks, [each.rank for each in group.workers]
+        self._group, self._folder, self._recorder, self._say = group, folder, recorder, say
+        self._beside_first = group.rank is not None and machines[group.rank] == machines[0]
+        self._last_ready: tuple[float, ...] = ()
+        self._chosen: list[int] = []  # of the group, while they are profiled
+        self._running: profile | None = None  # on this one
+        self._spans, self._phase = ExitStack(), ExitStack()
+        self._clock, self._base_ns = TraceClock(0.0, 0.0), 0
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._end()
+        elif self._running is not None:
+            self._close()
+
+    def before(self, step: int) -> None:
+        """A step is about to begin; all ranks call it."""
+        steps = self._steps
+        if steps is None:
+            return
+        if self._chosen and step >= steps.end:
+            self._end()
+        elif step >= steps.first:
+            if not self._chosen and step < steps.end:
+                self._begin()
+            self._next_span(step_span_name(step))
+
+    def enter(self, phase: Phase) -> None:
+        """This rank is at something else from now on."""
+        if self._running is not None:
+            self._phase.close()
+            self._phase.enter_context(record_function(phase.key))
+
+    def undisturbed(self, timed: Timed | None) -> Timed | None:
+        """A step, or None where profiling has made some ranks slower in it."""
+        if self._steps is None or timed is None:
+            return timed
+        if self._chosen:
+            return None
+        self._last_ready = timed.ready_s
+        return timed
+
+    def _begin(self) -> None:
+        ranks = range(self._group.size)
+        if self._asked == ALL:
+            self._chosen = list(ranks)
+        elif self._asked == SLOWEST:
+            ready = self._last_ready or (0.0,) * self._group.size
+            self._chosen = [max(ranks, key=lambda rank: ready[rank])]
+        else:
+            self._chosen = [rank for rank in ranks if self._ranks[rank] in self._asked]
+        self._clock, self._base_ns = compare_clocks()
+        if self._beside_first:
+            self._clock = TraceClock(0.0, 0.0)  # one clock
+        if self._group.rank in self._chosen:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its own begin and end
+            kinds = [ProfilerActivity.CPU]
+            if self._group.device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            self._running = profile(activities=kinds)
+            self._running.start()
+
+    def _next_span(self, name: str) -> None:
+        if self._running is not None:
+            self._phase.close()
+            self._spans.close()
+            self._spans.enter_context(record_function(name))
+
+    def _end(self) -> None:
+        """Write the traces, and say where they are; all ranks call it."""
+        if not self._chosen:
+            return
+        steps, chosen = self._steps, [self._ranks[rank] for rank in self._chosen]
+        self._steps, self._chosen = None, []
+        if self._running is not None:
+            self._say(Phase.SAVE)  # a large trace takes longer than a step
+            self._write(self._close())
+        names = f"rank{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"
+        if self._asked == SLOWEST:
+            names += ", the slowest,"
+        self._recorder.note(
+            "profile",
+            f"profiled steps {steps} of {names}: see where the time went, and put it into one "
+            f"picture, with: python plots/traces.py {self._folder.path}",
+            ranks=chosen,
+        )
+
+    def _close(self) -> profile:
+        running, self._running = self._running, None
+        assert running is not None
+        self._phase.close()
+        self._spans.close()
+        running.stop()
+        return running
+
+    def _write(self, profiled: profile) -> None:
+        worker = self._group.workers[self._group.rank or 0]
+        with tempfile.TemporaryDirectory(dir=self._folder.path) as folder:
+            raw = Path(folder) / "trace.json"
+            profiled.export_chrome_trace(str(raw))
+            exported: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
+            made = Path(folder) / "trace.json.gz"
+            write_trace(made, exported, worker.rank, worker.host, self._clock, self._base_ns)
+            made.replace(self._folder.trace(worker.rank))
+
+
+def compare_clocks() -> tuple[TraceClock, int]:
+    """This rank's clock against the first one's; all ranks call it.
+
+    Returns:
+        The clock, and a time of the first rank's that all know: whole seconds, in nanoseconds.
+    """
+    base_ns = int(all_gather_floats([time.time_ns() // 10**9])[0][0]) * 10**9
+    own: list[tuple[float, float]] = []
+    for _ in range(_EXCHANGES):
+        begin = time.time_ns()
+        all_gather_floats([0.0])
+        own.append(((begin - base_ns) / 1e9, (time.time_ns() - base_ns) / 1e9))
+    told = all_gather_floats([each for pair in own for each in pair])[0]
+    return clock_of(list(zip(told[::2], told[1::2], strict=True)), own), base_ns
+
+
+def clock_of(
+    first: Sequence[tuple[float, float]], own: Sequence[tuple[float, float]]
+) -> TraceClock:
+    """What a clock shows more than another, of when each exchange began and ended by both.
+
+    No exchange ends on one before it has begun on the other. Source: Cristian, Probabilistic clock
+    synchronization, 1989, for what both have seen of the same messages.
+    """
+    least = max(mine[0] - theirs[1] for theirs, mine in zip(first, own, strict=True))
+    most = min(mine[1] - theirs[0] for theirs, mine in zip(first, own, strict=True))
+    return TraceClock((least + most) / 2, (most - least) / 2)
