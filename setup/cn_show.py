@@ -87,6 +87,7 @@ def describe(report: HostReport, network: Network | None, here: Here) -> dict[st
         "environment": _environment(report, here),
         "GPU": _each(report, lambda gpu: gpu.name) or "none",
         "capability": _each(report, _capability),
+        "memory node": _each(report, _memory_node) if _are_apart(report) else "",
         "driver": report.driver or ("fails" if report.gpu_error else "none"),
         "GPU memory free": _each(report, _memory),
         "precision": _each(report, _precision) or " ".join(_reasoned(None)),
@@ -143,6 +144,15 @@ def _each(report: HostReport, say: Callable[[DeviceFacts], str]) -> str:
     if len(set(values)) == 1:
         return f"{len(values)} x {values[0]}" if len(values) > 1 else values[0]
     return ", ".join(f"{gpu.index}: {say(gpu)}" for gpu in report.devices)
+
+
+def _are_apart(report: HostReport) -> bool:
+    """Its GPUs are known to be next to several memory nodes."""
+    return len({gpu.memory_node for gpu in report.devices}) > 1
+
+
+def _memory_node(gpu: DeviceFacts) -> str:
+    return "?" if gpu.memory_node is None else str(gpu.memory_node)
 
 
 def _capability(gpu: DeviceFacts) -> str:

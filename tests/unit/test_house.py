@@ -19,8 +19,8 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 ROOMS = {
     "root": "__init__ __main__ errors extras faults registry text",
     "cluster": (
-        "hostfile facts gpus network slurm partitions launcher login shell ssh fan_out orphans "
-        "processes presence"
+        "hostfile binding facts gpus network slurm partitions launcher login shell ssh fan_out "
+        "orphans processes presence"
     ),
     "records": "lines json_file folder_lock gpu_csv training trace run_folder rates gpu_logger",
     "plan": (

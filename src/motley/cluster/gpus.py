@@ -18,6 +18,8 @@ from typing import Any
 import GPUtil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
+from motley.cluster.binding import node_of_device
+
 MIB = 2**20
 GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
 
@@ -32,6 +34,7 @@ class DeviceFacts:
         memory_total_mib, memory_used_mib: of everybody.
         others_mib: held by other users' processes; None where the driver does not tell.
         others: their names, for example ("alice",).
+        memory_node: the number of the memory node next to it; None: unknown.
         load: 0 to 1. temperature_c: degrees Celsius. power_w: watts.
     """
 
@@ -46,6 +49,7 @@ class DeviceFacts:
     power_w: float | None
     others_mib: float | None
     others: tuple[str, ...]
+    memory_node: int | None = None
 
 
 def read_driver() -> str | None:
@@ -196,6 +200,7 @@ def _nvml_device(index: int, of_gputil: Mapping[str, Any]) -> DeviceFacts | None
     milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
     processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     others_mib, others = _others(processes)
+    place = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
     return DeviceFacts(
         index=index,
         uuid=str(uuid),
@@ -208,6 +213,7 @@ def _nvml_device(index: int, of_gputil: Mapping[str, Any]) -> DeviceFacts | None
         power_w=None if milliwatts is None else milliwatts / 1000,
         others_mib=others_mib,
         others=others,
+        memory_node=node_of_device(_text(place.busId)) if place else None,
     )
 
 
@@ -225,6 +231,11 @@ def _gputil_device(gpu: Any) -> DeviceFacts:
         others_mib=None,
         others=(),
     )
+
+
+def _text(word: str | bytes) -> str:
+    """Older releases of NVML's Python answer in bytes."""
+    return word.decode() if isinstance(word, bytes) else word
 
 
 def _known(value: float) -> float | None:

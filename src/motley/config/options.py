@@ -126,6 +126,11 @@ class BatchOptions:
         "with --shares; all; or these alone",
         PLAN, "auto", read=read_named_hosts, metavar="auto|all|NAME,...",
     )  # fmt: skip
+    bind: bool = option(
+        "let ranks run on any core; default: on those next to their GPU, where a machine has "
+        "several memory nodes and nobody else has chosen",
+        SPEED, True,
+    )  # fmt: skip
     wire: WireMode | None = option("", NUMBERS | PLAN, unset="auto")  # its modes are registered
     epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E")
     max_steps: int | None = option(

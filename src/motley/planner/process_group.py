@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from motley.cluster.binding import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
 from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
@@ -35,6 +36,7 @@ class Worker:
         device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
         uuid: of its GPU; empty without one.
         why: why this precision.
+        cores: that it is kept on, in words; empty: any.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Worker:
     uuid: str
     precision: str
     why: str
+    cores: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,10 @@ class ProcessGroup:
 
 
 def join_process_group(
-    world: World, precision: PerRank[str] | None = None, hosts: str | tuple[str, ...] = "all"
+    world: World,
+    precision: PerRank[str] | None = None,
+    hosts: str | tuple[str, ...] = "all",
+    bind: bool = True,
 ) -> ProcessGroup:
     """Decide who trains and join the process group; every launched rank calls it.
 
@@ -118,6 +124,7 @@ def join_process_group(
 
     Args:
         precision: as ``--precision`` says it; None: auto. hosts: as ``--hosts`` says it.
+        bind: keep ranks on the cores next to their GPUs.
     """
     check_nccl(world)
     gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
@@ -132,7 +139,11 @@ def join_process_group(
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     wanted = (precision or read_precisions("auto")).of(len(participants))
-    workers = world.allgather(None if rank is None else _worker(rank, world, device, wanted[rank]))
+    own = None
+    if rank is not None:
+        cores = _bind(world, device) if bind else ""
+        own = _worker(rank, world, device, wanted[rank], cores)
+    workers = world.allgather(own)
     group = tuple(worker for worker in workers if worker is not None)
     return ProcessGroup(rank, group, left_out, device, _connect(world, rank, group, device))
 
@@ -248,7 +259,22 @@ def gpu_logger(
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)
 
 
-def _worker(rank: int, world: World, device: torch.device, wanted: str) -> Worker:
+def _bind(world: World, device: torch.device) -> str:
+    """Keep this rank next to its device; says where that is, nothing where it may be anywhere."""
+    has_gpu, near = device.type == "cuda", None
+    if has_gpu:
+        own = [each for each in world.nodes[world.rank].devices if each.uuid == _uuid(device.index)]
+        near = own[0].memory_node if own else None
+    node = choose_node(
+        memory_nodes(), near, has_gpu, world.local_rank, world.local_size, os.sched_getaffinity(0)
+    )
+    if node is None:
+        return ""
+    bind_process(node.cores)
+    return node.words()
+
+
+def _worker(rank: int, world: World, device: torch.device, wanted: str, cores: str) -> Worker:
     name, uuid, capability = "cpu", "", None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -268,7 +294,7 @@ def _worker(rank: int, world: World, device: torch.device, wanted: str) -> Worke
         raise MotleyError(
             f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
         )
-    return Worker(world.rank, rank, world.host, name, uuid, precision, why)
+    return Worker(world.rank, rank, world.host, name, uuid, precision, why, cores)
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:

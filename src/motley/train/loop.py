@@ -106,7 +106,7 @@ def train_with(
         run.of_survivors(world)
         group = continuation.group
     else:
-        group = join_process_group(world, config.precision, config.hosts)
+        group = join_process_group(world, config.precision, config.hosts, config.bind)
     world.clock.lap("group")
 
     # All that can be wrong with the options is said before the run's records are touched.

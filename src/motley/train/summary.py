@@ -94,6 +94,7 @@ def print_summary(
         print(
             f"  rank {worker.rank} on {worker.host}: {worker.device}, {worker.precision} "
             f"({worker.why}), {'compiled, ' if compiled else ''}{plan.sentence(number)}"
+            + (f", on {worker.cores}" if worker.cores else "")
             + (f", {predicted.compute_s[number]:.3g} s" if predicted else "")
         )
     for line in group.who_is_left_out():
