@@ -25,7 +25,7 @@ ROOMS = {
     "records": "lines json_file folder_lock gpu_csv training trace run_folder rates gpu_logger",
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
-        "length take_back"
+        "ramp length take_back"
     ),
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass
 
+from motley.plan.ramp import RampedBatch
 from motley.text import seconds_of
 
 
@@ -41,6 +42,11 @@ def _number(text: str, kind: type, low: float, high: float, says: str) -> float:
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
     return int(_number(text, int, 1, 2**62, "a whole number of 1 or more"))
+
+
+def batch_size(text: str) -> int:
+    """A whole number of 1 or more, or a batch that grows; see motley.plan.ramp."""
+    return RampedBatch(text) if ":" in text else positive(text)
 
 
 def steps_or_time(text: str) -> int | Duration:

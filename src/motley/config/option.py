@@ -70,7 +70,7 @@ class Option:
             return self.unset
         if isinstance(value, tuple):
             return list(map(str, value)) if self.several else ",".join(map(str, value))
-        return value if isinstance(value, bool | int | float | str) else str(value)
+        return value if type(value) in (bool, int, float, str) else str(value)
 
     def value_of(self, text: Any) -> Any:
         """What :meth:`text_of` wrote."""

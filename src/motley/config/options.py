@@ -13,6 +13,7 @@ from motley.config.numbers import (
     Duration,
     StepSpan,
     above_zero,
+    batch_size,
     fraction,
     names,
     natural,
@@ -32,6 +33,8 @@ MODEL, NUMBERS, SPEED, PLAN, NOTHING = (
     Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.PLAN, Decides.NOTHING,
 )  # fmt: skip
 SCHEDULES = ("cosine", "tanh", "poly", "step", "multistep")
+# What the rate is multiplied by: this power of the part of the largest batch.
+RAMP_POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 ATTENTION = ("auto", "fused", "efficient", "plain")
 Group = TypeVar("Group")
 
@@ -102,8 +105,13 @@ class BatchOptions:
     """batch and length"""
 
     batch_size: int = option(
-        "GLOBAL batch: samples in one optimizer step over all ranks, default 128",
-        NUMBERS | SPEED, 128, read=positive, metavar="N", short="-b", cell="batch",
+        "GLOBAL batch: samples in one optimizer step over all ranks, default 128; as "
+        "512:2048:32/100M it grows from 512 to 2048, by 32, over the first 100 million samples",
+        NUMBERS | SPEED, 128, read=batch_size, metavar="N|RAMP", short="-b", cell="batch",
+    )  # fmt: skip
+    ramp_lr: str = option(
+        "how the rate grows with a batch that does: none (default), linear, sqrt",
+        NUMBERS, "none", choices=tuple(RAMP_POWERS),
     )  # fmt: skip
     micro_batch: PerRank[int] | None = option(
         "most samples a rank holds at once, one for all or one a rank; default: the fastest that "

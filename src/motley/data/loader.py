@@ -17,6 +17,7 @@ from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.source import Samples
 from motley.launch.process import die_with_parent
 from motley.plan.plan import Plan
+from motley.plan.ramp import ramp_of
 
 _USUAL = 8  # loader processes, where nobody has measured what one reads
 
@@ -46,6 +47,7 @@ class Loader:
     ) -> None:
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
+        self._ramp = ramp_of(config.batch_size)
         self._workers, self.note = workers_that_fit(
             workers_of(samples, config, device, readers),
             0.0 if example is None else bytes_of(example), micro_batch,
@@ -60,9 +62,12 @@ class Loader:
         """The steps of one epoch after its first ``consumed`` samples."""
         order = self.order.epoch(epoch)
         batches = []
-        for start in range(consumed, len(order), plan.global_batch):
-            part = order[start : start + plan.global_batch]
+        while consumed < len(order):
+            used = epoch * len(order) + consumed
+            size = self._ramp.at(used) if used < self._ramp.over else plan.global_batch
+            part = order[consumed : consumed + size]
             batches.append((self._cut(plan.of_batch(len(part)), part), part))
+            consumed += size
         first = seed_of(self._seed, epoch)
         keys = (
             list(map(Key, cut, seeds_of(first, cut)))

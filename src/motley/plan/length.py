@@ -2,7 +2,12 @@
 
 import dataclasses
 import math
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+
+from motley.plan.ramp import Ramp
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Length:
     Attributes:
         epochs: of the whole run. epoch_samples: in each.
         batch: samples in a step; the last one of an epoch may have fewer.
+        ramp: how the batch grows up to that; None: it does not.
         max_steps: where the run ends if that comes before; None: nowhere.
         save_every: steps between checkpoints, 0 for none; None: one at the end of each epoch.
         by_clock: checkpoints are due by the clock, which is not asked here, and at the end.
@@ -38,6 +44,7 @@ class Length:
     max_steps: int | None = None
     save_every: int | None = None
     by_clock: bool = False
+    ramp: Ramp | None = None
 
     @property
     def steps_an_epoch(self) -> int:
@@ -74,6 +81,11 @@ class Length:
             self.ended(position) or position.step % self.save_every == 0
         )
 
+    def full_batch(self, position: TrainState) -> int:
+        """Samples in the step there, if the epoch has as many left."""
+        used = position.epoch * self.epoch_samples + position.consumed
+        return self.ramp.at(used) if self.ramp else self.batch
+
     def updates(self, position: TrainState) -> float:
         """Where the schedule stands, in steps of this batch since the start; whole numbers, the
         steps themselves, unless the batch changed in the middle of the current epoch."""
@@ -83,8 +95,7 @@ class Length:
         """The step at which the run ends, from where it stands."""
         if self.ended(position):
             return position.step
-        later = self.epochs - position.epoch - 1
-        last = position.step + self._epoch_left(position) + later * self.steps_an_epoch
+        last = position.step + sum(self._steps_of_epochs(position))
         return min(last, self.max_steps or last)
 
     def saves_left(self, position: TrainState) -> int:
@@ -96,9 +107,13 @@ class Length:
             return last - position.step
         if every:
             return last // every - position.step // every + (last % every > 0)
-        after_epoch = last - position.step - self._epoch_left(position)
-        return 1 if after_epoch < 0 else 1 + math.ceil(after_epoch / self.steps_an_epoch)
+        ends = list(accumulate(self._steps_of_epochs(position), initial=position.step))
+        return bisect_left(ends, last)  # an epoch that is cut short counts too
 
-    def _epoch_left(self, position: TrainState) -> int:
-        """Steps until the current epoch ends."""
-        return math.ceil((self.epoch_samples - position.consumed) / self.batch)
+    def _steps_of_epochs(self, position: TrainState) -> Iterator[int]:
+        """Of what is left of the current epoch, and of each later one."""
+        for epoch in range(position.epoch, self.epochs):
+            begin = epoch * self.epoch_samples
+            consumed = position.consumed if epoch == position.epoch else 0
+            ramp = self.ramp or Ramp(self.batch, self.batch)
+            yield ramp.steps(begin + consumed, begin + self.epoch_samples)

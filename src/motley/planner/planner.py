@@ -13,6 +13,7 @@ from motley.launch.world import World
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
 from motley.plan.plan import make_plan, whole_shares
+from motley.plan.ramp import ramp_of
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import Planned, measure_and_plan
@@ -68,13 +69,16 @@ def plan_batch(
     return group, planned
 
 
-def check_grain(task: Task, global_batch: int) -> int:
+def check_grain(task: Task, batch_size: int) -> int:
     """The samples of a task that stay together; MotleyError unless the batch is whole groups."""
     grain = task.grain
-    if global_batch % grain:
+    for global_batch in ramp_of(batch_size).batches():
+        if global_batch % grain == 0:
+            continue
         less = global_batch // grain * grain
+        said = global_batch if batch_size == global_batch else f"{batch_size}: {global_batch}"
         raise MotleyError(
-            f"--batch-size {global_batch} is no multiple of {grain}, and {grain} samples "
+            f"--batch-size {said} is no multiple of {grain}, and {grain} samples "
             f"{task.grain_is}; take {f'{less} or ' if less else ''}{less + grain}"
         )
     return grain

@@ -52,7 +52,7 @@ from motley.train.recovery import (
 )
 from motley.train.rescue import Rescue, arm_rescue, pause
 from motley.train.save_timer import SaveTimer
-from motley.train.schedule import rate_of
+from motley.train.schedule import rate_of, set_rate
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, records_of
 from motley.train.survivor import Survivor
@@ -243,7 +243,8 @@ class Loop:
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
         seed_random(seed_of(job.config.seed, dist.get_rank(), self._state.step), job.engine.device)
-        job.schedule.step_update(job.length.updates(self._state))  # type: ignore[arg-type]
+        length, here = job.length, self._state
+        set_rate(job.schedule, length.updates(here), length.full_batch(here), job.config)
         for micro_batch, last in micro_batches:
             job.engine.clock.lap("data")
             job.engine.accumulate(micro_batch, batch.global_batch, last)

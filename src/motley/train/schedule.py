@@ -4,7 +4,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch.optim import Optimizer
 
-from motley.config.options import Config
+from motley.config.options import RAMP_POWERS, Config
 
 
 def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> Scheduler:
@@ -24,6 +24,19 @@ def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> 
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     return schedule
+
+
+def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) -> None:
+    """For the step that comes.
+
+    Args:
+        updates: where the schedule stands; see Length. batch: samples in a full step there.
+    """
+    schedule.step_update(updates)  # type: ignore[arg-type]
+    factor = (batch / int(config.batch_size)) ** RAMP_POWERS[config.ramp_lr]
+    if factor != 1.0:
+        for group in schedule.optimizer.param_groups:
+            group["lr"] *= factor
 
 
 def rate_of(optimizer: Optimizer) -> float:

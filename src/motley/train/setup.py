@@ -21,6 +21,7 @@ from motley.errors import MotleyError
 from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
+from motley.plan.ramp import ramp_of
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
@@ -201,7 +202,7 @@ def assemble(
     length = Length(
         config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
         save_every=None if isinstance(every, Duration) else every,
-        by_clock=isinstance(every, Duration),
+        by_clock=isinstance(every, Duration), ramp=ramp_of(config.batch_size),
     )  # fmt: skip
     return Job(
         config, run, plan, loader, model, engine,

@@ -10,6 +10,7 @@ from motley.config.options import Config
 from motley.launch.world import World
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
+from motley.plan.ramp import growth, ramp_of
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import identity_of, task_of
@@ -103,6 +104,8 @@ def print_summary(
         print(f"  {line}")
     counts = " + ".join(map(str, plan.counts))
     print(f"  a step is {plan.global_batch} samples = {counts}, over {group.backend}, {plan.wire}")
+    for line in growth(ramp_of(config.batch_size)):
+        print(f"  {line}")
     if predicted:
         print(f"  {predicted.sentence(task.unit, task.weight)}")
     for line in planned.advice:

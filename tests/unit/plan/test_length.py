@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from motley.plan.length import Length, TrainState
+from motley.plan.ramp import Ramp
 from motley.train.command_line import read_config, training_parser
 from motley.train.schedule import make_schedule, rate_of
 
@@ -18,11 +19,17 @@ def walk(length: Length, start: TrainState, until: int | None = None) -> list[Tr
     here, seen = start, []
     while not length.ended(here) and (until is None or here.step < until):
         seen.append(here)
-        here = length.after(here, min(length.batch, length.epoch_samples - here.consumed))
+        here = length.after(
+            here, min(length.full_batch(here), length.epoch_samples - here.consumed)
+        )
     return [*seen, here]
 
 
 EPOCHS, SAMPLES, BATCH = st.integers(1, 5), st.integers(1, 60), st.integers(1, 70)
+RAMP = st.builds(
+    lambda first, by, times, over: Ramp(first, first + by * times, by, over),
+    st.integers(1, 20), st.integers(1, 9), st.integers(1, 6), st.integers(0, 200),
+)  # fmt: skip
 
 
 @given(EPOCHS, SAMPLES, BATCH, BATCH, st.integers(0, 300))
@@ -49,6 +56,20 @@ def test_checkpoints_are_counted_as_they_are_made(
     assert length.saves_left(here) == len(made)
     if every is None and most is None:  # one an epoch
         assert all(each.consumed == 0 for each in made)
+
+
+@given(EPOCHS, SAMPLES, RAMP, st.sampled_from([None, 0, 1, 3, 7]), st.integers(1, 90) | st.none(),
+       st.integers(0, 50))  # fmt: skip
+def test_steps_and_checkpoints_of_a_batch_that_grows_are_counted_as_they_are_made(
+    epochs: int, samples: int, ramp: Ramp, every: int | None, most: int | None, start: int
+) -> None:
+    length = Length(epochs, samples, ramp.most, most, every, ramp=ramp)
+    here = walk(Length(epochs, samples, ramp.most, ramp=ramp), TrainState(), start)[-1]
+    seen = walk(length, here)
+    assert length.last_step(here) == seen[-1].step
+    assert length.saves_left(here) == sum(length.saves(each) for each in seen[1:])
+    progress = [length.updates(each) for each in seen]
+    assert progress == sorted(progress)
 
 
 def test_by_the_clock_the_last_step_alone_is_known() -> None:
