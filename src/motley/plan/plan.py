@@ -247,8 +247,9 @@ def make_plan(
             f"and a micro-batch holds them; give {grain} or more"
         )
     return Plan(
-        global_batch, tuple(shares), tuple(max_micro_batch), wire, buckets=buckets, grain=grain
-    )
+        int(global_batch),  # of one that grows, the largest
+        tuple(shares), tuple(max_micro_batch), wire, buckets=buckets, grain=grain,
+    )  # fmt: skip
 
 
 def _count(number: int, noun: str) -> str:
