@@ -22,7 +22,7 @@ LAB_GPU_COLUMNS = (
 )  # fmt: skip
 OUR_GPU_COLUMNS = (
     "Host", "GPU_UUID", "Power_W", "Others_Mem_MB", "Others", "Step", "Monotonic_s",
-    "CPU_Name", "CPU_Load", "RAM_Used_MB", "RAM_Total_MB",
+    "CPU_Name", "CPU_Load", "RAM_Used_MB", "RAM_Total_MB", "SHM_Used_MB", "SHM_Total_MB",
 )  # fmt: skip
 
 
@@ -30,18 +30,21 @@ class GpuLog:
     """Appends rows to a GPU log; the header is the lab's eleven columns, then ours:
 
     ``2026-11-21 03:12:44.120,0,2,0.143,0,NVIDIA H200,0.98,143000,771,143771,41.0,a,
-    GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072``
+    GPU-8c..,312.5,0,,57,8123.44,AMD EPYC,0.12,9211,131072,12,65536``
+
+    A log that another version began keeps its columns.
     """
 
     def __init__(self, path: Path) -> None:
-        new = not _has_header(path)
-        if new:
+        begun = _columns(path)
+        if not begun:
             path.unlink(missing_ok=True)
         self._file = open_to_append(path, newline="")
         self._writer = csv.DictWriter(
-            self._file, LAB_GPU_COLUMNS + OUR_GPU_COLUMNS, extrasaction="raise", restval=""
-        )
-        if new:
+            self._file, begun or LAB_GPU_COLUMNS + OUR_GPU_COLUMNS, restval="",
+            extrasaction="ignore" if begun else "raise",
+        )  # fmt: skip
+        if not begun:
             self._writer.writeheader()
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -53,12 +56,13 @@ class GpuLog:
         self._file.close()
 
 
-def _has_header(path: Path) -> bool:
-    """A first line that is whole; before it there is nothing to lose."""
+def _columns(path: Path) -> list[str]:
+    """Those of a log that is there; none before a first line that is whole: nothing is lost."""
     if not path.exists():
-        return False
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline()
+    return _fields(first) if first.endswith("\n") else []
 
 
 def find_gpu_logs(paths: list[Path]) -> list[Path]:

@@ -5,6 +5,8 @@ costs is a part of a thousand of these 2 s at most, whatever nvidia-smi takes to
 """
 
 import contextlib
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +19,9 @@ import psutil
 from motley.cluster.facts import cpu_name
 from motley.cluster.gpus import MIB, DeviceFacts, GpuSampler
 from motley.records.gpu_csv import GpuLog
+
+_SHARED = "/dev/shm"  # through which loader processes pass batches
+_FULL, _ROOM = 0.8, 0.7  # parts of it that are used: said from there on, and again after this
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class GpuLogger:
         self._log, self._host, self._ranks = log, host, ranks
         self._progress, self._interval = progress, interval
         self._cpu = cpu_name()
+        self._shared_is_full = False
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._sample_until_closed, name="gpu-log", daemon=True
@@ -83,8 +89,24 @@ class GpuLogger:
                     for row in self._rows(sampler):
                         self._log.write(row)
 
+    def _shared_memory(self) -> tuple[int, int] | None:
+        """Bytes of it that are used, and all; None where there is none. Says it once when it
+        becomes full."""
+        try:
+            there = shutil.disk_usage(_SHARED)
+        except OSError:
+            return None
+        if not there.total:
+            return None
+        part = there.used / there.total
+        if part > _FULL and not self._shared_is_full:
+            print(full_text(self._host, there.used, there.total), file=sys.stderr, flush=True)
+        self._shared_is_full = part > (_ROOM if self._shared_is_full else _FULL)
+        return there.used, there.total
+
     def _rows(self, sampler: GpuSampler) -> Iterator[dict[str, Any]]:
         progress, memory = self._progress(), psutil.virtual_memory()
+        shared = self._shared_memory()
         common = {
             "Timestamp": datetime.now().isoformat(sep=" ", timespec="milliseconds"),
             "Monotonic_s": round(time.monotonic(), 3),
@@ -97,12 +119,23 @@ class GpuLogger:
             "CPU_Load": psutil.cpu_percent() / 100,
             "RAM_Used_MB": round((memory.total - memory.available) / MIB),
             "RAM_Total_MB": round(memory.total / MIB),
+            "SHM_Used_MB": shared and round(shared[0] / MIB),
+            "SHM_Total_MB": shared and round(shared[1] / MIB),
         }
         devices = sampler.sample()
         if not devices:
             yield common
         for device in devices:
             yield {**common, "Rank": self._ranks.get(device.uuid), **_gpu_columns(device)}
+
+
+def full_text(host: str, used: float, total: float) -> str:
+    """What is said of shared memory that is nearly full, of bytes."""
+    return (
+        f"motley: {_SHARED} on {host} is {used / total:.0%} full ({used / MIB:,.0f} of "
+        f"{total / MIB:,.0f} MiB); a loader process that finds no room there dies: take fewer with "
+        "--workers (0: none), or make more room (of a container: --shm-size)"
+    )
 
 
 def _gpu_columns(device: DeviceFacts) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """GPUs as NVML and GPUtil tell of them: a driver made up here, and a real card's nvidia-smi."""
 
+import csv
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from motley.cluster import gpus
 from motley.cluster.gpus import GpuSampler, read_devices
-from motley.records.gpu_csv import GpuLog, read_gpu_log
+from motley.records import gpu_logger
+from motley.records.gpu_csv import LAB_GPU_COLUMNS, GpuLog, read_gpu_log
 from motley.records.gpu_logger import GpuLogger, Progress
 
 # What an H200 answers (driver 580.159.04) to what GPUtil 1.4.0 asks.
@@ -169,6 +171,37 @@ def test_the_log_outlives_a_driver_that_restarts(
     assert (last.gpu, last.uuid, last.load, last.power_w) == ("1", "GPU-1", 0.08, 312.5)
     assert path.read_text().splitlines()[-1].split(",")[1] == "3"
     assert driver.opened == driver.closed == 2
+
+
+def test_shared_memory_that_becomes_full_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, seen = tmp_path / "gpu.a.csv", []
+    parts = iter([0.5, 0.81, 0.9, 0.75, 0.82, 0.6, 0.85])
+
+    def usage(_: str) -> SimpleNamespace:
+        seen.append(next(parts, 0.3))
+        return SimpleNamespace(used=int(seen[-1] * 64 * 2**20), total=64 * 2**20)
+
+    monkeypatch.setattr(gpu_logger.shutil, "disk_usage", usage)
+    with GpuLogger(GpuLog(path), "a", {"": 0}, Progress, interval=0.01):
+        until(lambda: len(seen) > 8)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" full")[0].rpartition(" ")[2] for line in said] == ["81%", "85%"]
+    assert said[0].startswith("motley: /dev/shm on a is 81% full (52 of 64 MiB)")
+    rows = list(csv.DictReader(path.open()))
+    assert {(row["SHM_Used_MB"], row["SHM_Total_MB"]) for row in rows} >= {("32", "64")}
+
+
+def test_a_log_that_an_older_version_began_keeps_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.a.csv"
+    older = [*LAB_GPU_COLUMNS, "Host", "CPU_Load"]
+    path.write_text(",".join(older) + "\n")
+    log = GpuLog(path)
+    log.write({"Timestamp": "2026-11-21 03:12:44.120", "CPU_Load": 0.5, "SHM_Used_MB": 7})
+    log.close()
+    (sample,) = read_gpu_log(path)
+    assert sample.load == 0.5 and path.read_text().splitlines()[1].count(",") == len(older) - 1
 
 
 def until(true: Any) -> None:
