@@ -243,6 +243,8 @@ class AllRanksWatch:
         if "heartbeat" in message:
             self._watchdog.hear(status, Heartbeat.read(message["heartbeat"]))
         elif "stop" in message:  # we were away, and another rank has spoken
+            if self._own.reaper:
+                self._own.reaper.tell(fault=None)
             self._own.leave(message["stop"])
         elif message.get("group", self._own.group) != self._own.group:
             pass  # it is an echo of a loss that all have heard of
