@@ -264,7 +264,7 @@ class Loop:
                 return False  # the same samples, as the new plan cuts them
         check_numbers(job, self._plan, before, result, indices)
         rate = rate_of(job.engine.optimizer)
-        timed = self._profiler.undisturbed(self._recorder.step(before, rate, batch, result))
+        timed = self._profiler.after(self._recorder.step(before, rate, batch, result))
         self._state = job.length.after(before, batch.global_batch)
         self._rescue.whole(self._state, self._plan)
         if not self._save():

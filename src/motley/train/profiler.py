@@ -6,13 +6,13 @@ which bounds how much: of each pair of clocks from both sides, the tighter the s
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -74,8 +74,9 @@ class StepProfiler:
         self._beside_first = group.rank is not None and machines[group.rank] == machines[0]
         self._last_ready: tuple[float, ...] = ()
         self._chosen: list[int] = []  # of the group, while they are profiled
+        self._disturbed = False  # the step before
         self._running: profile | None = None  # on this one
-        self._spans, self._phase = ExitStack(), ExitStack()
+        self._step, self._phase = ExitStack(), ExitStack()  # spans that are open
         self._clock, self._base_ns = TraceClock(0.0, 0.0), 0
 
     def __enter__(self) -> "StepProfiler":
@@ -102,7 +103,8 @@ class StepProfiler:
         elif step >= steps.first:
             if not self._chosen and step < steps.end:
                 self._begin()
-            self._next_span(step_span_name(step))
+            if self._running is not None:
+                self._step.enter_context(record_function(step_span_name(step)))
 
     def enter(self, phase: Phase) -> None:
         """This rank is at something else from now on."""
@@ -110,13 +112,21 @@ class StepProfiler:
             self._phase.close()
             self._phase.enter_context(record_function(phase.key))
 
-    def undisturbed(self, timed: Timed | None) -> Timed | None:
-        """A step, or None where profiling has made some ranks slower in it."""
-        if self._steps is None or timed is None:
-            return timed
-        if self._chosen:
+    def after(self, timed: Timed | None) -> Timed | None:
+        """A step has ended.
+
+        Args:
+            timed: the one before it.
+
+        Returns:
+            The same; None where profiling has made some ranks slower in it.
+        """
+        self._close_spans()
+        disturbed, self._disturbed = self._disturbed, bool(self._chosen)
+        if disturbed or self._disturbed:
             return None
-        self._last_ready = timed.ready_s
+        if timed is not None:
+            self._last_ready = timed.ready_s
         return timed
 
     def _begin(self) -> None:
@@ -139,11 +149,9 @@ class StepProfiler:
             self._running = profile(activities=kinds)
             self._running.start()
 
-    def _next_span(self, name: str) -> None:
-        if self._running is not None:
-            self._phase.close()
-            self._spans.close()
-            self._spans.enter_context(record_function(name))
+    def _close_spans(self) -> None:
+        self._phase.close()
+        self._step.close()
 
     def _end(self) -> None:
         """Write the traces, and say where they are; all ranks call it."""
@@ -167,20 +175,26 @@ class StepProfiler:
     def _close(self) -> profile:
         running, self._running = self._running, None
         assert running is not None
-        self._phase.close()
-        self._spans.close()
+        self._close_spans()
         running.stop()
         return running
 
     def _write(self, profiled: profile) -> None:
         worker = self._group.workers[self._group.rank or 0]
-        with tempfile.TemporaryDirectory(dir=self._folder.path) as folder:
-            raw = Path(folder) / "trace.json"
-            profiled.export_chrome_trace(str(raw))
-            exported: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
-            made = Path(folder) / "trace.json.gz"
-            write_trace(made, exported, worker.rank, worker.host, self._clock, self._base_ns)
-            made.replace(self._folder.trace(worker.rank))
+        try:
+            with tempfile.TemporaryDirectory(dir=self._folder.path) as folder:
+                raw, made = Path(folder) / "trace.json", Path(folder) / "trace.json.gz"
+                profiled.export_chrome_trace(str(raw))
+                text = raw.read_text(encoding="utf-8", errors="replace")
+                write_trace(
+                    made, json.loads(text), worker.rank, worker.host, self._clock, self._base_ns
+                )
+                made.replace(self._folder.trace(worker.rank))
+        except (OSError, ValueError) as error:  # a full disk ends no training for a picture
+            print(
+                f"motley: the trace of rank {worker.rank} on {worker.host} could not be written: "
+                f"{error}", file=sys.stderr, flush=True,
+            )  # fmt: skip
 
 
 def compare_clocks() -> tuple[TraceClock, int]:
