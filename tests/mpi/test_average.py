@@ -43,14 +43,14 @@ def averaged_scores(run: Trained, step: int) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def alone(module_jobs: Jobs) -> Trained:
     """One rank."""
-    words = ("--save-every", 1, "--keep", 9)
+    words = ("--save-every", 1, "--keep", 9, "--shares", "equal")
     return module_jobs.train(1, DDP, "alone", *WORDS, *words)
 
 
 def test_it_is_what_its_definition_says_and_changes_nothing_else(
     module_jobs: Jobs, alone: Trained
 ) -> None:
-    plain = module_jobs.train(1, DDP, "plain", *PLAIN)
+    plain = module_jobs.train(1, DDP, "plain", *PLAIN, "--shares", "equal")
     assert plain.losses == alone.losses
     before = saved(alone, 1)
     for step in range(2, LAST + 1):
