@@ -33,14 +33,14 @@ def words(found: TraceSummary) -> list[str]:
 
 def tell(run: RunFolder, out: Path | None) -> None:
     """Print what the traces of a run say, and put them together."""
-    for path in run.traces():
-        for line in words(summarise(read_trace(path))):
-            print(line)
+    traces = [read_trace(path) for path in run.traces()]
+    for trace in traces:
+        print("\n".join(words(summarise(trace))))
     into = run.trace_of_all()
     if out is not None:
         into = out / f"{run.path.resolve().name}.{into.name}"
         out.mkdir(parents=True, exist_ok=True)
-    merge_traces(run.traces(), into)
+    merge_traces(traces, into)
     print(into)
 
 

@@ -18,6 +18,9 @@ class Duration:
         return self.text
 
 
+SLOWEST, ALL = "slowest", "all"  # of the ranks that are profiled
+
+
 @dataclass(frozen=True)
 class StepSpan:
     """Steps from ``first`` to the one before ``end``."""
@@ -105,4 +108,4 @@ def step_span(text: str) -> StepSpan:
 
 def profiled(text: str) -> str | tuple[int, ...]:
     """``slowest``, ``all``, or ranks between commas."""
-    return text if text in ("slowest", "all") else naturals(text)
+    return text if text in (SLOWEST, ALL) else naturals(text)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from motley.config.numbers import (
+    SLOWEST,
     Duration,
     StepSpan,
     above_zero,
@@ -243,7 +244,7 @@ class RecordOptions:
     )  # fmt: skip
     profile_ranks: str | tuple[int, ...] = option(
         "which ranks it profiles: slowest (default), all, or these",
-        NOTHING, "slowest", read=profiled, metavar="slowest|all|R,...",
+        NOTHING, SLOWEST, read=profiled, metavar="slowest|all|R,...",
     )  # fmt: skip
     tensorboard: bool = option(
         "also write TensorBoard files (needs: pip install tensorboard)", NOTHING, False

@@ -79,8 +79,7 @@ class ZeroEngine(EngineBase):
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
-        # A block's parameters are gathered together.
-        if self._stage == 3:
+        if self._stage == 3:  # a block's parameters are gathered together
             blocks = list(model.task.blocks(model.net).values())
             if blocks and _all_hear_of_gradients(model, blocks):
                 utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))

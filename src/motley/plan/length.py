@@ -84,7 +84,7 @@ class Length:
     def full_batch(self, position: TrainState) -> int:
         """Samples in the step there, if the epoch has as many left."""
         used = position.epoch * self.epoch_samples + position.consumed
-        return self.ramp.at(used) if self.ramp else self.batch
+        return self._growth.at(used)
 
     def updates(self, position: TrainState) -> float:
         """Where the schedule stands, in steps of this batch since the start; whole numbers, the
@@ -110,10 +110,13 @@ class Length:
         ends = list(accumulate(self._steps_of_epochs(position), initial=position.step))
         return bisect_left(ends, last)  # an epoch that is cut short counts too
 
+    @property
+    def _growth(self) -> Ramp:
+        return self.ramp or Ramp(self.batch, self.batch)
+
     def _steps_of_epochs(self, position: TrainState) -> Iterator[int]:
         """Of what is left of the current epoch, and of each later one."""
         for epoch in range(position.epoch, self.epochs):
             begin = epoch * self.epoch_samples
             consumed = position.consumed if epoch == position.epoch else 0
-            ramp = self.ramp or Ramp(self.batch, self.batch)
-            yield ramp.steps(begin + consumed, begin + self.epoch_samples)
+            yield self._growth.steps(begin + consumed, begin + self.epoch_samples)

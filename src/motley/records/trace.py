@@ -13,7 +13,7 @@ one (``forward``, ``all-reduce``, ...), or what torch's profiler names.
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,8 @@ def write_trace(
     _write(path, [about], base_ns, events)
 
 
-def merge_traces(paths: Iterable[Path], into: Path) -> None:
+def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
     """Put traces of one profile into one file; MotleyError if they are of several."""
-    traces = [read_trace(path) for path in paths]
     bases = {trace["baseTimeNanoseconds"] for trace in traces}
     if len(bases) > 1:
         raise MotleyError(

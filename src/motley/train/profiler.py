@@ -17,7 +17,7 @@ from types import TracebackType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from motley.comm.collectives import all_gather_floats
-from motley.config.numbers import StepSpan
+from motley.config.numbers import ALL, SLOWEST, StepSpan
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -26,7 +26,6 @@ from motley.records.run_folder import RunFolder
 from motley.records.trace import TraceClock, step_span_name, write_trace
 from motley.train.recorder import Recorder, Timed
 
-SLOWEST, ALL = "slowest", "all"
 _EXCHANGES = 40
 
 

@@ -66,7 +66,7 @@ def test_times_are_those_of_the_first_ranks_clock(tmp_path: Path) -> None:
 
 def test_ranks_lie_in_one_file_and_are_told_apart(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"{rank}.json.gz", CPU, rank) for rank in (0, 3)]
-    merge_traces(paths, tmp_path / "all.json.gz")
+    merge_traces(list(map(read_trace, paths)), tmp_path / "all.json.gz")
     trace = read_trace(tmp_path / "all.json.gz")
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     assert sorted(names.values()) == ["rank 0 on b", "rank 3 on b"]
@@ -78,7 +78,7 @@ def test_traces_of_two_profiles_are_not_put_together(tmp_path: Path) -> None:
     one, other = written(tmp_path / "0.json.gz", CPU), tmp_path / "1.json.gz"
     write_trace(other, {"traceEvents": CPU}, 1, "b", TraceClock(0, 0), BASE_NS + 10**9)
     with pytest.raises(MotleyError, match="several profiles"):
-        merge_traces([one, other], tmp_path / "all.json.gz")
+        merge_traces([read_trace(one), read_trace(other)], tmp_path / "all.json.gz")
 
 
 def test_where_the_time_of_a_processor_went(tmp_path: Path) -> None:
