@@ -1,14 +1,14 @@
 """What the tests share: jobs, and what a lab installs."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
-from lanes import Lanes, lane_of, take_place
+from lanes import MEASURED_AGAIN, Lanes, lane_of, machine, take_place
 from warm.ranks import WarmRanks
 from warm.script import MODULES
 
@@ -25,15 +25,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Lanes:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no worker is left with it in the end."""
+    """What takes longest comes first, so that no worker is left with it in the end.
+
+    Only what needs the machine alone comes later.
+    """
     order = ("tests/mpi/test_fuzz_exact", "tests/mpi/", "tests/unit/")
 
-    def place(item: pytest.Item) -> tuple[bool, int, bool]:
+    def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
         path, lane = item.nodeid, lane_of(item.nodeid)
         rank = next(n for n, start in enumerate(order) if path.startswith(start) or n == 2)
-        return lane != "labs", rank, lane is None
+        return lane == "alone", lane != "labs", rank, lane is None
 
     items.sort(key=place)
+    for item in items:
+        if lane_of(item.nodeid) == "alone":
+            item.add_marker(pytest.mark.flaky(reruns=MEASURED_AGAIN))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With its fixtures."""
+    with machine(item):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,24 +3,36 @@
 A test with a lab waits for most of its time: for a host that is frozen, a cable that is cut, a
 processor of which a host has a third. It says how long things take, so no other of its kind runs
 beside it; and no two that start mpirun here, and say how soon all has ended, run beside each other.
+What compares two times that this machine takes has it alone, in the end, while the other worker
+waits; and because it may not be this machine's only guest, each is measured up to three times.
 All others only compute. They run file after file in whichever worker of pytest-xdist is free, at a
 lower priority: they take what is left.
 """
 
 import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from warm.ranks import keep_place
 from xdist.scheduler import LoadScopeScheduling
 
 LANES = {
-    "labs": ("tests/lab/", "tests/mpi/test_replan.py"),  # which measures speeds
+    "alone": (
+        "tests/lab/test_start.py",
+        "tests/mpi/test_input.py",
+        "tests/mpi/test_replan.py",
+        "tests/unit/planner/test_input.py",
+    ),
+    "labs": ("tests/lab/",),
     "mpirun": tuple(
         f"tests/mpi/test_{name}.py"
         for name in ("ending", "silence", "setup_mpi", "same_code", "baselines", "infer")
     ),
 }
+MEASURED_AGAIN = 2  # times, where a comparison fails
 LATER = 10  # the priority of all others: a tenth of a processor's time beside one of a lane
 
 
@@ -35,6 +47,25 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         """See LoadScopeScheduling."""
         return lane_of(nodeid) or nodeid.partition("::")[0]
+
+
+@contextlib.contextmanager
+def machine(item: pytest.Item) -> Iterator[None]:
+    """During a test: shared with the other worker's, or had alone.
+
+    Two files of this clone are what the workers lock: whoever wants all of the machine keeps the
+    door (this file) while it waits for the room (its folder's other file) to be empty.
+    """
+    alone = lane_of(item.nodeid) == "alone"
+    with Path(__file__).open() as door, Path(__file__).with_name("project.py").open() as room:
+        # Unlocked by name: processes that a test forks have these files open too.
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)
 
 
 def take_place(item: pytest.Item) -> None:
