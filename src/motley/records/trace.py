@@ -49,7 +49,8 @@ class TraceSummary:
         busiest: name, seconds and calls: of a GPU's kernels, else of operators, less those that
             they call; what took longest first.
         wire: part of the time in which something was on the wire.
-        waited: part in which the rank did nothing but wait for that.
+        waited: part in which the rank did nothing but wait for that: in which its GPU did nothing
+            else, or its processor was at that phase.
         idle: part in which its GPU had nothing to do, else in which no operator ran.
     """
 
@@ -157,7 +158,6 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
     whole = (min(_span(each)[0] for each in steps), max(_span(each)[1] for each in steps))
     device = [event for event in spans if event.get("cat") in _DEVICE]
     wire = [event for event in device or notes if event["name"].startswith(_WIRE)]
-    waits = [event for event in notes if event["name"] == Phase.ALL_REDUCE.key]
     threads = {event["tid"] for event in steps}
     own = [e for e in spans if e.get("cat") == "cpu_op" and e["tid"] in threads]
     total = whole[1] - whole[0]
@@ -165,9 +165,19 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
         about["rank"], about["host"], len(steps), total / 1e6, bool(device),
         _busiest(device, most) if device else _busiest(own, most),
         _covered(wire, whole) / total,
-        _covered(waits, whole) / total,
+        _waited(device, notes, whole) / total,
         1 - _covered(device or own, whole) / total,
     )  # fmt: skip
+
+
+def _waited(device: Sequence[Event], notes: Sequence[Event], whole: Span) -> float:
+    """Time in which a rank did nothing but wait for the wire, microseconds. Whoever computes on a
+    GPU is at that phase while the GPU still computes."""
+    if not device:
+        waits = [event for event in notes if event["name"] == Phase.ALL_REDUCE.key]
+        return _covered(waits, whole)
+    computes = [event for event in device if not event["name"].startswith(_WIRE)]
+    return _covered(device, whole) - _covered(computes, whole)
 
 
 def _span(event: Event) -> Span:

@@ -145,7 +145,7 @@ class StepProfiler:
             kinds = [ProfilerActivity.CPU]
             if self._group.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)
-            self._running = profile(activities=kinds)
+            self._running = profile(activities=kinds, acc_events=True)  # else it warns of cycles
             self._running.start()
 
     def _close_spans(self) -> None:
@@ -163,7 +163,7 @@ class StepProfiler:
             self._write(self._close())
         names = f"rank{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"
         if self._asked == SLOWEST:
-            names += ", the slowest,"
+            names += ", the slowest"
         self._recorder.note(
             "profile",
             f"profiled steps {steps} of {names}: see where the time went, and put it into one "
