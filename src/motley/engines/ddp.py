@@ -1,7 +1,6 @@
 """The torch.distributed engine: DistributedDataParallel with unequal shares."""
 
 import contextlib
-import gc
 import warnings
 import weakref
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.reducer import Bucket, Reducer, Unsent
 from motley.data.batch import Batch
-from motley.engines.memory import out_of_memory, shortage
+from motley.engines.memory import collect, out_of_memory, shortage
 from motley.engines.named_state import part_of
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
@@ -152,7 +151,7 @@ class DdpEngine(SynchronousEngine):
         del self._ddp
         self._buckets.clear()
         self.optimizer.zero_grad(set_to_none=True)
-        gc.collect()  # the old one has to take its hooks off first
+        collect()  # the old one has to take its hooks off first
         try:
             self._wrap()
         except (RuntimeError, MemoryError) as error:

@@ -19,7 +19,7 @@ from motley.comm.collectives import release_groups
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.order import seed_of
-from motley.engines.memory import release
+from motley.engines.memory import collect, release
 from motley.engines.named_state import seed_random
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
@@ -151,6 +151,7 @@ def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, rescu
     say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
     profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
     gpus = gpu_logger(world, group, run.folder, lambda: recorder.progress, interval)
+    collect()
     with gpus, recorder, profiler:
         evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
