@@ -18,7 +18,7 @@ from motley.plan.speed_table import SpeedTable
 
 _SECONDS = 0.2  # of reading
 _BATCH = 8  # samples that are put together
-_AHEAD = 1.25  # times what the device computes: readers that are late once catch up
+_AHEAD = 2.0  # times what the device computes: each reads a whole batch, and is late now and then
 _MOST = 16  # loader processes of a rank
 
 
