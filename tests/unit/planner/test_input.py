@@ -78,7 +78,7 @@ def test_a_reader_is_timed_and_draws_no_random_numbers_of_the_models() -> None:
         (CPU, 1, (8, 1, 1), 1, True, 1),  # on a core that is free
         (CPU, 4, (8, 1, 6), 4, True, 2),  # on two of them
         (CPU, 2, (2, 1, 2), 2, False, 2),  # on the cores that compute
-        (GPU, None, (16, 1), 4, True, 4),  # 200 samples a second, and as many more
+        (GPU, None, (16, 1), 5, True, 5),  # 200 samples a second, and as many more
         (GPU, None, (16, 8), 1, True, 1),  # more would keep it busy, had it more cores
         (GPU, 8, (16, 2), 8, True, 7),  # one core feeds the GPU
         (GPU, 0, (16, 1), 0, False, 1),
