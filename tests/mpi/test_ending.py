@@ -43,14 +43,18 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
 
 
 FAILING = """
-import os, sys, torch.distributed as dist, torch
+import os, sys, time, torch.distributed as dist, torch
 from motley.launch.world import run
 from motley.planner.process_group import join_process_group
+
+def record(event):
+    time.sleep(event["after"])
+    open("/dev/full", "w").write(str(event) * 9999)
 
 def main(world):
     join_process_group(world)
     world.supervisor.step = 7
-    world.supervisor.on_event = lambda event: open("/dev/full", "w").write(str(event) * 9999)
+    world.supervisor.on_event = record
     dist.all_reduce(torch.ones(9))
     if world.rank == 1:
         {failure}
@@ -68,7 +72,9 @@ run(main)
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
         ("os.kill(os.getpid(), 11)", "rank 1 on .*: crashed .*: Segmentation fault; its traceback"),
         ("os.abort()", "rank 1 on .*: crashed in compiled code: Aborted; its traceback above"),
-        ("world.supervisor.tell({'kind': 'x'})", "rank 0 on .*: OSError: .*No space left"),
+        ("world.supervisor.tell({'after': 0})", "rank 0 on .*: OSError: .*No space left"),
+        # When all are done.
+        ("world.supervisor.tell({'after': 1})", "rank 0 on .*: OSError: .*No space left"),
     ],
 )
 def test_the_first_cause_is_named_and_not_its_echo(

@@ -326,9 +326,14 @@ class Supervisor:
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this rank failed, and end with the job."""
         own = self._own
-        if self._watch is None or own.finished.is_set():  # nobody listens
+        if self._watch is None:
             raise error  # mpi4py's runner ends all ranks
-        own.say_of_group(_said(fault_of(error, own.rank, own.host, own.step), own))
+        fault = fault_of(error, own.rank, own.host, own.step)
+        if own.finished.is_set():  # nobody listens: what was told last could not be recorded
+            traceback.print_exception(error)
+            own.print(line_of(fault))
+            own.leave(fault.code)
+        own.say_of_group(_said(fault, own))
         time.sleep(3 * FIRST_CAUSE_S)  # rank 0 ends this process before that
         if own.held.is_set():
             time.sleep(HOLD_S)

@@ -71,9 +71,9 @@ def run(
     threading.excepthook = partial(_end_with_thread, world.supervisor, threading.excepthook)
     try:
         main(world)
+        world.supervisor.finish()
     except BaseException as error:  # SystemExit too: leaving early is a failure
         world.supervisor.fail(error)
-    world.supervisor.finish()
     world.supervisor.end_without_lost()
 
 
