@@ -136,7 +136,7 @@ def main(world: World, options: argparse.Namespace) -> None:
         rate, times, spread = each["images_per_s"], each["times_plain_ddp"] or 0, each["spread"]
         print(f"  {each['mode']:<26}{rate:10,.1f} images/s {times:6.3f} of DDP, {spread:.1%} apart")
     if options.json:
-        devices = [str(device.name) for node in world.nodes for device in node.devices]
+        devices = [str(device.name) for device in world.nodes[0].devices]  # of one machine
         result.write(options.json, rows, started, model=options.model, gpus=devices,
                      precision=options.precision, ranks=world.size)  # fmt: skip
 
