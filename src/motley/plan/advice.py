@@ -1,6 +1,8 @@
-"""What a user may ask for that would be faster than what was planned, in words. Pure."""
+"""What a user may ask for that would be faster than what was planned. Pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines, rates_of
@@ -15,17 +17,46 @@ _WAITS = 0.1  # of a rank's time, for its samples: worth a word
 _FASTEST = 6  # machines, one of which is the best alone
 
 
+@dataclass(frozen=True)
+class Advice:
+    """What a user may do about a plan, or should know of it.
+
+    Attributes:
+        text: a sentence.
+        option: what to add to the line; empty: nothing.
+        times: as many samples a second as planned, by the forecast; None: unknown.
+        price: what it costs besides; empty: nothing that is known of.
+    """
+
+    text: str
+    option: str = ""
+    times: float | None = None
+    price: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json; :meth:`from_json` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Advice":
+        """Reads :meth:`as_json`."""
+        return cls(**{each.name: content[each.name] for each in fields(cls)})
+
+
 def better_modes(
     options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
-) -> tuple[str, ...]:
+) -> tuple[Advice, ...]:
     """What a user may ask for that would be faster than ``mode``: the fastest that only rounds,
-    and the fastest of all, a sentence each.
+    and the fastest of all.
 
     Args:
         options: who would train in each mode. names: of the ranks' hosts.
     """
-    sentences = []
-    best = options[mode].chosen.step_s
+    found_better = []
+    best = planned_s = options[mode].chosen.step_s
     for inexact in (False, True):
         found = [m for m in options if m != mode and m.is_inexact == inexact]
         other = min(found, key=lambda m: options[m].chosen.step_s, default=mode)
@@ -34,18 +65,43 @@ def better_modes(
             continue
         hosts = ", ".join(dict.fromkeys(names[rank] for rank in choice.ranks))
         who = f" with {hosts} alone" if len(choice.ranks) < len(names) else " with all hosts"
-        sentences.append(
+        text = (
             f"with --wire {other} a step should take {choice.chosen.step_s:.3g} s{who}, "
             f"{best / choice.chosen.step_s:.2f} times as fast; {other.price}"
         )
         best = choice.chosen.step_s
-    return tuple(sentences)
+        found_better.append(Advice(text, f"--wire {other}", planned_s / best, other.price))
+    return tuple(found_better)
+
+
+def fewer_hosts(
+    choice: Choice, names: Sequence[str], machines: Sequence[int], links: Links | None
+) -> tuple[Advice, ...]:
+    """That a step would be shorter without some hosts, which the user wants to keep.
+
+    Args:
+        choice: who would train if nobody had asked for all. names, machines: of the ranks.
+    """
+    times = choice.whole.step_s / choice.chosen.step_s
+    out = [rank for rank in range(len(names)) if rank not in choice.ranks]
+    if not out or times < 1 / (1 - _WORTH_A_WORD):
+        return ()
+    stay, away = (
+        list(dict.fromkeys(names[rank] for rank in ranks)) for ranks in (choice.ranks, out)
+    )
+    remarks = dict.fromkeys(links.remark(machines[rank]) for rank in out) if links else {}
+    why = "".join(f"; {remark}" for remark in remarks if remark)
+    text = (
+        f"without {', '.join(away)} a step should take {choice.chosen.step_s:.3g} s, "
+        f"{times:.2f} times as fast; --hosts auto leaves out whoever slows the others{why}"
+    )
+    return (Advice(text, f"--hosts {','.join(stay)}", times),)
 
 
 def better_engine(
     traits: EngineTraits, predicted: Forecast, engines: Mapping[str, Forecast]
-) -> tuple[str, ...]:
-    """An engine that sends otherwise and would be faster, a sentence.
+) -> tuple[Advice, ...]:
+    """An engine that sends otherwise and would be faster.
 
     Args:
         engines: forecasts, by what a user writes to have them.
@@ -54,10 +110,12 @@ def better_engine(
     if best is None or engines[best].step_s > (1 - _WORTH_A_WORD) * predicted.step_s:
         return ()
     step_s = engines[best].step_s
-    return (
+    times = predicted.step_s / step_s
+    text = (
         f"{traits.words}: {predicted.exposed_s:.3g} s of a step that nothing hides; with {best} "
-        f"a step should take {step_s:.3g} s, {predicted.step_s / step_s:.2f} times as fast",
+        f"a step should take {step_s:.3g} s, {times:.2f} times as fast"
     )
+    return (Advice(text, best, times),)
 
 
 def larger_batch(
@@ -67,7 +125,7 @@ def larger_batch(
     speeds: Sequence[SpeedTable],
     wire: AllReduceCost,
     links: Links | None = None,
-) -> tuple[str, ...]:
+) -> tuple[Advice, ...]:
     """That the batch is too small for these machines to beat the best of them, and which is not;
     nothing where it is not so, or where none would do.
 
@@ -80,35 +138,37 @@ def larger_batch(
     fastest = sorted(rates, key=lambda machine: -rates[machine])[:_FASTEST]
     ranks_of = [[r for r, m in enumerate(machines) if m == machine] for machine in fastest]
 
-    def gain(samples: int) -> tuple[float, int]:
-        """Times as fast as the best machine alone, and a rank of that one."""
+    def gain(samples: int) -> tuple[float, int, float]:
+        """Times as fast as the best machine alone, a rank of that one, and samples a second."""
         alone = {}
         for ranks in ranks_of:
             few, less = [speeds[rank] for rank in ranks], wire.among(machines, ranks, links)
             alone[ranks[0]] = arrange(samples, few, less)[2].step_s
         best = min(alone, key=lambda rank: alone[rank])
         together = choose_machines(samples, machines, speeds, wire, links).chosen
-        return alone[best] / together.step_s, best
+        return alone[best] / together.step_s, best, together.samples_per_s
 
-    times, best = gain(global_batch)
+    times, best, planned = gain(global_batch)
     if len(rates) < 2 or times >= _BEATS:
         return ()
     for power in range(1, _DOUBLINGS + 1):
         samples = global_batch * 2**power
-        larger, _ = gain(samples)
+        larger, _, rate = gain(samples)
         if larger >= _BEATS:
-            return (
+            text = (
                 f"these hosts together are {max(1.0, times):.2f} times as fast as {names[best]} "
                 f"alone: a step is too short for what they have to tell each other; with "
-                f"--batch-size {samples} they should be {larger:.2f} times as fast",
+                f"--batch-size {samples} they should be {larger:.2f} times as fast"
             )
+            price = "a larger batch is another training: its rate may have to change"
+            return (Advice(text, f"--batch-size {samples}", rate / planned, price),)
     return ()
 
 
 def bound_by_input(
     names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int]
-) -> tuple[str, ...]:
-    """The hosts whose ranks wait for their samples, and what helps; a sentence each.
+) -> tuple[Advice, ...]:
+    """The hosts whose ranks wait for their samples, and what helps.
 
     Args:
         names: of the ranks' hosts. counts: samples of each in a step.
@@ -125,4 +185,4 @@ def bound_by_input(
             f"second, and a rank could compute {n / speed.computing().seconds_of(n):,.0f}; what "
             f"helps is --dataset packed (see setup/stage_cn.sh -h){more}"
         )
-    return tuple(sentences.values())
+    return tuple(Advice(text, "--dataset packed") for text in sentences.values())

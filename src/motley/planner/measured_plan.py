@@ -8,7 +8,14 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.launch.world import World
 from motley.measure.links import Traffic
-from motley.plan.advice import better_engine, better_modes, bound_by_input, larger_batch
+from motley.plan.advice import (
+    Advice,
+    better_engine,
+    better_modes,
+    bound_by_input,
+    fewer_hosts,
+    larger_batch,
+)
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
@@ -51,7 +58,7 @@ class Planned:
     forecast: Forecast | None = None
     wires: Mapping[WireMode, AllReduceCost] = field(default_factory=dict)
     others: Mapping[str, Forecast] = field(default_factory=dict)
-    advice: tuple[str, ...] = ()
+    advice: tuple[Advice, ...] = ()
     links: Links | None = None
     memory: WireMemory | None = None
 
@@ -61,7 +68,8 @@ class Planned:
 
     def with_note(self, mode: WireMode) -> "Planned":
         """The same, with what a wire mode costs said first."""
-        return replace(self, advice=(f"--wire {mode}: {mode.price}", *self.advice))
+        said = Advice(f"--wire {mode}: {mode.price}")
+        return replace(self, advice=(said, *self.advice))
 
 
 def measure_and_plan(
@@ -116,7 +124,7 @@ def measure_and_plan(
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
     assert planned.forecast is not None
     engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
-    advice = notes + better_engine(traits, planned.forecast, engines)
+    advice = (*map(Advice, notes), *better_engine(traits, planned.forecast, engines))
     names = [worker.host for worker in group.workers]
     advice += bound_by_input(names, planned.speeds, planned.plan.counts)
     advice += _better(world, everyone, config, everything, options, mode)
@@ -184,20 +192,22 @@ def _better(
     measured: Measured,
     options: Mapping[WireMode, Choice],
     mode: WireMode,
-) -> tuple[str, ...]:
+) -> tuple[Advice, ...]:
     """What the user may ask for that would be faster.
 
     Args:
         group: those that could train. measured: of them.
         options: who should train, by mode. mode: the one that was chosen.
     """
-    names = [worker.host for worker in group.workers]
+    names, machines = [worker.host for worker in group.workers], group.machines(world)
     advice = better_modes(options, mode, names)
     if mode.slow_rank is None:
+        job = config.batch_size, machines, measured.speeds
         ring = measured.wires.get(mode, measured.wires[EXACT])
-        advice += larger_batch(
-            config.batch_size, names, group.machines(world), measured.speeds, ring, measured.links
-        )
+        if config.hosts != "auto":
+            fewer = choose_machines(*job, ring, measured.links, world.machines[0])
+            advice += fewer_hosts(fewer, names, machines, measured.links)
+        advice += larger_batch(config.batch_size, names, *job[1:], ring, measured.links)
     return advice
 
 

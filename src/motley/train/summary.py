@@ -63,6 +63,7 @@ def records_of(
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
+        "advice": [advice.as_json() for advice in planned.advice],
         "links": planned.links and planned.links.as_json(),
         "links_of_earlier_run": _measured_earlier(planned),
         "start": world.clock.as_json(),
@@ -108,8 +109,8 @@ def print_summary(
         print(f"  {line}")
     if predicted:
         print(f"  {predicted.sentence(task.unit, task.weight)}")
-    for line in planned.advice:
-        print(f"  {line}")
+    for advice in planned.advice:
+        print(f"  {advice}")
     if earlier := _measured_earlier(planned):
         print(
             f"  links and wire are as measured on {datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"

@@ -123,11 +123,11 @@ def test_who_reads_slowly_gets_less_and_where_nobody_else_could_the_same() -> No
     assert split(150, [fast, ahead]) == (100, 50)  # 1 s each
     assert split(160, [fast, before]) == (120, 40)  # 1.2 s: computes 100 a second, reads 50
     assert split(80, [ahead, ahead]) == (40, 40)
-    (sentence,) = bound_by_input(["a", "b"], [fast, ahead], [100, 50])
-    assert "b waits for its samples: one process a rank can read 50 a second" in sentence
-    assert "--workers" not in sentence  # it has processes already
-    (sentence,) = bound_by_input(["a", "b"], [fast, before], [120, 40])
-    assert "--workers 1" in sentence and "setup/stage_cn.sh" in sentence
+    (advice,) = bound_by_input(["a", "b"], [fast, ahead], [100, 50])
+    assert "b waits for its samples: one process a rank can read 50 a second" in advice.text
+    assert "--workers" not in advice.text  # it has processes already
+    (advice,) = bound_by_input(["a", "b"], [fast, before], [120, 40])
+    assert "--workers 1" in advice.text and "setup/stage_cn.sh" in advice.text
     assert not bound_by_input(["a", "b"], [fast, replace(ahead, input_s=1 / 101)], [100, 90])
 
 

@@ -21,9 +21,10 @@ from motley.comm.modes.power_sgd import PowerSgd
 from motley.comm.reducer import buckets_of
 from motley.errors import MotleyError
 from motley.measure.all_reduce import _tensors
-from motley.plan.advice import better_engine, better_modes, larger_batch
+from motley.plan.advice import Advice, better_engine, better_modes, fewer_hosts, larger_batch
 from motley.plan.engine_traits import EngineTraits
-from motley.plan.forecast import arrange, choose_machines, forecast
+from motley.plan.forecast import Choice, arrange, choose_machines, forecast
+from motley.plan.links import Flow, Links
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.planner.measured_plan import _best_mode
@@ -173,8 +174,8 @@ def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     assert [each.allreduces_per_micro_step for each in sent] == [25.5, 50.5, 50.5, 100.5]
     engines = {"--stage 0": forecast((80, 40), group, zero[0]),
                "torch": forecast((80, 40), group, wire)}  # fmt: skip
-    (words,) = better_engine(stage1, forecast((80, 40), group, zero[2]), engines)
-    assert words.startswith("stage 1 sends twice: 2.1 s") and "with torch a step" in words
+    (advice,) = better_engine(stage1, forecast((80, 40), group, zero[2]), engines)
+    assert advice.text.startswith("stage 1 sends twice: 2.1 s") and advice.option == "torch"
     assert better_engine(stage1, engines["torch"], engines) == ()
     assert better_engine(EngineTraits(), engines["torch"], {}) == ()
 
@@ -216,8 +217,14 @@ def test_what_would_be_faster_is_said_with_its_price() -> None:
         mode: choose_machines(120, [0, 1], TEAM, wire, fixed=True) for mode, wire in wires.items()
     }
     rounded, inexact = better_modes(options, EXACT, ["a", "b"])
-    assert "--wire bf16" in rounded and "rounded" in rounded and "with all hosts" in rounded
-    assert "--wire powersgd:8" in inexact and "0.3 points of top-1 were lost" in inexact
+    assert rounded.option == "--wire bf16" and "with all hosts" in rounded.text
+    assert (
+        inexact.option == "--wire powersgd:8" and "0.3 points of top-1 were lost" in inexact.price
+    )
+    planned_s = options[EXACT].chosen.step_s
+    for advice, mode in ((rounded, BF16), (inexact, OFFERED)):
+        assert advice.times == pytest.approx(planned_s / options[mode].chosen.step_s)
+        assert advice.price in advice.text and Advice.from_json(advice.as_json()) == advice
     assert better_modes(options, OFFERED, ["a", "b"]) == ()
     wires[EXACT] = AllReduceCost(0.0, 0.01)
     options[EXACT] = choose_machines(120, [0, 1], TEAM, wires[EXACT], fixed=True)
@@ -253,9 +260,11 @@ def test_the_price_of_a_mode_is_what_the_benchmarks_measured() -> None:
 def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
     machines, names = [0, 1], ["a", "b"]
     wire = AllReduceCost(0.0, 1.0, overlaps=False)
-    (sentence,) = larger_batch(100, names, machines, TEAM, wire)  # a alone: 1.0 s
-    wanted = int(sentence.partition("--batch-size ")[2].split()[0])
-    assert "as a alone" in sentence and wanted % 100 == 0
+    (advice,) = larger_batch(100, names, machines, TEAM, wire)  # a alone: 1.0 s
+    wanted = int(advice.option.removeprefix("--batch-size "))
+    assert "as a alone" in advice.text and wanted % 100 == 0
+    before, after = (choose_machines(n, machines, TEAM, wire).chosen for n in (100, wanted))
+    assert advice.times == pytest.approx(after.samples_per_s / before.samples_per_s)
     for samples, beats in ((wanted, True), (wanted // 2, False)):
         alone = TEAM[0].seconds_of(samples)
         together = choose_machines(samples, machines, TEAM, wire).chosen.step_s
@@ -263,6 +272,23 @@ def test_a_batch_too_small_for_the_lab_is_said_and_which_would_do() -> None:
     assert larger_batch(wanted, names, machines, TEAM, wire) == ()
     assert larger_batch(100, names, machines, TEAM, AllReduceCost(0.0, 1e9)) == ()  # none would do
     assert larger_batch(100, names, [0, 0], TEAM, wire) == ()  # one machine
+
+
+def test_who_slows_all_others_is_said_where_all_were_asked_for() -> None:
+    flows = {(a, b): Flow(1e6 if 1 in (a, b) else 1e8, 0.001) for a in range(3) for b in range(3)
+             if a != b}  # fmt: skip
+    links = Links(dict(enumerate("abc")), flows)
+    machines, team = [0, 1, 2], [*TEAM, TEAM[0]]
+
+    def ask(wire: AllReduceCost) -> tuple[Choice, tuple[Advice, ...]]:
+        choice = choose_machines(120, machines, team, wire, links)
+        return choice, fewer_hosts(choice, ["a", "b", "c"], machines, links)
+
+    choice, (advice,) = ask(AllReduceCost(0.0, 1.4, size=1e6))
+    assert choice.ranks == (0, 2) and advice.option == "--hosts a,c"
+    assert advice.times == pytest.approx(choice.whole.step_s / choice.chosen.step_s)
+    assert advice.text.startswith("without b a step") and links.remark(1) in advice.text
+    assert ask(AllReduceCost(0.0, 0.01))[1] == ()
 
 
 def test_the_plan_takes_what_it_may_and_is_faster() -> None:
