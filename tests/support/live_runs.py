@@ -18,14 +18,16 @@ class LiveRun:
 
     Args:
         folder: of the run. hosts: of each rank. last_step: with which it would end.
-        now: when it begins, seconds since the epoch.
+        compute_s: of a step, usually. now: when it begins, seconds since the epoch.
+        samples_s: between two of a logger of devices.
     """
 
     def __init__(
         self, folder: Path, hosts: Sequence[str] = LAB, last_step: int = 200,
-        now: float | None = None, **about: Any,
+        compute_s: float = 0.1, now: float | None = None, samples_s: float = 2.0, **about: Any,
     ) -> None:  # fmt: skip
         self.run, self.hosts, self.step = RunFolder(folder), hosts, 0
+        self._compute_s = compute_s
         self.now = time.time() if now is None else now
         self.run.create()
         self._lock = self.run.lock()  # else it is thought to have stopped
@@ -34,7 +36,7 @@ class LiveRun:
         self._logs = {host: self.run.gpu_log(host) for host in dict.fromkeys(hosts)}
         self.run.write_run({
             "status": "running", "started": self.now, "result": None, "last_step": last_step,
-            "config": {"model": "vit_digits", "gpu_log_interval": 2.0},
+            "config": {"model": "vit_digits", "gpu_log_interval": samples_s},
             "task": {"name": "image", "unit": "images", "weight": 1.0, "title": "ViT on digits"},
             "ranks": [
                 {"rank": rank, "group_rank": rank, "host": host,
@@ -43,7 +45,7 @@ class LiveRun:
             ],
             "plan": {
                 "global_batch": 20 * len(hosts), "counts": [20] * len(hosts),
-                "forecast": {"global_batch": 20 * len(hosts), "limit_s": 0.1},
+                "forecast": {"global_batch": 20 * len(hosts), "limit_s": compute_s},
             },
             **about,
         })  # fmt: skip
@@ -53,7 +55,7 @@ class LiveRun:
         silent: Sequence[int] = (), **fields: Any,
     ) -> None:  # fmt: skip
         """All ranks but silent ones record a step; ``slow``: by rank, times the usual compute."""
-        compute = [0.1 * (slow or {}).get(rank, 1.0) for rank in range(len(self.hosts))]
+        compute = [self._compute_s * (slow or {}).get(rank, 1.0) for rank in range(len(self.hosts))]
         ready = [0.001 + seconds for seconds in compute]
         count = 20 * len(self.hosts)
         seconds = max(ready) + comm_s + _OPT_S

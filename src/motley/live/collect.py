@@ -9,13 +9,16 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble
 from motley.live.follow import RunFollower, hosts_elsewhere, workers
 from motley.live.runs import Runs
 from motley.live.tail import MOST
 from motley.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from motley.cluster.ssh import Remote
 
 _EVERY_S, _LIMIT_S = 3.0, 15.0
 
@@ -54,14 +57,16 @@ class Collector:
         self._threads: dict[tuple[Path, str], threading.Thread] = {}
 
     def __enter__(self) -> "Collector":
-        self._folder = tempfile.TemporaryDirectory(prefix="motley-watch-")
+        if self._asked:
+            self._folder = tempfile.TemporaryDirectory(prefix="motley-watch-")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads.values():
             thread.join(_EVERY_S)
-        self._folder.cleanup()
+        if self._asked:
+            self._folder.cleanup()
 
     def copies(self, run: RunFolder) -> Sequence[RunFolder]:
         """Where those of a run are going to be."""
@@ -87,6 +92,8 @@ class Collector:
         return began
 
     def _copy(self, follower: RunFollower, host: str, place: Path) -> None:
+        from motley.cluster.ssh import connect  # loads much, which most who watch do not need
+
         place.mkdir(parents=True, exist_ok=True)
         while not self._stop.is_set():
             try:
@@ -114,7 +121,7 @@ class Copies:
         paths = [*(run.step_file(rank) for rank in mine), run.gpu_file(host)]
         self._offsets = {path.name: 0 for path in paths}
 
-    def update(self, remote: Remote) -> None:
+    def update(self, remote: "Remote") -> None:
         """Take what is new; HostTrouble if the host does not answer."""
         mark = secrets.token_hex(16)
         words = [word for pair in self._offsets.items() for word in pair]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.live.tail import Tail
-from motley.live.track import Track, read_step
+from motley.live.tail import SAMPLES, Tail
+from motley.live.track import RECENT, Track, read_step
 from motley.plan.links import Links
 from motley.records.gpu_csv import GpuRows, GpuSample
 from motley.records.lines import JsonDict
@@ -29,6 +29,7 @@ class RunFollower:
     Attributes:
         about: run.json; empty before it is there. problem: why it cannot be read, or empty.
         slow_link: what is known of the slowest link, if it is slower than the others; or empty.
+        looks: how many there were.
         tracks: of each rank that writes its steps.
         devices: the last samples of each host's devices, by the device's number, empty for a CPU.
         troubles: why another host's records cannot be copied, by host.
@@ -50,6 +51,7 @@ class RunFollower:
         self._logs: dict[str, Tail] = {}
         self._seen: tuple[int, ...] = ()
         self._asked = self.clock = 0.0
+        self.looks = 0
 
     def look(self, clock: float, wall: float) -> None:
         """Read what is new.
@@ -59,6 +61,7 @@ class RunFollower:
             wall: seconds since the epoch.
         """
         self.clock = clock
+        self.looks += 1
         for line in self._lines(self.run.events_file, wall, samples=0):
             if isinstance(line.get("event"), str):
                 self.events.append(line)
@@ -88,7 +91,7 @@ class RunFollower:
             found |= getattr(folder, files)()
         return found
 
-    def _lines(self, path: Path, wall: float, samples: int = 96) -> list[JsonDict]:
+    def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
         """New objects of a file of them; what is torn is left out."""
         new = self._tail(path, samples).look(self.clock, wall)
         if new.anew and path == self.run.events_file:
@@ -101,11 +104,11 @@ class RunFollower:
         return self._tails[path]
 
     def _look_at_steps(self, rank: int, path: Path, wall: float) -> None:
-        tail = self._steps[rank] = self._tail(path, samples=96)
+        tail = self._steps[rank] = self._tail(path, samples=SAMPLES)
         new = tail.look(self.clock, wall)
         if new.anew or rank not in self.tracks:
             self.tracks[rank] = Track()
-        for line in filter(None, map(_read_object, new.lines)):
+        for line in filter(None, map(_read_object, thinned(new.lines))):
             if (step := read_step(of_older_version(line))) is not None:
                 self.tracks[rank].add(step)
 
@@ -174,6 +177,16 @@ class RunFollower:
         """Of the rank whose records reach furthest; None before the first step."""
         known = [(track.last.step, -rank) for rank, track in self.tracks.items() if track.last]
         return self.tracks[-max(known)[1]] if known else None
+
+
+def thinned(lines: Sequence[bytes]) -> Sequence[bytes]:
+    """Of many, the last ones and some of those before, evenly spread."""
+    before = len(lines) - RECENT
+    if before <= SAMPLES:
+        return lines
+    return [
+        *(lines[before * index // SAMPLES] for index in range(SAMPLES)), *lines[before:]
+    ]  # fmt: skip
 
 
 def trained_hosts(about: Mapping[str, Any]) -> set[str]:

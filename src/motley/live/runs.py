@@ -8,6 +8,7 @@ from motley.live.snapshot import MOST_ROWS, Snapshot, take_snapshot
 from motley.records.run_folder import RunFolder, find_runs
 
 MOST_RUNS = 40  # that are shown, the newest
+_MOST_TAKEN = 200  # snapshots that are kept
 _FIND_S = 5.0  # seconds between two searches
 
 
@@ -27,6 +28,7 @@ class Runs:
     ) -> None:
         self._folder, self._copies = folder, copies
         self._followers: dict[str, RunFollower] = {}
+        self._taken: dict[tuple[str, int, int | None], tuple[int, Snapshot]] = {}
         self._next = float("-inf")
         self.hidden = 0
 
@@ -71,9 +73,18 @@ class Runs:
     def snapshot(
         self, name: str, wall: float, most: int = MOST_ROWS, rank: int | None = None
     ) -> Snapshot | None:
-        """Of a run, see :func:`take_snapshot`; None of one that is not there."""
+        """Of a run, see :func:`take_snapshot`; None of one that is not there. It is taken once a
+        look, however many ask."""
         follower = self._followers.get(name)
-        return None if follower is None else take_snapshot(follower, wall, most, rank)
+        if follower is None:
+            return None
+        looks, found = self._taken.get((name, most, rank), (-1, None))
+        if found is None or looks != follower.looks:
+            if len(self._taken) > _MOST_TAKEN:
+                self._taken.clear()
+            found = take_snapshot(follower, wall, most, rank)
+            self._taken[name, most, rank] = follower.looks, found
+        return found
 
 
 def _changed(run: RunFolder) -> float:

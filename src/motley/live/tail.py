@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOST = 256 * 1024  # bytes that are read at once; of more the end, and samples of what is before it
-_SAMPLES, _SAMPLE = 96, 4096  # how many, and bytes of each: a line or two
+SAMPLES, _SAMPLE = 96, 4096  # how many, and bytes of each: a line or two
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Tail:
             and the first of the file is among them.
     """
 
-    def __init__(self, path: Path, samples: int = _SAMPLES) -> None:
+    def __init__(self, path: Path, samples: int = SAMPLES) -> None:
         self._path, self._samples = path, samples
         self._file: tuple[int, int] | None = None  # device and inode
         self._offset = 0

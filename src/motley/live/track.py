@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from motley.records.lines import JsonDict
@@ -36,7 +37,7 @@ class Step:
     parts: tuple[float | None, ...]
     others: tuple[float, int, float] | None = None
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of the whole step."""
         return sum(part or 0.0 for part in self.parts)
@@ -74,9 +75,9 @@ def _others(told: Any) -> tuple[float, int, float] | None:
 
 def _number(value: object) -> float | None:
     """A finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    return value if type(value) is int else None  # a bool is none
 
 
 @dataclass(frozen=True)
