@@ -12,6 +12,7 @@ address which is printed. Exit code: 0, or 2 if there is nothing to watch.
 """
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Watch; return the exit code."""
     args = parse()
+    os.nice(19)  # a run on this machine comes first
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
     try:

@@ -62,22 +62,25 @@ def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Sig
     top = _top(now, width, signs)
     foot = [Text(fit(view.keys, width, signs.cut), "dim")] if view.keys else []
     if view.history and now.history is not None:
-        return _cut([*top, Text(), *_history(now, now.history, width, signs)], foot, height)
+        return _cut([*top, Text(), *_history(now, now.history, width, signs)], foot, width, height)
     events = _events(now, width, signs)
     room = None if height is None else height - len(top) - len(foot)
     few = min(len(events), _FEWEST_EVENTS)
     table = _table(now, view, width, None if room is None else room - few, signs)
     if room is not None:
         events = events[-(room - len(table)) :] if room > len(table) else []
-    return _cut([*top, *table, *events], foot, height)
+    return _cut([*top, *table, *events], foot, width, height)
 
 
-def _cut(lines: list[Text], foot: list[Text], height: int | None) -> list[Text]:
-    """As many lines as there is room for; the foot is the last one."""
-    if height is None:
-        return [*lines, *foot]
-    room = max(1, height - len(foot))
-    return [*lines[:room], *(Text() for _ in range(room - len(lines))), *foot]
+def _cut(lines: list[Text], foot: list[Text], width: int, height: int | None) -> list[Text]:
+    """As much as there is room for; the foot is the last line."""
+    if height is not None:
+        room = max(1, height - len(foot))
+        lines = [*lines[:room], *(Text() for _ in range(room - len(lines)))]
+    lines = [*lines, *foot]
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return lines
 
 
 def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
@@ -170,4 +173,4 @@ def runs_screen(
         look = "reverse" if now.name == view.run else ""
         lines.append(Text(fit(said, width, signs.cut).rstrip(), look))
         lines.append(Text(fit(f"  {now.headline}", width, signs.cut).rstrip(), MOODS[now.mood]))
-    return _cut(lines, foot, height)
+    return _cut(lines, foot, width, height)

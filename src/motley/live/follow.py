@@ -15,6 +15,7 @@ from motley.records.lines import JsonDict
 from motley.records.run_folder import RunFolder, of_older_version
 
 _EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
+_AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of all, of a rank
 _BEGUN = 3  # steps, after which every host has written something
 _ASK_AGAIN_S = 5.0  # whether a silent run is still alive: a lock tells
 
@@ -106,9 +107,11 @@ class RunFollower:
     def _look_at_steps(self, rank: int, path: Path, wall: float) -> None:
         tail = self._steps[rank] = self._tail(path, samples=SAMPLES)
         new = tail.look(self.clock, wall)
+        last, before = max(_FEWEST, _AT_ONCE // (1 + len(self.tracks))), _BETWEEN
         if new.anew or rank not in self.tracks:
             self.tracks[rank] = Track()
-        for line in filter(None, map(_read_object, thinned(new.lines))):
+            last, before = RECENT, SAMPLES
+        for line in filter(None, map(_read_object, thinned(new.lines, last, before))):
             if (step := read_step(of_older_version(line))) is not None:
                 self.tracks[rank].add(step)
 
@@ -179,14 +182,12 @@ class RunFollower:
         return self.tracks[-max(known)[1]] if known else None
 
 
-def thinned(lines: Sequence[bytes]) -> Sequence[bytes]:
+def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
     """Of many, the last ones and some of those before, evenly spread."""
-    before = len(lines) - RECENT
-    if before <= SAMPLES:
+    rest = len(lines) - last
+    if rest <= before:
         return lines
-    return [
-        *(lines[before * index // SAMPLES] for index in range(SAMPLES)), *lines[before:]
-    ]  # fmt: skip
+    return [*(lines[rest * index // before] for index in range(before)), *lines[rest:]]
 
 
 def trained_hosts(about: Mapping[str, Any]) -> set[str]:
@@ -226,7 +227,7 @@ def slow_link(about: Mapping[str, Any]) -> str:
 
 def _read_object(line: bytes) -> JsonDict | None:
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -171,13 +171,15 @@ def left_s(lead: Track, steps: int) -> float | None:
     """Seconds that so many steps should take, with the evaluations and saves that the last ones
     had between them."""
     recent = list(lead.recent)
-    took = []
+    took, taken = 0.0, 0
     for before, step in pairwise(recent):
-        gap = step.time - before.time
-        longest = _LONGEST_S + _PAUSE * step.seconds
-        took.append(gap if 0 < gap < longest else step.seconds)  # else a clock jumped
-    took = took or [step.seconds for step in recent]
-    return max(0, steps) * sum(took) / len(took) if took else None
+        number, gap = step.step - before.step, step.time - before.time
+        usual = number * step.seconds
+        took += gap if 0 < gap < _LONGEST_S + _PAUSE * usual else usual  # else a clock jumped
+        taken += number
+    if not taken:
+        took, taken = sum(step.seconds for step in recent), len(recent)
+    return max(0, steps) * took / taken if taken else None
 
 
 def elsewhere(followed: RunFollower) -> tuple[str, ...]:

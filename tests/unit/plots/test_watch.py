@@ -108,3 +108,29 @@ def test_a_name_of_a_host_draws_nothing(tmp_path: Path) -> None:
     done = python("plots/watch.py", tmp_path)
     assert "waits for <b>?[2Jpwned? (rank 0)" in done.stdout
     assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
+
+
+def test_any_size_of_a_terminal_has_its_lines(live: LiveRun) -> None:
+    live.run.update_run(ranks=[
+        {"rank": rank, "host": host} for rank, host in enumerate(["日本" * 9, "b" * 60, "c", "d"])
+    ])  # fmt: skip
+    code = """
+import sys
+sys.path.insert(0, "plots")
+from pathlib import Path
+from motley.live.runs import Runs
+from watch_screen import View, runs_screen, screen
+from watch_text import ASCII, BLOCKS, Sort
+runs = Runs(Path(sys.argv[1]))
+runs.look(0.0, 0.0)
+now = runs.snapshot("lab", 0.0, rank=2)
+for width in (1, 2, 7, 20, 33, 47, 60, 80, 81, 120, 300):
+    for height in (2, 3, 7, 12, 24, 60, None):
+        for view in (View(), View(rank=3, sort=Sort.WAITED), View(rank=2, history=True)):
+            for lines in (screen(now, view, width, height, BLOCKS),
+                          runs_screen([now, now], view, width, height, ASCII)):
+                assert max(line.cell_len for line in lines) <= width, (width, height, lines)
+                assert height is None or len(lines) == height, (width, height, lines)
+"""
+    done = python("-c", code, live.run.path)
+    assert done.returncode == 0, done.stderr
