@@ -18,6 +18,7 @@ import time
 from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -129,6 +130,11 @@ class Server(ThreadingHTTPServer):
         self.viewers = threading.BoundedSemaphore(_MOST_VIEWERS)
         self.page = _PAGE.read_bytes()
         self.policy = _policy(self.page.decode())
+
+    def server_bind(self) -> None:
+        """Without asking for this machine's name, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has left is no error."""

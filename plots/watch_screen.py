@@ -1,7 +1,7 @@
 """The whole screen: a run, one rank of it, or all runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import watch_table
 from rich.text import Text
@@ -22,7 +22,7 @@ from watch_text import (
 from motley.live.rows import Row
 from motley.live.snapshot import RankHistory, Snapshot
 
-_FEWEST_EVENTS, _KEYS = 3, "q quit  s sort  ↑↓ choose  enter history  esc all runs"
+_FEWEST_EVENTS = 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class View:
         sort: of the rows. rank: that is chosen. history: it is opened.
         run: the name of the chosen one of several. opened: it alone is shown.
         listed: all are shown, though one alone runs.
-        keys: the line on keys; empty where there are none.
+        keys: there are some, which the last line tells.
     """
 
     sort: Sort = Sort.FIT
@@ -42,7 +42,7 @@ class View:
     run: str = ""
     opened: bool = False
     listed: bool = False
-    keys: str = field(default=_KEYS)
+    keys: bool = True
 
     def move(self, rows: Sequence[Row], by: int) -> "View":
         """The rank before or after the chosen one."""
@@ -60,7 +60,9 @@ def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Sig
         height: lines; None: as many as there are to tell.
     """
     top = _top(now, width, signs)
-    foot = [Text(fit(view.keys, width, signs.cut), "dim")] if view.keys else []
+    foot = _foot(
+        view, f"q quit  ↑↓ choose  enter history  s sort ({view.sort.value})  esc all runs"
+    )
     if view.history and now.history is not None:
         return _cut([*top, Text(), *_history(now, now.history, width, signs)], foot, width, height)
     events = _events(now, width, signs)
@@ -70,6 +72,10 @@ def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Sig
     if room is not None:
         events = events[-(room - len(table)) :] if room > len(table) else []
     return _cut([*top, *table, *events], foot, width, height)
+
+
+def _foot(view: View, said: str) -> list[Text]:
+    return [Text(said, "dim")] if view.keys else []
 
 
 def _cut(lines: list[Text], foot: list[Text], width: int, height: int | None) -> list[Text]:
@@ -160,11 +166,10 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
 def runs_screen(
     runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
 ) -> list[Text]:
-    """All runs, a line or two each, the newest first."""
-    lines = [Text(fit(f"{len(runs)} runs", width, signs.cut).rstrip(), "bold")]
-    foot = (
-        [Text(fit("q quit  ↑↓ choose  enter open", width, signs.cut), "dim")] if view.keys else []
-    )
+    """All runs, two lines each, the newest first."""
+    said = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
+    lines = [Text(said, "bold")]
+    foot = _foot(view, "q quit  ↑↓ choose  enter open")
     for now in runs:
         done = f" {now.step / now.last_step:.0%}" if now.last_step else ""
         left = f" {clock(now.left_s)} left" if now.left_s is not None else ""

@@ -36,7 +36,7 @@ def print_once(runs: Runs) -> None:
     width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
     width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
     console = Console(width=width, highlight=False)
-    signs, view, wall = signs_of(console), View(keys=""), time.time()
+    signs, view, wall = signs_of(console), View(keys=False), time.time()
     known = [runs.snapshot(name, wall) for name in runs.names]
     shown = [each for each in known if each is not None]
     lines = [] if len(shown) == 1 else runs_screen(shown, view, width, None, signs)
@@ -63,7 +63,7 @@ def watch(runs: Runs, collector: Collector) -> int:
     console = Console(highlight=False)
     signs, view = signs_of(console), View()
     with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-        view = view if keys.there else replace(view, keys="")
+        view = view if keys.there else replace(view, keys=False)
         due, size = 0.0, console.size
         while True:
             clock = time.monotonic()
@@ -103,8 +103,6 @@ def _draw(
         now = runs.snapshot(name, wall, rank=rank)
         if now is not None:
             return screen(now, view, width, height, signs), now
-    if not names:
-        return [Text("no run yet; it is waited for")], None
     known = [runs.snapshot(each, wall) for each in names]
     lines = runs_screen([each for each in known if each], view, width, height, signs)
     return lines, None

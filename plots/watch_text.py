@@ -43,7 +43,7 @@ ASCII = Signs("i#.~o", "_.-=+*%@", "#", ".", "~")
 class Sort(Enum):
     """By what the rows are in order."""
 
-    FIT = "rank, or who is waited for where not all fit"
+    FIT = "rank, or waited for"  # where not all fit
     RANK = "rank"
     WAITED = "waited for"
     HOST = "host"

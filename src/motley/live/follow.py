@@ -2,9 +2,9 @@
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from motley.errors import MotleyError
 from motley.live.tail import SAMPLES, Tail
@@ -17,7 +17,10 @@ from motley.records.run_folder import RunFolder, of_older_version
 _EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
 _AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of all, of a rank
 _BEGUN = 3  # steps, after which every host has written something
+_LAST_WORDS_S = 5.0  # after the end is in run.json
 _ASK_AGAIN_S = 5.0  # whether a silent run is still alive: a lock tells
+
+K = TypeVar("K", int, str)
 
 
 class RunFollower:
@@ -68,15 +71,17 @@ class RunFollower:
                 self.events.append(line)
         for line in self._lines(self.run.epochs_file, wall, samples=0):
             self.evaluation = line
-        for rank, path in self._found("step_files").items():
+        for rank, path in self._found(RunFolder.step_files).items():
             self._look_at_steps(rank, path, wall)
-        for host, path in self._found("gpu_files").items():
+        for host, path in self._found(RunFolder.gpu_files).items():
             self._look_at_devices(host, path, wall)
         self._look_at_run()
 
-    def may_change(self) -> bool:
-        """Whether a look may find anything: of a run that has ended, once its run.json changes."""
-        return self.about.get("status") in (None, "running") or self._signature() != self._seen
+    def may_change(self, clock: float) -> bool:
+        """Whether a look may find anything: of a run that has ended, when its run.json changes, and
+        soon after, for its last words come then."""
+        ended = self.about.get("status") not in (None, "running")
+        return not ended or clock - self._asked < _LAST_WORDS_S or self._signature() != self._seen
 
     def _signature(self) -> tuple[int, ...]:
         try:
@@ -85,11 +90,11 @@ class RunFollower:
             return ()
         return about.st_mtime_ns, about.st_ino, about.st_size
 
-    def _found(self, files: str) -> dict[Any, Path]:
+    def _found(self, files: Callable[[RunFolder], dict[K, Path]]) -> dict[K, Path]:
         """By rank or host; the run's own folder comes first."""
-        found: dict[Any, Path] = {}
+        found: dict[K, Path] = {}
         for folder in reversed(self._folders):
-            found |= getattr(folder, files)()
+            found |= files(folder)
         return found
 
     def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:

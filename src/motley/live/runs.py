@@ -38,7 +38,7 @@ class Runs:
             self._next = clock + _FIND_S
             self._find(clock, wall)
         for follower in self._followers.values():
-            if follower.may_change():
+            if follower.may_change(clock):
                 follower.look(clock, wall)
 
     def _find(self, clock: float, wall: float) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from live_runs import LAB, LiveRun
 
 from motley.live.follow import RunFollower
+from motley.live.runs import Runs
 from motley.live.snapshot import Snapshot, take_snapshot
 from motley.live.tail import MOST, Tail
 from motley.records.run_folder import RunFolder
@@ -173,4 +174,24 @@ def test_lines_that_nobody_expects_end_nothing(tmp_path: Path, lines: Sequence[s
     assert seen(looked(live.run.path)).rows[0].host == "tesla0"
     shutil.copy(live.run.events_file, live.run.gpu_file("other"))  # no GPU log at all
     assert seen(looked(live.run.path)).step >= 1
+    live.close()
+
+
+def test_last_words_come_after_the_end(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path / "run", LAB[:2])
+    live.take_step()
+    runs = Runs(tmp_path)
+    runs.look(0.0, NOW)
+    failure = {"rank": 1, "host": "tesla1", "step": 1, "error": "out of memory"}
+    live.run.update_run(status="failed", failure=failure)
+    runs.look(1.0, NOW)
+    live.run.event("fault", **failure)
+    for clock in (2.0, 100.0):
+        runs.look(clock, NOW)
+        now = runs.snapshot("run", NOW)
+        assert now is not None
+        assert [event.text for event in now.events] == ["rank 1 on tesla1, step 1: out of memory"]
+    assert runs.running() == [] and runs.names == ["run"]
+    follower = runs.follower("run")
+    assert follower is not None and follower.looks == 3  # nothing is read of what has ended
     live.close()
