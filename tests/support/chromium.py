@@ -77,7 +77,7 @@ class Chromium:
 
     def text(self) -> str:
         """What somebody reads on the page."""
-        return str(self.run("document.body.innerText"))
+        return str(self.run("document.body ? document.body.innerText : ''"))
 
     def await_text(self, said: str, limit: float = 15) -> str:
         """Wait until it is on the page; all that is there."""

@@ -108,11 +108,12 @@ def take_snapshot(
     points = lead.history.points() if lead else []
     losses = [(each.step, float(f"{each.loss:.5g}")) for each in points if each.loss is not None]
     done = last.step + 1 if last else 0
+    moves = status == "running" and silence.stalled_s is None
     return Snapshot(
         plain(followed.run.path.resolve().name), plain(task.get("title")), plain(status), mood,
         said, plain(task.get("unit") or "samples"), done, last_step, last.epoch if last else None,
         elapsed(about, wall),
-        left_s(lead, last_step - done) if lead and last_step and status == "running" else None,
+        left_s(lead, last_step - done) if lead and last_step and moves else None,
         rate and rate * weight_of(steps), fraction_of_limit(about, rate),
         next((loss for _, loss in reversed(losses)), None), tuple(losses),
         last.lr if last else None, last.loss_scale if last else None,
