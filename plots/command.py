@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from motley.errors import MotleyError
+
+if TYPE_CHECKING:  # of what draws; watch.py begins sooner without it
+    from matplotlib.figure import Figure
 
 TRAIN = "train first, for example: mpirun -np 2 ./entry_cn.sh"
 
@@ -39,7 +41,7 @@ def run_script(doc: str, draw: Callable[[list[Path], Path | None], int]) -> int:
 
 
 def draw_all(
-    folders: Collection[Path], picture: Callable[[Path], Figure], name: str, out: Path | None
+    folders: Collection[Path], picture: "Callable[[Path], Figure]", name: str, out: Path | None
 ) -> int:
     """Write the picture of each folder and print its path; one bad folder hides no other.
 
@@ -68,7 +70,7 @@ def draw_all(
     return code
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
     """Write a PNG; raise MotleyError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import numpy as np
 import style
 
 from motley.errors import MotleyError
-from motley.records.gpu_csv import GpuSample, read_gpu_log
+from motley.records.gpu_csv import GpuSample, device_name, read_gpu_log
 
 DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
 MANY = 150  # samples; noisy values are smoothed past that
@@ -30,7 +30,7 @@ class Series:
     @property
     def label(self) -> str:
         """For example ``ecetesla0: GPU 0 (Tesla P4)``."""
-        name = next((style.device_name(sample.name) for sample in self.samples if sample.name), "")
+        name = next((device_name(sample.name) for sample in self.samples if sample.name), "")
         device = f"GPU {self.gpu}" if self.gpu else "CPU"
         return f"{self.host}: {device}" + (f" ({name})" if name else "")
 

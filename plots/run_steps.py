@@ -9,6 +9,7 @@ import numpy as np
 import style
 
 from motley.errors import MotleyError
+from motley.records.gpu_csv import device_name
 from motley.records.lines import JsonDict
 from motley.records.rates import lead, mean_rate
 from motley.records.run_folder import RunFolder
@@ -115,7 +116,7 @@ def seat_label(training: Training, rank: int) -> str:
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
     first = f"rank {rank} - {worker['host']}" if worker.get("host") else f"rank {rank}"
     facts = [
-        style.device_name(str(worker.get("device") or "")),
+        device_name(str(worker.get("device") or "")),
         str(worker.get("precision") or ""),
     ]
     facts.append("" if np.isnan(samples) else f"{samples:.0f} samples")

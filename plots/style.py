@@ -89,11 +89,6 @@ def colours_under(paths: list[Path]) -> dict[str, str]:
     return host_colours(hosts - nameless) | host_colours(nameless)
 
 
-def device_name(name: str) -> str:
-    """A device's name without what every such name has, for example ``RTX 3070``."""
-    return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
-
-
 def time_unit(span_s: float) -> tuple[str, float]:
     """Unit for a time axis of ``span_s`` seconds, and the seconds it has."""
     return ("s", 1.0) if span_s < 180 else ("min", 60.0)

@@ -6,8 +6,8 @@
 #   bash tests/run.sh -k resume             # options go to pytest
 #
 # Makes the environment if need be. As root it also installs the system packages that some
-# tests try Motley against (Debian's Open MPI, Slurm) or need (the lab in a box); without root
-# those tests are skipped with a line that says so. With CI=true nothing may be skipped.
+# tests try Motley against (Debian's Open MPI, Slurm, Chromium) or need (the lab in a box); without
+# root those tests are skipped with a line that says so. With CI=true nothing may be skipped.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,6 +26,7 @@ command -v munged >/dev/null || packages+=(munge)
 command -v tc >/dev/null || packages+=(iproute2)
 command -v sshd >/dev/null || packages+=(openssh-server)
 command -v tcsh >/dev/null || packages+=(tcsh)
+command -v chromium >/dev/null || packages+=(chromium)
 if [ ${#packages[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "tests: installing ${packages[*]}"
   log=$(mktemp)

@@ -27,6 +27,7 @@ ROOMS = {
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
         "ramp length take_back"
     ),
+    "live": "tail track follow waiting words headline rows snapshot runs collect",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
@@ -61,7 +62,7 @@ ROOMS = {
     ),
     "infer": "leases shards predictor export",
 }
-PURE = ("root", "cluster", "records", "plan", "sweep")  # load neither torch nor mpi4py
+PURE = ("root", "cluster", "records", "plan", "live", "sweep")  # load neither torch nor mpi4py
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
 OWNERS = {
     "mpi4py": "mpi",
@@ -188,7 +189,7 @@ def test_launch_alone_knows_the_variables_of_a_rank(path: Path) -> None:
 def test_plots_need_neither_torch_nor_mpi(path: Path) -> None:
     assert not tops(path) & (HEAVY | {"mpi4py"})
     rooms = {room_of(*name.split(".")[1:]) for name in imports(path) if name.startswith("motley.")}
-    assert rooms <= {"root", "records", "sweep"}
+    assert rooms <= {"root", "records", "live", "sweep"}
 
 
 def test_the_plan_reads_no_clock_environment_or_hardware() -> None:

@@ -4,7 +4,7 @@ The measurement is in motley.measure.links.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -110,6 +110,28 @@ class Links:
         ]
         ports = [{"host": self.hosts[m], **asdict(port)} for m, port in sorted(self.ports.items())]
         return {"flows": flows, "ports": ports}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Links":
+        """Reads :meth:`as_json`; machines of one name are one."""
+        names = [name for flow in content["flows"] for name in (flow["from"], flow["to"])]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        flows = {
+            (numbers[each["from"]], numbers[each["to"]]): Flow(
+                **{one.name: each[one.name] for one in fields(Flow)}
+            )
+            for each in content["flows"]
+        }
+        ports = {
+            numbers[each["host"]]: Port(**{one.name: each[one.name] for one in fields(Port)})
+            for each in content["ports"] if each["host"] in numbers
+        }  # fmt: skip
+        return cls({number: name for name, number in numbers.items()}, flows, ports)
+
+    def slowest(self) -> int | None:
+        """The machine whose link carries least; None where none is known."""
+        known = [machine for machine in self.hosts if self.carries(machine) > 0]
+        return min(known, key=self.carries, default=None)
 
     def sentence(self, machine: int) -> str:
         """What a machine's link carries."""

@@ -3,6 +3,7 @@ the lab's own old files (``metrics.csv``, the first eleven columns alone)."""
 
 import csv
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class GpuSample:
         uuid: of the GPU; None in the lab's files.
         load: 0 to 1; of the GPU, or of the CPU on a host without one.
         memory_used_mib, memory_total_mib: of the GPU, or the host's RAM.
-        others_memory_mib: GPU memory that other users hold.
+        others_memory_mib: GPU memory that other users hold. others: their names.
+        rank: that computes there; the first of a host without a GPU.
     """
 
     time: float
@@ -104,21 +106,56 @@ class GpuSample:
     epoch: int | None
     step: int | None
     uuid: str | None = None
+    others: str = ""
+    rank: int | None = None
+
+
+class GpuRows:
+    """Reads a GPU log line by line, ours or the lab's eleven-column one (load written like
+    ``88.0%``); the first line names the columns.
+
+    Args:
+        path: of the log, for the error.
+
+    Attributes:
+        columns: their names; empty before the first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.columns: list[str] = []
+
+    def read(self, line: str) -> GpuSample | None:
+        """A row's sample; None for the first line, and for a row that a crash cut short or that is
+        none.
+
+        Raises:
+            MotleyError: the first line is no GPU log's.
+        """
+        row = _fields(line)
+        if not self.columns:
+            if LAB_GPU_COLUMNS[0] not in row:
+                raise _no_gpu_log(self._path)
+            self.columns = row
+            return None
+        if len(row) != len(self.columns):
+            return None  # cut short, or another row was appended to what was
+        return _sample(dict(zip(self.columns, row, strict=True)))
+
+
+def _no_gpu_log(path: Path) -> MotleyError:
+    """What is said of a file that is none."""
+    return MotleyError(f"{path} is not a GPU log: it has no column {LAB_GPU_COLUMNS[0]}")
 
 
 def read_gpu_log(path: Path) -> list[GpuSample]:
-    """Read a GPU log, ours or the lab's eleven-column one (load written like ``88.0%``).
-
-    Rows that a crash cut short or that are no samples are left out.
-    """
+    """All samples of a GPU log; see :class:`GpuRows`."""
+    rows = GpuRows(path)
     with path.open(encoding="utf-8", errors="replace") as file:
-        rows = map(_fields, file)
-        header = next(rows, [])
-        if LAB_GPU_COLUMNS[0] not in header:
-            raise MotleyError(f"{path} is not a GPU log: it has no column {LAB_GPU_COLUMNS[0]}")
-        # A row cut short misses columns; one that another was appended to has too many.
-        whole = (dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header))
-        return [sample for row in whole if (sample := _sample(row)) is not None]
+        samples = [sample for line in file if (sample := rows.read(line)) is not None]
+    if not rows.columns:
+        raise _no_gpu_log(path)
+    return samples
 
 
 def _fields(line: str) -> list[str]:
@@ -151,7 +188,14 @@ def _sample(row: Mapping[str, str]) -> GpuSample | None:
         epoch=_integer(row.get("Epoch")),
         step=_integer(row.get("Step")),
         uuid=row.get("GPU_UUID") or None,
+        others=row.get("Others") or "",
+        rank=_integer(row.get("Rank")),
     )
+
+
+def device_name(name: str) -> str:
+    """A device's name without what every such name has, for example ``RTX 3070``."""
+    return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
 
 
 def _number(text: str | None) -> float | None:

@@ -51,6 +51,21 @@ class RunFolder:
         """See motley.checkpoint.store."""
         return self.path / "checkpoints"
 
+    @property
+    def run_file(self) -> Path:
+        """Its run.json."""
+        return self.path / "run.json"
+
+    @property
+    def epochs_file(self) -> Path:
+        """Its ``epochs.jsonl``."""
+        return self.path / "epochs.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """Its ``events.jsonl``."""
+        return self.path / "events.jsonl"
+
     def create(self) -> None:
         """Make the folder; raise MotleyError if that is not possible, or a link is there."""
         refuse_link(self.path)  # each host may have a disk of its own
@@ -88,8 +103,8 @@ class RunFolder:
             keep_room: on the disk, and a descriptor, so that it is replaced whatever else fails.
         """
         if keep_room:
-            self._reserve = Reserve(self.path / "run.json", content)
-        write_json(self.path / "run.json", content, None if keep_room else self._reserve)
+            self._reserve = Reserve(self.run_file, content)
+        write_json(self.run_file, content, None if keep_room else self._reserve)
         self._written = content
         if self._reserve is not None and not keep_room:
             self._reserve.give_back()
@@ -100,7 +115,7 @@ class RunFolder:
         is said to be running is ``stopped`` if nobody holds its lock.
         """
         try:
-            content = read_json(self.path / "run.json")
+            content = read_json(self.run_file)
         except FileNotFoundError:
             return {}
         for name in ("config", "result", "failure", "plan", "task"):
@@ -112,32 +127,36 @@ class RunFolder:
         if model and "task" not in content:  # of an older version, which knew images alone
             title = f"{model} on {content['config'].get('dataset', 'images')}"
             content["task"] = {"name": "image", "unit": "images", "weight": 1.0, "title": title}
-            _of_older_version(content.get("result") or {})
+            of_older_version(content.get("result") or {})
         return content
 
     def update_run(self, **changes: Any) -> None:
         """Change some fields of run.json, which it has; MotleyError if it is gone."""
-        path = self.path / "run.json"
+        path = self.run_file
         if not path.exists():
             raise gone(path)
         self.write_run({**(self._written or self.read_run()), **changes})
 
     # -- jsonl
 
+    def step_file(self, rank: int) -> Path:
+        """Its ``steps.rank<k>.jsonl``."""
+        return self.path / f"steps.rank{rank}.jsonl"
+
     def steps(self, rank: int) -> "JsonLines":
         """Open ``steps.rank<k>.jsonl`` for appending."""
-        return JsonLines(self.path / f"steps.rank{rank}.jsonl")
+        return JsonLines(self.step_file(rank))
 
     def epochs(self) -> "JsonLines":
         """Open ``epochs.jsonl`` for appending."""
-        return JsonLines(self.path / "epochs.jsonl")
+        return JsonLines(self.epochs_file)
 
     def event(self, kind: str, /, **content: Any) -> None:
         """Append one event, durable at once:
 
         ``{"time": 1763693554.1, "event": "overflow", "step": 3, "loss_scale": 65536.0}``
         """
-        with JsonLines(self.path / "events.jsonl") as lines:
+        with JsonLines(self.events_file) as lines:
             lines.write({"time": time.time(), "event": kind, **content})
 
     def forget_after(self, step: int, rank: int, ranks: Sequence[int]) -> None:
@@ -148,22 +167,22 @@ class RunFolder:
         first = rank == ranks[0]
         gone = [other for other in self._ranks() if other not in ranks] if first else []
         for mine in (rank, *gone):
-            keep_lines(self.path / f"steps.rank{mine}.jsonl", step)
+            keep_lines(self.step_file(mine), step)
             (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
         if first:
-            keep_lines(self.path / "epochs.jsonl", step + 1)
+            keep_lines(self.epochs_file, step + 1)
             self._complete(rank, step)
 
     def _complete(self, rank: int, step: int) -> None:
         """Have a rank's records tell of all steps before ``step``, as far as others' do: it, or who
         had its number before, may have been killed before it wrote the last ones."""
-        path = self.path / f"steps.rank{rank}.jsonl"
+        path = self.step_file(rank)
         last = max((line["step"] for line in read_last_lines(path)), default=-1)  # all are ours
         if last >= step - 1:
             return
         missing: dict[int, JsonDict] = {}
         for other in self._ranks():
-            for line in read_last_lines(self.path / f"steps.rank{other}.jsonl"):
+            for line in read_last_lines(self.step_file(other)):
                 if isinstance(line.get("step"), int) and last < line["step"] < step:
                     missing.setdefault(line["step"], {**line, **OWN_PART})
         with self.steps(rank) as lines:
@@ -172,11 +191,14 @@ class RunFolder:
 
     def read_steps(self) -> dict[int, list[JsonDict]]:
         """All step records by rank, in order."""
-        paths = {rank: self.path / f"steps.rank{rank}.jsonl" for rank in self._ranks()}
         return {
-            rank: [_of_older_version(line) for line in read_json_lines(path)]
-            for rank, path in paths.items()
+            rank: [of_older_version(line) for line in read_json_lines(path)]
+            for rank, path in self.step_files().items()
         }
+
+    def step_files(self) -> dict[int, Path]:
+        """Files of step records by rank, ascending."""
+        return {rank: self.step_file(rank) for rank in self._ranks()}
 
     def last_steps(self) -> list[JsonDict]:
         """The last step records, some hundred, of the rank that has written last."""
@@ -193,11 +215,11 @@ class RunFolder:
 
     def read_epochs(self) -> list[JsonDict]:
         """All evaluations, in order."""
-        return list(read_json_lines(self.path / "epochs.jsonl"))
+        return list(read_json_lines(self.epochs_file))
 
     def read_events(self) -> list[JsonDict]:
         """All events, in order."""
-        return list(read_json_lines(self.path / "events.jsonl"))
+        return list(read_json_lines(self.events_file))
 
     # -- completion, and the GPU log
 
@@ -224,7 +246,16 @@ class RunFolder:
 
     def gpu_log(self, host: str) -> "GpuLog":
         """Open ``gpu.<host>.csv`` for appending."""
-        return GpuLog(self.path / f"gpu.{host}.csv")
+        return GpuLog(self.gpu_file(host))
+
+    def gpu_file(self, host: str) -> Path:
+        """Its ``gpu.<host>.csv``."""
+        return self.path / f"gpu.{host}.csv"
+
+    def gpu_files(self) -> dict[str, Path]:
+        """GPU logs by host."""
+        found = sorted(self.path.glob("gpu.*.csv"))
+        return {path.name.removeprefix("gpu.").removesuffix(".csv"): path for path in found}
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
@@ -235,12 +266,17 @@ def _numbers(folder: Path, before: str, after: str) -> list[int]:
 
 
 def find_runs(paths: list[Path]) -> list[RunFolder]:
-    """Every run folder at or under ``paths``, oldest name first."""
-    found = {file.parent for path in paths for file in path.rglob("run.json")}
+    """Every run folder at or under ``paths``, oldest name first; a run holds no other."""
+    found = set()
+    for path in paths:
+        for folder, names, files in os.walk(path):
+            if "run.json" in files:
+                found.add(Path(folder))
+                names.clear()  # its checkpoints may be many files
     return [RunFolder(path) for path in sorted(found)]
 
 
-def _of_older_version(line: JsonDict) -> JsonDict:
+def of_older_version(line: JsonDict) -> JsonDict:
     """The same, with the rate by the name that it has now."""
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")

@@ -1,0 +1,226 @@
+"""The live view as a page: server-sent events, and nothing that writes.
+
+``/`` is the page, ``/live?run=NAME&rank=K`` what it shows, once a second, as JSON. There is no
+other address.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from base64 import b64encode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from motley.errors import MotleyError
+from motley.live.collect import Collector
+from motley.live.runs import Runs
+
+_PAGE = Path(__file__).with_name("watch.html")
+_REFRESH_S, _MOST_VIEWERS, _REQUEST_S = 1.0, 32, 30.0
+_NAMES = ("localhost", "127.0.0.1", "::1")  # by which a browser asks for a loopback address
+
+
+def serve(runs: Runs, where: str, collector: Collector) -> int:
+    """Serve the page until it is interrupted; return the exit code."""
+    host, port = parse_address(where)
+    with open_server(host, port) as server:
+        server.live = Live(runs, collector)
+        server.token = "" if is_loopback(host) else secrets.token_urlsafe(16)
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{server.server_address[1]}/"
+        print(f"{address}?token={server.token}" if server.token else address)
+        if not server.token:
+            print("of this machine alone; from elsewhere: "
+                  f"ssh -L {server.server_address[1]}:{shown}:{server.server_address[1]} "
+                  f"{socket.gethostname()}")  # fmt: skip
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def parse_address(where: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``, ``[::1]:PORT`` or ``PORT``."""
+    found = re.fullmatch(r"(?:(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+)):)?([0-9]{1,5})", where.strip())
+    if found is None or int(found[3]) > 65535:
+        raise MotleyError(
+            f"--serve {where} is no address; it is HOST:PORT, for example: --serve 127.0.0.1:8080"
+        )
+    return found[1] or found[2] or "127.0.0.1", int(found[3])
+
+
+def is_loopback(host: str) -> bool:
+    """Nobody but this machine's users can ask there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def open_server(host: str, port: int) -> "Server":
+    """One that listens; MotleyError where that is not possible."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        Server.address_family = family
+        return Server(address[:2], Handler)
+    except OSError as error:
+        free = f"another port, for example: --serve {host}:{port + 1 if port < 65535 else 8080}"
+        fix = f"choose {free}" if port else "choose a port"
+        raise MotleyError(f"cannot serve on {host}:{port}: {error.strerror}; {fix}") from None
+
+
+class Live:
+    """Looks at the runs while somebody watches; one look a second, however many they are."""
+
+    def __init__(self, runs: Runs, collector: Collector) -> None:
+        self._runs, self._collector = runs, collector
+        self._lock = threading.Lock()
+        self._looked = float("-inf")
+
+    def told(self, name: str, rank: int | None) -> str:
+        """What a page shows: all runs in short, and the one of that name, else the one that runs
+        alone, or is alone."""
+        with self._lock:
+            clock, wall, runs = time.monotonic(), time.time(), self._runs
+            if clock - self._looked >= _REFRESH_S / 2:
+                self._looked = clock
+                runs.look(clock, wall)
+                self._collector.start(runs)
+            names, running = runs.names, runs.running()
+            if name not in names:
+                alone = names if len(names) == 1 else running if len(running) == 1 else []
+                name = "" if name or not alone else alone[0]
+            brief = ("status", "mood", "headline", "step", "last_step", "left_s", "rate", "unit")
+            known = [(each, runs.snapshot(each, wall)) for each in names]
+            listed = [
+                {"id": each, **{field: getattr(now, field) for field in brief}}
+                for each, now in known if now is not None
+            ]  # fmt: skip
+            shown = runs.snapshot(name, wall, rank=rank)
+            run = shown and {"id": name, **shown.as_json()}
+            return json.dumps({"time": wall, "runs": listed, "older": runs.hidden, "run": run})
+
+
+class Server(ThreadingHTTPServer):
+    """Threads that end with it.
+
+    Attributes:
+        live: what is told. token: that is asked for; empty: none.
+    """
+
+    daemon_threads = True
+    live: Live
+    token = ""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.viewers = threading.BoundedSemaphore(_MOST_VIEWERS)
+        self.page = _PAGE.read_bytes()
+        self.policy = _policy(self.page.decode())
+
+    def server_bind(self) -> None:
+        """Without asking for this machine's name, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has left is no error."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _policy(page: str) -> str:
+    """What a browser may run of the page, by hash: its own script and style, nothing else."""
+    hashes = {}
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        hashes[tag] = b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; "
+        f"style-src 'sha256-{hashes['style']}'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET for two addresses."""
+
+    server: Server
+    server_version, sys_version = "motley", ""
+    protocol_version = "HTTP/1.0"  # an answer ends with its connection
+    timeout = _REQUEST_S
+
+    def do_GET(self) -> None:
+        """The page, or what it shows."""
+        if refusal := self._refusal():
+            self._answer(403, refusal.encode())
+            return
+        asked = urlsplit(self.path)
+        if asked.path == "/":
+            self._answer(200, self.server.page, "text/html; charset=utf-8")
+        elif asked.path == "/live":
+            self._stream(self._asked("run"), self._asked("rank"))
+        else:
+            self._answer(404, b"there is only /\n")
+
+    def _asked(self, name: str) -> str:
+        return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
+
+    def _refusal(self) -> str:
+        """Why nothing is told; empty if it is."""
+        token = self.server.token
+        if token:  # then other names are as good: who knows it was told the address
+            given = self._asked("token").encode()
+            right = hmac.compare_digest(given, token.encode())
+            return "" if right else "wrong token: watch.py has printed the whole address\n"
+        # A page from elsewhere whose name was made to lead here gives itself away by that name.
+        host = (self.headers.get("Host") or "").strip()
+        named = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        own = str(self.server.server_address[0])
+        return "" if named in (*_NAMES, own) else "ask for it as localhost or 127.0.0.1\n"
+
+    def _stream(self, run: str, rank: str) -> None:
+        if not self.server.viewers.acquire(blocking=False):
+            self._answer(503, b"too many viewers\n")
+            return
+        try:
+            self._head(200, "text/event-stream")
+            number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 9 else None
+            while True:
+                told = self.server.live.told(run, number)
+                self.wfile.write(f"data: {told}\n\n".encode())
+                time.sleep(_REFRESH_S)
+        except OSError:  # it has left
+            pass
+        finally:
+            self.server.viewers.release()
+
+    def _answer(self, code: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self._head(code, kind)
+        self.wfile.write(body)
+
+    def _head(self, code: int, kind: str) -> None:
+        self.send_response(code)
+        for name, value in (
+            ("Content-Type", kind), ("Cache-Control", "no-store"),
+            ("Content-Security-Policy", self.server.policy), ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""

@@ -1,0 +1,140 @@
+"""The live view in a terminal, and the same as text."""
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+from watch_keys import Key, Keys
+from watch_screen import View, runs_screen, screen
+from watch_text import ASCII, BLOCKS, Signs, Sort
+
+from motley.live.collect import Collector
+from motley.live.runs import Runs
+from motley.live.snapshot import Snapshot
+
+_REFRESH_S, _TEXT_WIDTH = 1.0, 120
+_LIKE = str.maketrans({"°": " ", "↑": "^", "↓": "v", "…": "~"})
+
+
+def is_live() -> bool:
+    """Output goes to a terminal that can be drawn on."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
+def signs_of(console: Console) -> Signs:
+    """What it can show."""
+    return BLOCKS if console.encoding.lower().startswith("utf") else ASCII
+
+
+def print_once(runs: Runs) -> None:
+    """All that is known now; of several runs, the running ones whole."""
+    width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
+    width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
+    console = Console(width=width, highlight=False)
+    signs, view, wall = signs_of(console), View(keys=False), time.time()
+    known = [runs.snapshot(name, wall) for name in runs.names]
+    shown = [each for each in known if each is not None]
+    lines = [] if len(shown) == 1 else runs_screen(shown, view, width, None, signs)
+    for now in shown:
+        if len(shown) == 1 or now.status == "running":
+            lines += [Text()] if lines else []
+            lines += screen(now, view, width, None, signs)
+    for line in plain_where_needed(lines, signs):
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="crop")
+
+
+def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
+    """The same letters that the terminal has."""
+    if signs is ASCII:
+        for line in lines:
+            said = line.plain.translate(_LIKE)
+            line.plain = "".join(each if each.isascii() else "?" for each in said)
+    return lines
+
+
+def watch(runs: Runs, collector: Collector) -> int:
+    """Draw once a second, and when a key is pressed or the terminal changes its size."""
+    console = Console(highlight=False)
+    signs, view = signs_of(console), View()
+    with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        view = view if keys.there else replace(view, keys=False)
+        due, size = 0.0, console.size
+        while True:
+            clock = time.monotonic()
+            if clock >= due:
+                due = clock + _REFRESH_S
+                runs.look(clock, time.time())
+                collector.start(runs)
+            lines, shown = _draw(runs, view, size.width, size.height, signs)
+            for line in plain_where_needed(lines, signs):
+                line.no_wrap, line.overflow = True, "crop"
+            live.update(Group(*lines), refresh=True)
+            key = _next(keys, console, due)
+            size = console.size
+            if key is Key.QUIT:
+                return 0
+            if key is not None:
+                view = after(view, key, shown, runs)
+
+
+def _next(keys: Keys, console: Console, due: float) -> Key | None:
+    """The next key, or none: it is due, or the terminal has another size."""
+    size = console.size
+    while (left := due - time.monotonic()) > 0 and console.size == size:
+        if (key := keys.wait(min(left, 0.25))) is not None:
+            return key
+    return None
+
+
+def _draw(
+    runs: Runs, view: View, width: int, height: int, signs: Signs
+) -> tuple[list[Text], Snapshot | None]:
+    """What is on the screen, and the run that is, if it is one."""
+    wall, names = time.time(), runs.names
+    name = opened(view, runs)
+    if name:
+        rank = view.rank if view.history else None
+        now = runs.snapshot(name, wall, rank=rank)
+        if now is not None:
+            return screen(now, view, width, height, signs), now
+    known = [runs.snapshot(each, wall) for each in names]
+    lines = runs_screen([each for each in known if each], view, width, height, signs)
+    return lines, None
+
+
+def opened(view: View, runs: Runs) -> str:
+    """The run that is shown: the chosen one, the only one, or the only one that runs."""
+    if view.opened:
+        return view.run
+    names, running = runs.names, runs.running()
+    if view.listed and len(names) > 1:
+        return ""
+    return names[0] if len(names) == 1 else running[0] if len(running) == 1 else ""
+
+
+def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
+    """The view that a key leads to."""
+    step = {Key.UP: -1, Key.DOWN: 1}.get(key, 0)
+    if now is None:
+        names = runs.names
+        place = names.index(view.run) + step if view.run in names else 0
+        if names and step:
+            return replace(view, run=names[max(0, min(place, len(names) - 1))])
+        return replace(view, opened=True) if key is Key.OPEN and view.run in names else view
+    if key is Key.SORT:
+        order = list(Sort)
+        return replace(view, sort=order[(order.index(view.sort) + 1) % len(order)])
+    if key is Key.OPEN:
+        chosen = view if view.rank is not None else view.move(now.rows, 0)
+        return replace(chosen, history=not view.history)
+    if key is Key.BACK and view.history:
+        return replace(view, history=False)
+    if key is Key.BACK:
+        return replace(view, opened=False, listed=True, rank=None)
+    return view.move(now.rows, step)

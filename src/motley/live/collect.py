@@ -1,0 +1,148 @@
+"""Copies what hosts with a disk of their own record, over ssh, while a run goes on.
+
+Only what is new is sent, every few seconds, over one connection a host; the copies lie in a folder
+that goes when the watching ends, and the run's own folder is left as it is.
+"""
+
+import secrets
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motley.errors import HostTrouble
+from motley.live.follow import RunFollower, hosts_elsewhere, workers
+from motley.live.runs import Runs
+from motley.live.tail import MOST
+from motley.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from motley.cluster.ssh import Remote
+
+_EVERY_S, _LIMIT_S = 3.0, 15.0
+
+# Of each file: a mark, its name and where what follows begins; of a long one that is asked for the
+# first time its first line and its end.
+_SCRIPT = r"""mark=$1; most=$2; cd "$3" || exit 3; shift 3
+while [ $# -gt 1 ]; do
+  if [ -f "$1" ]; then
+    size=$(($(wc -c <"$1"))); start=$2
+    [ "$start" -le "$size" ] || start=0
+    printf '%s %s %s %s\n' "$mark" "$1" "$start" "$size"
+    if [ "$start" = 0 ] && [ "$size" -gt "$most" ]; then
+      head -n 1 "$1"; tail -c +$((size - most + 1)) "$1" | head -c "$most" | sed 1d
+    elif [ "$start" -lt "$size" ]; then
+      tail -c +$((start + 1)) "$1" | head -c $((size - start))
+    fi
+    printf '\n'
+  fi
+  shift 2
+done
+"""
+
+
+class Collector:
+    """Keeps copies up to date; a context manager.
+
+    Args:
+        asked: without it nothing is copied.
+    """
+
+    FIRST_S = 4.0  # in which the first copies are there
+
+    def __init__(self, asked: bool) -> None:
+        self._asked = asked
+        self._stop = threading.Event()
+        self._threads: dict[tuple[Path, str], threading.Thread] = {}
+
+    def __enter__(self) -> "Collector":
+        if self._asked:
+            self._folder = tempfile.TemporaryDirectory(prefix="motley-watch-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads.values():
+            thread.join(_EVERY_S)
+        if self._asked:
+            self._folder.cleanup()
+
+    def copies(self, run: RunFolder) -> Sequence[RunFolder]:
+        """Where those of a run are going to be."""
+        return [RunFolder(self._place(run))] if self._asked else []
+
+    def _place(self, run: RunFolder) -> Path:
+        return Path(self._folder.name) / "_".join(run.path.resolve().parts[1:])
+
+    def start(self, runs: Runs) -> bool:
+        """See whose files are not here, and begin to copy them; whether somebody's are."""
+        began = False
+        for name in runs.running() if self._asked else ():
+            follower = runs.follower(name)
+            for host in hosts_elsewhere(follower) if follower else ():
+                key = (self._place(follower.run), host) if follower else None
+                if follower and key and key not in self._threads:
+                    thread = threading.Thread(
+                        target=self._copy, args=(follower, host, key[0]), daemon=True
+                    )
+                    self._threads[key] = thread
+                    thread.start()
+                    began = True
+        return began
+
+    def _copy(self, follower: RunFollower, host: str, place: Path) -> None:
+        from motley.cluster.ssh import connect  # loads much, which most who watch do not need
+
+        place.mkdir(parents=True, exist_ok=True)
+        while not self._stop.is_set():
+            try:
+                with connect(host) as remote:
+                    files = Copies(follower.run, follower.about, host, place)
+                    while not self._stop.is_set():
+                        files.update(remote)
+                        follower.troubles.pop(host, None)
+                        self._stop.wait(_EVERY_S)
+            except HostTrouble as trouble:
+                follower.troubles[host] = f"{trouble.found}; {trouble.fix}"
+            self._stop.wait(_EVERY_S)
+
+
+class Copies:
+    """Of one host's files of a run.
+
+    Args:
+        about: run.json. place: where they go.
+    """
+
+    def __init__(self, run: RunFolder, about: dict[str, object], host: str, place: Path) -> None:
+        self._folder, self._place = run.path.resolve(), place
+        mine = [worker["rank"] for worker in workers(about) if str(worker.get("host")) == host]
+        paths = [*(run.step_file(rank) for rank in mine), run.gpu_file(host)]
+        self._offsets = {path.name: 0 for path in paths}
+
+    def update(self, remote: "Remote") -> None:
+        """Take what is new; HostTrouble if the host does not answer."""
+        mark = secrets.token_hex(16)
+        words = [word for pair in self._offsets.items() for word in pair]
+        done = remote.run(_SCRIPT, mark, MOST, self._folder, *words, limit=_LIMIT_S)
+        if done.code == 3:
+            raise HostTrouble(
+                "no run folder", f"{remote.host} has no {self._folder}",
+                "start watch.py in the folder from which mpirun was started",
+            )  # fmt: skip
+        for piece in done.output.split(f"{mark} ")[1:]:
+            head, _, text = piece.partition("\n")
+            name, start, size = head.rsplit(" ", 2)
+            if name in self._offsets:
+                self._take(name, int(start), int(size), text)
+
+    def _take(self, name: str, start: int, size: int, text: str) -> None:
+        # The last line may not be whole yet: it comes again.
+        whole, end, torn = text.removesuffix("\n").rpartition("\n")
+        self._offsets[name] = size - len(torn.encode())
+        path = self._place / name
+        if not start:
+            path.unlink(missing_ok=True)  # so that whoever follows it begins anew
+        with path.open("ab") as file:
+            file.write((whole + end).encode())

@@ -1,0 +1,238 @@
+"""Follows the records of one run while it writes them; reads only what is new."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from motley.errors import MotleyError
+from motley.live.tail import SAMPLES, Tail
+from motley.live.track import RECENT, Track, read_step
+from motley.plan.links import Links
+from motley.records.gpu_csv import GpuRows, GpuSample
+from motley.records.lines import JsonDict
+from motley.records.run_folder import RunFolder, of_older_version
+
+_EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
+_AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of all, of a rank
+_BEGUN = 3  # steps, after which every host has written something
+_LAST_WORDS_S = 5.0  # after the end is in run.json
+_ASK_AGAIN_S = 5.0  # whether a silent run is still alive: a lock tells
+
+K = TypeVar("K", int, str)
+
+
+class RunFollower:
+    """What is known of one run.
+
+    Args:
+        run: its folder, which may still be without records.
+        copies: of what other hosts have in folders of their own, by the same names.
+
+    Attributes:
+        about: run.json; empty before it is there. problem: why it cannot be read, or empty.
+        slow_link: what is known of the slowest link, if it is slower than the others; or empty.
+        looks: how many there were.
+        tracks: of each rank that writes its steps.
+        devices: the last samples of each host's devices, by the device's number, empty for a CPU.
+        troubles: why another host's records cannot be copied, by host.
+        events: the last ones. evaluation: the last one, or None.
+    """
+
+    def __init__(self, run: RunFolder, copies: Sequence[RunFolder] = ()) -> None:
+        self.run, self._folders = run, (run, *copies)
+        self.about: JsonDict = {}
+        self.problem = self.slow_link = ""
+        self.tracks: dict[int, Track] = {}
+        self.devices: dict[str, dict[str, deque[GpuSample]]] = {}
+        self.troubles: dict[str, str] = {}
+        self.events: deque[JsonDict] = deque(maxlen=_EVENTS)
+        self.evaluation: JsonDict | None = None
+        self._tails: dict[Path, Tail] = {}
+        self._rows: dict[Path, GpuRows] = {}
+        self._steps: dict[int, Tail] = {}
+        self._logs: dict[str, Tail] = {}
+        self._seen: tuple[int, ...] = ()
+        self._asked = self.clock = 0.0
+        self.looks = 0
+
+    def look(self, clock: float, wall: float) -> None:
+        """Read what is new.
+
+        Args:
+            clock: monotonic seconds, in which silence is measured; the wall's may jump.
+            wall: seconds since the epoch.
+        """
+        self.clock = clock
+        self.looks += 1
+        for line in self._lines(self.run.events_file, wall, samples=0):
+            if isinstance(line.get("event"), str):
+                self.events.append(line)
+        for line in self._lines(self.run.epochs_file, wall, samples=0):
+            self.evaluation = line
+        for rank, path in self._found(RunFolder.step_files).items():
+            self._look_at_steps(rank, path, wall)
+        for host, path in self._found(RunFolder.gpu_files).items():
+            self._look_at_devices(host, path, wall)
+        self._look_at_run()
+
+    def may_change(self, clock: float) -> bool:
+        """Whether a look may find anything: of a run that has ended, when its run.json changes, and
+        soon after, for its last words come then."""
+        ended = self.about.get("status") not in (None, "running")
+        return not ended or clock - self._asked < _LAST_WORDS_S or self._signature() != self._seen
+
+    def _signature(self) -> tuple[int, ...]:
+        try:
+            about = self.run.run_file.stat()
+        except OSError:
+            return ()
+        return about.st_mtime_ns, about.st_ino, about.st_size
+
+    def _found(self, files: Callable[[RunFolder], dict[K, Path]]) -> dict[K, Path]:
+        """By rank or host; the run's own folder comes first."""
+        found: dict[K, Path] = {}
+        for folder in reversed(self._folders):
+            found |= files(folder)
+        return found
+
+    def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
+        """New objects of a file of them; what is torn is left out."""
+        new = self._tail(path, samples).look(self.clock, wall)
+        if new.anew and path == self.run.events_file:
+            self.events.clear()
+        return [*filter(None, map(_read_object, new.lines))]
+
+    def _tail(self, path: Path, samples: int) -> Tail:
+        if path not in self._tails:
+            self._tails[path] = Tail(path, samples)
+        return self._tails[path]
+
+    def _look_at_steps(self, rank: int, path: Path, wall: float) -> None:
+        tail = self._steps[rank] = self._tail(path, samples=SAMPLES)
+        new = tail.look(self.clock, wall)
+        last, before = max(_FEWEST, _AT_ONCE // (1 + len(self.tracks))), _BETWEEN
+        if new.anew or rank not in self.tracks:
+            self.tracks[rank] = Track()
+            last, before = RECENT, SAMPLES
+        for line in filter(None, map(_read_object, thinned(new.lines, last, before))):
+            if (step := read_step(of_older_version(line))) is not None:
+                self.tracks[rank].add(step)
+
+    def _look_at_devices(self, host: str, path: Path, wall: float) -> None:
+        tail = self._logs[host] = self._tail(path, samples=1)  # its first line has the columns
+        new = tail.look(self.clock, wall)
+        if new.anew or path not in self._rows:
+            self._rows[path] = GpuRows(path)
+        devices = self.devices.setdefault(host, {})
+        for line in new.lines:
+            try:
+                sample = self._rows[path].read(line.decode(errors="replace"))
+            except MotleyError:  # its first line is none of ours: nothing can be read of it
+                return
+            if sample is not None:
+                devices.setdefault(sample.gpu or "", deque(maxlen=_SAMPLES)).append(sample)
+
+    def _look_at_run(self) -> None:
+        seen = self._signature()
+        if not seen:
+            return  # it is not there yet, or not now
+        late = self.clock - self._asked > _ASK_AGAIN_S and self.silent_s() > _ASK_AGAIN_S
+        if seen == self._seen and not (late and self.about.get("status") == "running"):
+            return
+        self._seen, self._asked = seen, self.clock
+        try:
+            read = self.run.read_run()
+        except MotleyError as error:
+            self.problem = str(error)
+            return
+        self.problem = ""
+        if read:
+            self._tell_who_came(self.about, read)
+            self.about, self.slow_link = read, slow_link(read)
+
+    def _tell_who_came(self, before: JsonDict, now: JsonDict) -> None:
+        """Hosts that train now and did not before, and the other way round: events of our own."""
+        was, are = trained_hosts(before), trained_hosts(now)
+        if not was or not are:
+            return
+        for kind, hosts, word in (("back", are - was, "trains"), ("left", was - are, "has left")):
+            self.events.extend(
+                {"event": kind, "time": now.get("started"), "text": f"{host} {word}"}
+                for host in sorted(hosts)
+            )
+
+    # -- silence
+
+    def silent_s(self) -> float:
+        """Seconds since any rank has written a step; infinite before the first."""
+        return min((tail.silent_s(self.clock) for tail in self._steps.values()), default=1e9)
+
+    def rank_silent_s(self, rank: int) -> float | None:
+        """Since this rank has; None where it writes none here."""
+        tail = self._steps.get(rank)
+        return None if tail is None else tail.silent_s(self.clock)
+
+    def host_silent_s(self, host: str) -> float | None:
+        """Since the logger of its devices has written; None where it writes none here."""
+        tail = self._logs.get(host)
+        return None if tail is None else tail.silent_s(self.clock)
+
+    # -- who leads
+
+    def lead(self) -> Track | None:
+        """Of the rank whose records reach furthest; None before the first step."""
+        known = [(track.last.step, -rank) for rank, track in self.tracks.items() if track.last]
+        return self.tracks[-max(known)[1]] if known else None
+
+
+def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
+    """Of many, the last ones and some of those before, evenly spread."""
+    rest = len(lines) - last
+    if rest <= before:
+        return lines
+    return [*(lines[rest * index // before] for index in range(before)), *lines[rest:]]
+
+
+def trained_hosts(about: Mapping[str, Any]) -> set[str]:
+    """Names of the hosts that train, by run.json."""
+    return {str(rank.get("host")) for rank in workers(about)}
+
+
+def workers(about: Mapping[str, Any]) -> list[JsonDict]:
+    """run.json's ``ranks``, without what is damaged."""
+    found = about.get("ranks")
+    return [
+        each for each in (found if isinstance(found, list) else [])
+        if isinstance(each, dict) and isinstance(each.get("rank"), int)
+    ]  # fmt: skip
+
+
+def hosts_elsewhere(followed: RunFollower) -> list[str]:
+    """Names of hosts that train, and of which neither a step nor a sample is here."""
+    lead, there = followed.lead(), dict[str, bool]()
+    if lead is None or len(lead.recent) < _BEGUN:
+        return []  # they may not have written any yet
+    for worker in workers(followed.about):
+        host, rank = str(worker.get("host")), worker["rank"]
+        there[host] = there.get(host, False) or host in followed.devices or rank in followed.tracks
+    return [host for host, here in there.items() if not here]
+
+
+def slow_link(about: Mapping[str, Any]) -> str:
+    """A sentence on the slowest link of run.json; empty where it is as fast as the others."""
+    try:
+        links = Links.from_json(about["links"])
+    except (KeyError, TypeError, AttributeError):
+        return ""
+    slowest = links.slowest()
+    return "" if slowest is None else links.remark(slowest)
+
+
+def _read_object(line: bytes) -> JsonDict | None:
+    try:
+        found = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
