@@ -13,7 +13,7 @@ import io
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import command
@@ -27,6 +27,7 @@ from plot_gpu import draw_folder as draw_machines
 from plot_training import draw_run
 from report_words import verdict
 from run_steps import Training, median, read_training, title
+from run_verdict import run_verdict
 from traces import words
 
 from motley.errors import MotleyError
@@ -51,9 +52,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Details:
-    """One run, folded away. title: its summary line. profiled: what its traces say, in lines."""
+    """One run, folded away.
+
+    Attributes:
+        title: its summary line. verdict: sentences. profiled: what its traces say, in lines.
+    """
 
     title: str
+    verdict: list[str]
     pictures: list[Picture]
     profiled: list[str]
 
@@ -91,9 +97,10 @@ def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
 def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
     """A run's two pictures, and what was profiled."""
     pictures: list[Picture] = []
+    said: list[str] = []
     try:
         training = read_training(run)
-        summary = title(training)
+        summary, said = title(training), run_verdict(training).sentences()
         pictures += picture(f"training of {run.path.name}", lambda: draw_run(training, colours))
     except MotleyError as error:
         summary = f"{run.path.name}: no training step"
@@ -109,7 +116,7 @@ def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
             profiled += words(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name or summary, pictures, profiled)
+    return Details(name or summary, said, pictures, profiled)
 
 
 def of_matrix(folder: BaselineFolder, colours: dict[str, str]) -> Section:
@@ -176,10 +183,14 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
                 where += f", step {failure['step']}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
+    each = [details(run, colours) for run in runs]
     said = [f"{finished} of {len(rows)} runs finished."]
-    return Section(
-        "runs", said, [], head, rows, failed, [], [details(run, colours) for run in runs]
-    )
+    if len(each) == 1:  # then the page is about it
+        (alone,) = each
+        said, pictures = alone.verdict or said, alone.pictures[:1]
+        each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
+        return Section("run", said, [], head, rows, failed, pictures, each)
+    return Section("runs", said, [], head, rows, failed, [], each)
 
 
 def draw(paths: list[Path], out: Path | None) -> int:

@@ -1,0 +1,175 @@
+"""What a run reached of the limit, where the rest of a step went, and what would change that."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from run_steps import Training, column, mean, median
+
+from motley.live.follow import slow_link
+from motley.live.snapshot import fraction_of_limit
+from motley.plan.advice import Advice
+from motley.records.lines import finite
+
+_WORTH = 0.02  # of a step: what is less is noise
+_OFF = 0.1  # of the forecast
+_SLOWER = 1.15  # times what was measured at the start: worth a word
+_PARTS = {
+    "t_wait": "waiting for {who}", "t_comm": "the wire", "t_data": "input",
+    "t_opt": "the optimizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """Of one run; None and empty: unknown.
+
+    Attributes:
+        fraction: of the limit. step_s: seconds of a step, the median. forecast_s: that were
+            foreseen.
+        lost: part of a step that went on each thing but computing, the largest first; means over
+            ranks of medians over steps.
+        link: on the slowest link, a sentence.
+        slower: who takes longer for the same than was measured at the start; ``slower_times`` as
+            long.
+        advice: what would be faster, the fastest first; then what is said without a figure.
+    """
+
+    fraction: float | None
+    step_s: float | None
+    forecast_s: float | None
+    lost: dict[str, float]
+    link: str
+    slower: str
+    slower_times: float | None
+    advice: tuple[Advice, ...]
+    unit: str
+
+    def sentences(self) -> list[str]:
+        """For a person, the most important first."""
+        said = [*filter(None, (self._reached(), self._where_it_went(), self._who_is_slower()))]
+        return said + [_sentence(each, self.unit) for each in self.advice]
+
+    def _reached(self) -> str:
+        if self.step_s is None:
+            return ""
+        words = f"A step took {self.step_s:.3g} s"
+        if self.fraction is not None:
+            words = f"{self.fraction:.2f} of what these machines can do together: a" + words[1:]
+        if self.forecast_s and abs(self.step_s / self.forecast_s - 1) > _OFF:
+            words += f", where the plan foresaw {self.forecast_s:.3g}"
+        return f"{words}."
+
+    def _where_it_went(self) -> str:
+        why = {_PARTS["t_comm"]: f" ({self.link})" if self.link else ""}
+        parts = [
+            f"{part:.0%} {name}{why.get(name, '')}"
+            for name, part in self.lost.items() if part >= _WORTH
+        ]  # fmt: skip
+        return f"What is not computing: {', '.join(parts)}." if parts else ""
+
+    def _who_is_slower(self) -> str:
+        if self.slower_times is None or self.slower_times < _SLOWER:
+            return ""
+        return (
+            f"{self.slower} takes {self.slower_times:.2f} times as long for its samples as was "
+            "measured at the start: other programs use it, or it has become slower."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what JSON has no word for."""
+        found: dict[str, Any] = finite(asdict(self))
+        return found
+
+
+def run_verdict(training: Training) -> RunVerdict:
+    """Judge a run by its records."""
+    steps = training.values("n_global") / training.values("samples_per_s")
+    step_s = _known(median(steps))
+    rate = _known(median(training.values("samples_per_s")))
+    about = training.run
+    forecast = (about.get("plan") or {}).get("forecast") or {}
+    seconds = forecast.get("step_s") if _is_full(training, forecast) else None
+    lost, (slower, times) = _lost(training), _slower(training, forecast if seconds else {})
+    on_wire = lost.get(_PARTS["t_comm"], 0.0) >= _WORTH
+    return RunVerdict(
+        fraction_of_limit(about, rate), step_s, seconds, lost,
+        slow_link(about) if on_wire else "", slower, times, _advice(about.get("advice") or ()),
+        training.unit,
+    )  # fmt: skip
+
+
+def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
+    """The forecast is of the batch that was trained on; another one resumed with another."""
+    return bool(median(training.values("n_global")) == forecast.get("global_batch"))
+
+
+def _lost(training: Training) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    for field, words in _PARTS.items():
+        shares = [_known(median(_share(records, field))) for records in training.steps.values()]
+        told = [share for share in shares if share is not None]
+        if told:
+            parts[words.format(who=_slowest(training))] = mean(np.array(told))
+    return dict(sorted(parts.items(), key=lambda pair: -pair[1]))
+
+
+def _share(records: Sequence[dict[str, Any]], field: str) -> Any:
+    """Of each step, the part that a field is."""
+    whole = sum(np.nan_to_num(column(records, name)) for name in ("t_compute", *_PARTS))
+    return column(records, field) / np.where(whole, whole, np.nan)
+
+
+def _took(training: Training, *fields: str) -> dict[int, float]:
+    """Of each rank that tells, some parts of a step together, seconds."""
+    found = {
+        rank: median(sum(column(records, field) for field in fields))
+        for rank, records in training.steps.items()
+    }
+    return {rank: seconds for rank, seconds in found.items() if np.isfinite(seconds)}
+
+
+def _slowest(training: Training) -> str:
+    """Who is ready last, where all tell."""
+    ready = _took(training, "t_data", "t_compute")
+    if len(ready) < 2 or len(ready) < len(training.run.get("ranks") or ready):
+        return "the slowest rank"
+    return _name(training, max(ready, key=lambda rank: ready[rank]))
+
+
+def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None]:
+    """Who takes longest for its samples, of what was foreseen, and how many times as long."""
+    took = _took(training, "t_data", "t_compute", "t_opt")
+    ranks = [worker.get("rank") for worker in training.run.get("ranks") or ()]
+    foreseen = dict(zip(ranks, forecast.get("compute_s") or (), strict=False))
+    times = {rank: took[rank] / foreseen[rank] for rank in took if foreseen.get(rank)}
+    if not times:
+        return "", None
+    rank = max(times, key=lambda each: times[each])
+    return _name(training, rank), times[rank]
+
+
+def _name(training: Training, rank: int) -> str:
+    host = training.worker(rank).get("host")
+    return f"{host} (rank {rank})" if host else f"rank {rank}"
+
+
+def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
+    try:
+        known = [Advice.from_json(each) for each in told]
+    except (KeyError, TypeError):
+        return ()  # of another version
+    return tuple(sorted(known, key=lambda each: -(each.times or 0.0)))
+
+
+def _sentence(advice: Advice, unit: str) -> str:
+    """As in ``--wire powersgd:8: +52 %; it is inexact: ...``."""
+    if advice.times is None:
+        return f"{advice.text[0].upper()}{advice.text[1:]}."
+    price = f"; {advice.price}" if advice.price else ""
+    return f"{advice.option}: {advice.times - 1:+.0%} {unit}/s, as foreseen{price}."
+
+
+def _known(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

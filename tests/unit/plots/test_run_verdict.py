@@ -1,0 +1,95 @@
+"""What a run reached, where the rest of a step went, and what would be faster: from its records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import python, write_run
+
+from motley.plan.advice import Advice
+from motley.plan.links import Flow, Links
+from motley.records.run_folder import RunFolder
+
+CODE = """
+import json, sys
+sys.path.insert(0, "plots")
+from motley.records.run_folder import RunFolder
+from run_steps import read_training
+from run_verdict import run_verdict
+found = run_verdict(read_training(RunFolder(sys.argv[1])))
+print(json.dumps([found.sentences(), found.as_json()]))
+"""
+
+
+def verdict(run: RunFolder) -> tuple[list[str], dict[str, Any]]:
+    done = python("-c", CODE, run.path)
+    assert done.returncode == 0, done.stderr
+    sentences, content = json.loads(done.stdout)
+    return sentences, content
+
+
+def planned(run: RunFolder, step_s: float = 0.155, compute_s: float = 0.1) -> None:
+    """40 samples a step, of which the machines could do 400 a second."""
+    forecast = {"global_batch": 40, "limit_s": 0.1, "step_s": step_s, "compute_s": [compute_s, 0.1]}
+    run.update_run(plan={"wire": "exact", "forecast": forecast})
+
+
+def test_what_is_known_is_said_and_nothing_else(tmp_path: Path) -> None:
+    bare = write_run(tmp_path / "bare")
+    sentences, found = verdict(bare)
+    assert sentences[0] == "A step took 0.158 s." and found["fraction"] is None
+    assert sentences[1:] == ["What is not computing: 19% the wire, 13% waiting for a (rank 0), "
+                             "3% the optimizer."]  # fmt: skip
+    sentences, _ = verdict(write_run(tmp_path / "untold", known=False))
+    assert "waiting" not in " ".join(sentences)
+
+
+def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    planned(run, step_s=0.1, compute_s=0.05)
+    flows = {(a, b): Flow(1e6 if b == 1 else 1e8, 1e-3) for a in range(3) for b in range(3)
+             if a != b}  # fmt: skip
+    run.update_run(links=Links(dict(enumerate("abc")), flows).as_json())
+    sentences, found = verdict(run)
+    assert found["fraction"] == pytest.approx(253 * 0.1 / 40)
+    assert sentences[0] == (
+        "0.63 of what these machines can do together: a step took 0.158 s, where the plan "
+        "foresaw 0.1."
+    )
+    assert "the wire (b's link carries" in sentences[1] and "when it receives" in sentences[1]
+    assert sentences[2].startswith("a (rank 0) takes 2.10 times as long for its samples as was")
+    planned(run)
+    sentences, _ = verdict(run)
+    assert len(sentences) == 2 and "foresaw" not in sentences[0]
+
+
+def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    told = (
+        Advice("slow", "--hosts a", 1.2), Advice("the model cannot be compiled"),
+        Advice("few bytes", "--wire powersgd:8", 1.5, "it is inexact"),
+    )  # fmt: skip
+    run.update_run(advice=[each.as_json() for each in told])
+    sentences, found = verdict(run)
+    assert sentences[2:] == [
+        "--wire powersgd:8: +50% images/s, as foreseen; it is inexact.",
+        "--hosts a: +20% images/s, as foreseen.",
+        "The model cannot be compiled.",
+    ]
+    assert [each["times"] for each in found["advice"]] == [1.5, 1.2, None]
+    run.update_run(advice=[{"of": "another version"}])
+    assert verdict(run)[1]["advice"] == []
+
+
+def test_a_report_of_one_run_opens_with_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "logs" / "run")
+    planned(run)
+    done = python("plots/report.py", tmp_path / "logs")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "logs" / "report.html").read_text()
+    assert '<p class="lead">0.63 of what these machines can do together' in page
+    write_run(tmp_path / "logs" / "other")
+    python("plots/report.py", tmp_path / "logs")
+    page = (tmp_path / "logs" / "report.html").read_text()
+    assert "2 of 2 runs finished" in page and "<p>0.63 of what these machines" in page
