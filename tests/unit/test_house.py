@@ -189,7 +189,7 @@ def test_launch_alone_knows_the_variables_of_a_rank(path: Path) -> None:
 def test_plots_need_neither_torch_nor_mpi(path: Path) -> None:
     assert not tops(path) & (HEAVY | {"mpi4py"})
     rooms = {room_of(*name.split(".")[1:]) for name in imports(path) if name.startswith("motley.")}
-    assert rooms <= {"root", "records", "live", "sweep"}
+    assert rooms <= {"root", "records", "plan", "live", "sweep"}
 
 
 def test_the_plan_reads_no_clock_environment_or_hardware() -> None:
