@@ -77,7 +77,7 @@ def once(runs: Runs, path: Path, collector: Collector) -> int:
     """Print what is known now."""
     runs.look(time.monotonic(), time.time())
     if collector.start(runs):
-        time.sleep(collector.FIRST_S)
+        collector.wait()
         runs.look(time.monotonic(), time.time())
     if not runs.names:
         raise MotleyError(f"no run under {path}: {TRAIN}")

@@ -171,7 +171,7 @@ def runs_screen(
     lines = [Text(said, "bold")]
     foot = _foot(view, "q quit  ↑↓ choose  enter open")
     for now in runs:
-        done = f" {now.step / now.last_step:.0%}" if now.last_step else ""
+        done = f" {min(1.0, now.step / now.last_step):.0%}" if now.last_step else ""
         left = f" {clock(now.left_s)} left" if now.left_s is not None else ""
         rate = f" {now.rate:,.0f} {now.unit}/s" if now.rate and now.status == "running" else ""
         said = f"{now.name}  {now.status}{done}{left}{rate}"

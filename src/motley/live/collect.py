@@ -7,6 +7,7 @@ that goes when the watching ends, and the run's own folder is left as it is.
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from motley.records.run_folder import RunFolder
 if TYPE_CHECKING:
     from motley.cluster.ssh import Remote
 
-_EVERY_S, _LIMIT_S = 3.0, 15.0
+_EVERY_S, _LIMIT_S, _FIRST_S = 3.0, 15.0, 30.0
 
 # Of each file: a mark, its name and where what follows begins; of a long one that is asked for the
 # first time its first line and its end.
@@ -49,12 +50,11 @@ class Collector:
         asked: without it nothing is copied.
     """
 
-    FIRST_S = 4.0  # in which the first copies are there
-
     def __init__(self, asked: bool) -> None:
         self._asked = asked
         self._stop = threading.Event()
         self._threads: dict[tuple[Path, str], threading.Thread] = {}
+        self._tried: dict[tuple[Path, str], threading.Event] = {}
 
     def __enter__(self) -> "Collector":
         if self._asked:
@@ -86,10 +86,17 @@ class Collector:
                     thread = threading.Thread(
                         target=self._copy, args=(follower, host, key[0]), daemon=True
                     )
+                    self._tried[key] = threading.Event()
                     self._threads[key] = thread
                     thread.start()
                     began = True
         return began
+
+    def wait(self) -> None:
+        """Until the first copies are there, or it is known why not."""
+        deadline = time.monotonic() + _FIRST_S
+        for tried in self._tried.values():
+            tried.wait(max(0.0, deadline - time.monotonic()))
 
     def _copy(self, follower: RunFollower, host: str, place: Path) -> None:
         from motley.cluster.ssh import connect  # loads much, which most who watch do not need
@@ -102,9 +109,11 @@ class Collector:
                     while not self._stop.is_set():
                         files.update(remote)
                         follower.troubles.pop(host, None)
+                        self._tried[place, host].set()
                         self._stop.wait(_EVERY_S)
             except HostTrouble as trouble:
                 follower.troubles[host] = f"{trouble.found}; {trouble.fix}"
+                self._tried[place, host].set()
             self._stop.wait(_EVERY_S)
 
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 
 from motley.live.follow import RunFollower, workers
 from motley.live.track import mean_parts
@@ -14,6 +15,7 @@ _STALL_S, _STALL_STEPS = 2.0, 5.0  # without a step, whichever is longer
 _LATE_S, _LATE_SAMPLES = 1.0, 2.5  # a logger of devices writes at its own interval
 _INTERVAL_S = 2.0  # of that logger, where run.json does not tell
 _FEW = 4  # that are named
+_ALSO = 0.1  # of a step, that a rank is waited for besides
 
 
 class Mood(StrEnum):
@@ -58,8 +60,7 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
     lead = followed.lead()
     if lead is None or lead.last is None:
         return Silence(None, hosts)
-    steps = last_steps(lead)
-    usual = sum(step.seconds for step in steps) / len(steps)
+    usual = median(step.seconds for step in lead.recent)  # one that took long changes nothing
     stall, since = max(_STALL_S, _STALL_STEPS * usual), followed.silent_s()
     stalled = since > stall
     behind = {}
@@ -69,6 +70,8 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
             continue
         if silent - since > stall or (stalled and track.last.step < lead.last.step):
             behind[rank] = silent
+    if 2 * len(behind) > len(followed.tracks):
+        behind = {}  # then who is ahead is the odd one: it has written its last words, say
     return Silence(since if stalled else None, hosts, behind)
 
 
@@ -153,14 +156,24 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
         return Mood.WAITS, said
     if waits.held is Held.WIRE:
         link = f"; {plain(followed.slow_link)}" if followed.slow_link else ""
-        return Mood.WAITS, f"waits for the wire: {share}{link}"
+        return Mood.WAITS, f"waits for the wire: {share}{_and_for(followed, waits)}{link}"
     if waits.held is Held.INPUT:
-        return Mood.WAITS, f"waits for its input: {share}{_where_input(followed)}"
+        also = _and_for(followed, waits)
+        return Mood.WAITS, f"waits for its input: {share}{_where_input(followed)}{also}"
     if waits.held is Held.OPTIMIZER:
         return Mood.WELL, f"nobody is waited for; the optimizer takes {share}"
     if waits.held is Held.NOTHING:
         return Mood.WELL, f"nobody is waited for: compute is {share}"
     return Mood.WELL, "this engine cannot tell compute from waiting"
+
+
+def _and_for(followed: RunFollower, waits: Waits) -> str:
+    """Who is waited for besides; a slow host makes the wire slow too."""
+    ranks = {rank: share for rank, share in waits.by_rank.items() if rank is not None}
+    most = max(ranks, key=lambda rank: ranks[rank], default=None)
+    if most is None or ranks[most] < _ALSO:
+        return ""
+    return f", and for {name_of(followed, most)}: {part(ranks[most])}"
 
 
 def _where_input(followed: RunFollower) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from motley.live.follow import RunFollower, workers
 from motley.live.headline import Silence
-from motley.live.track import Step, Track, mean_parts
+from motley.live.track import Step, mean_parts
 from motley.live.waiting import Waits, last_steps
 from motley.live.words import mapping, plain
 from motley.records.gpu_csv import GpuSample, device_name
@@ -50,12 +50,11 @@ class Row:
     note: str = ""
 
 
-def make_rows(
-    followed: RunFollower, lead: Track | None, waits: Waits | None, silence: Silence
-) -> list[Row]:
+def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> list[Row]:
     """One a rank that trains, ascending."""
     known = {worker["rank"]: worker for worker in workers(followed.about)}
-    counts = mapping(followed.about, "plan").get("counts")
+    found = mapping(followed.about, "plan").get("counts")
+    counts = [n for n in found if isinstance(n, int)] if isinstance(found, list) else []
     rows = []
     for rank in known or sorted(followed.tracks):
         worker = known.get(rank, {})
@@ -64,16 +63,16 @@ def make_rows(
         sample = device_of(followed.devices.get(host, {}), rank, worker)
         told = [step for step in steps if step.n_local is not None and step.n_global]
         samples = told[-1].n_local if told else planned(counts, worker)
-        batch = lead.last.n_global if lead and lead.last else 0
-        share = (
-            sum(step.n_local or 0 for step in told) / sum(step.n_global for step in told) if told
-            else samples / batch if samples is not None and batch else None
-        )  # fmt: skip
+        whole, part = sum(step.n_global for step in told), sum(step.n_local or 0 for step in told)
+        if not told:
+            whole, part = sum(counts), samples or 0
         seconds = sum(step.seconds for step in told)
-        own = sum(step.n_local or 0 for step in told) / seconds if seconds else None
+        own = part / seconds if seconds else None
         rows.append(Row(
             rank, plain(host), device_name(plain(worker.get("device"))),
-            plain(worker.get("precision")), share, samples, own and own * weight_of(told),
+            plain(worker.get("precision")),
+            part / whole if whole and samples is not None else None, samples,
+            own and own * weight_of(told),
             mean_parts(steps) if steps else told_of(rank, waits),
             waits.by_rank.get(rank, 0.0) if waits else 0.0,
             track.last.step if track and track.last else None,
@@ -89,11 +88,10 @@ def told_of(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
     return None, waits.own_s, 0.0, None, None
 
 
-def planned(counts: Any, worker: Mapping[str, Any]) -> int | None:
+def planned(counts: Sequence[int], worker: Mapping[str, Any]) -> int | None:
     """Samples of a rank by the plan."""
     place = worker.get("group_rank")
-    fits = isinstance(counts, list) and isinstance(place, int) and 0 <= place < len(counts)
-    return int(counts[place]) if fits else None
+    return counts[place] if isinstance(place, int) and 0 <= place < len(counts) else None
 
 
 def device_of(

@@ -100,7 +100,7 @@ def take_snapshot(
     status = str(about.get("status") or "being made")
     silence = silences(followed, ranks) if status == "running" else Silence()
     mood, said = headline(followed, waits, silence, wall)
-    rows = [*make_rows(followed, lead, waits, silence), *left_out(about)]
+    rows = [*make_rows(followed, waits, silence), *left_out(about)]
     shown = choose(rows, most)
     steps = last_steps(lead) if lead else []
     rate = rate_of(steps)

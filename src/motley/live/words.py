@@ -54,7 +54,7 @@ _SAID = {
     "fault": "rank {rank} on {host}, step {step}: {error}",
     "lost": "rank {rank} on {host} is lost in step {step}; the others go on",
     "unreadable": "{sample} cannot be read",
-    "finished": "finished after {steps} steps",
+    "finished": "after {steps} steps",
 }
 
 

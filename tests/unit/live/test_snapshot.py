@@ -90,13 +90,41 @@ def test_hosts_that_fall_silent_are_named(tmp_path: Path) -> None:
     live.close()
 
 
+def test_last_words_of_one_rank_blame_none_of_the_others(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path / "run", LAB[:3], samples_s=30.0)
+    for _ in range(10):
+        live.take_step()
+    live.take_samples()
+    live.take_step(silent=(1, 2))
+    now = watched(live, 4.0)
+    assert now.headline.startswith("no step for 4 s") and now.rows[1].silent_s is None
+    live.close()
+
+
+def test_a_slow_host_is_named_besides_a_slower_wire(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path / "run")
+    for _ in range(10):
+        live.take_step(slow={3: 2.0}, comm_s=0.3)
+    assert watched(live).headline.startswith(
+        "waits for the wire: 60 % of each step, and for tesla3 (rank 3): 20 %"
+    )
+    live.take_step(n_global=7, n_local=1)  # the last batch of an epoch
+    for rank in (3, 4):  # and the share of one whose records are not here is the plan's
+        live.run.step_file(rank).unlink()
+    assert watched(live).rows[4].share == 0.2
+    live.close()
+
+
 def test_a_pause_of_all_is_said_and_blamed_on_nobody(tmp_path: Path) -> None:
     live = LiveRun(tmp_path / "run", config={"gpu_log_interval": 60})
     assert watched(live).headline == "starting: no step is recorded yet"
     for _ in range(10):
         live.take_step()
+    live.take_step(slow={0: 60})  # one that takes long makes nobody wait longer for the next
+    for _ in range(3):
+        live.take_step()
     live.take_samples()
-    assert watched(live, 2.0).mood is Mood.WELL
+    assert not watched(live, 2.0).headline.startswith("no step")
     now = watched(live, 8.0)
     assert now.headline.startswith("no step for 8 s: an evaluation or a checkpoint, or")
     live.close()

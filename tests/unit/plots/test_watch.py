@@ -71,15 +71,15 @@ def test_it_is_live_on_80_by_24_and_names_the_slow_host(live: LiveRun) -> None:
         for _ in range(5):
             live.take_step(slow={3: 2.0})
         live.run.event("replan", text="the ranks now take other shares")
-        shown = terminal.await_frame(lambda text: "waits for tesla3 (rank 3)" in text, limit=3)
+        shown = terminal.await_frame(lambda text: "waits for tesla3 (rank 3)" in text, limit=6)
         assert "replan: the ranks now take other shares" in "\n".join(shown)
         terminal.press("\x1b[B\r")  # the first rank's history
-        shown = terminal.await_frame(lambda text: "rank 0 on tesla0, RTX 3070" in text, limit=3)
+        shown = terminal.await_frame(lambda text: "rank 0 on tesla0, RTX 3070" in text, limit=6)
         assert any(line.startswith("waiting") and "█" in line for line in shown)
         terminal.press("\x1bs")  # back, and in another order
-        terminal.await_frame(lambda text: "rank host" in text, limit=3)
+        terminal.await_frame(lambda text: "rank host" in text, limit=6)
         terminal.resize(60, 16)
-        shown = terminal.await_frame(lambda text: max(map(len, text.split("\n"))) <= 60, limit=3)
+        shown = terminal.await_frame(lambda text: max(map(len, text.split("\n"))) <= 60, limit=6)
         assert len(shown) <= 16 and "tesla3" in "".join(shown)
         terminal.press("q")
         assert terminal.end() == 0

@@ -129,7 +129,7 @@ def test_a_browser_shows_it_on_wide_and_on_narrow_screens(live: LiveRun, tmp_pat
         assert HOSTILE in text and "alice 0.6G" in text and "images/s" in text
         for _ in range(5):
             live.take_step(slow={3: 2.0})
-        browser.await_text("waits for tesla3 (rank 3)", limit=3)
+        browser.await_text("waits for tesla3 (rank 3)", limit=6)
         browser.run("document.querySelectorAll('td.rank button')[3].click()")
         browser.await_text("rank 3 on tesla3")
         assert browser.run("document.querySelectorAll('#curves svg').length") >= 5
