@@ -110,6 +110,7 @@ def train_with(
         run.of_survivors(world)
         group = continuation.group
     else:
+        run.divert_nccl()
         group = join_process_group(world, config.precision, config.hosts, config.bind)
     world.clock.lap("group")
 
