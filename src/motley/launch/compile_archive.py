@@ -10,7 +10,7 @@ process, without the libraries that it makes for a CPU.) A folder holds
     <kind>-<hash>.tar.gz   the same files, in the order in which they were written
 
 TorchInductor unpickles what is in its cache, so whoever could write here could have others run
-code: what belongs to another user, or can be written by one, is refused. Compilers name a file by
+code: see motley.launch.own_folder. Compilers name a file by
 a hash of what it is made from, so one that is there is never replaced.
 """
 
@@ -27,12 +27,14 @@ import stat
 import tarfile
 import tempfile
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from motley.cluster.facts import NodeFacts
+from motley.launch.own_folder import create, open_own, own_folder
 from motley.launch.process import cache_folder
 from motley.launch.same_code import version
 
@@ -41,11 +43,11 @@ _WHOLE_S = 2.0  # a file that was written to since may not be whole
 _OF_A_MOMENT = ("locks", "precompiled_headers", "dynamo")  # the last is a guess of sizes, by name
 _SUFFIXES = (".lock", ".tmp")
 _PACKAGES = ("torch", "triton", "deepspeed")
-ERRORS = (OSError, tarfile.TarError, ValueError, EOFError, LookupError, TypeError)
-
-
-class RefusedError(OSError):
-    """Somebody else could have written it."""
+DAMAGE = (
+    tarfile.TarError, zlib.error, ValueError, EOFError, LookupError, TypeError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+ERRORS = (OSError, *DAMAGE)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class CompileArchive:
 
     def __init__(self, place: Path, kind: str, folder: Path, below: Sequence[str]) -> None:
         self._place, self._kind, self._folder, self._below = place, kind, folder, below
+        self._is_damaged = False
 
     def unpack(self) -> Carried | None:
         """Put the files that the node lacks in their places; None if it lacks none.
@@ -114,10 +117,17 @@ class CompileArchive:
         Raises:
             One of ERRORS; it has the files that it had.
         """
+        try:
+            return self._unpack()
+        except DAMAGE:
+            self._is_damaged = True  # so that it is replaced, whatever is in it
+            raise
+
+    def _unpack(self) -> Carried | None:
         started = time.monotonic()
         if not self._below or not self._place.exists():
             return None
-        with self._opened() as place:
+        with own_folder(self._place) as place:
             index = self._index(place)
             missing = {
                 name: size for name, size in index.files.items()
@@ -129,7 +139,7 @@ class CompileArchive:
             size = sum(missing.values())
             if 2 * size > shutil.disk_usage(self._folder).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
-            with _open_own(place, Path(index.archive).name) as file:
+            with open_own(place, Path(index.archive).name) as file:
                 _check_hash(file, index)
                 self._put(file, missing)
         return Carried(len(missing), size, time.monotonic() - started)
@@ -165,13 +175,20 @@ class CompileArchive:
             return None
         with contextlib.suppress(FileExistsError):
             self._place.mkdir(mode=0o700)
-        with self._opened() as place:
-            known = self._index(place)
+        with own_folder(self._place) as place:
+            known = self._known(place)
             if all(known.files.get(name) == info.st_size for name, info in found.items()):
                 return None
             self._replace(place, found)
         size = sum(info.st_size for info in found.values())
         return Carried(len(found), size, time.monotonic() - started)
+
+    def _known(self, place: int) -> Index:
+        """What need not be saved again."""
+        try:
+            return Index() if self._is_damaged else self._index(place)
+        except DAMAGE:
+            return Index()
 
     def _replace(self, place: int, found: Mapping[str, os.stat_result]) -> None:
         own = f".{self._kind}.{os.uname().nodename}.{os.getpid()}"
@@ -180,7 +197,7 @@ class CompileArchive:
             digest = self._pack(place, own, found)
             archive = f"{self._kind}-{digest[:16]}.tar.gz"
             os.replace(own, archive, src_dir_fd=place, dst_dir_fd=place)
-            with _create(place, own) as file:
+            with create(place, own) as file:
                 index = {"archive": archive, "sha256": digest, "files": sizes}
                 file.write(json.dumps(index).encode())
             os.replace(own, f"{self._kind}.json", src_dir_fd=place, dst_dir_fd=place)
@@ -195,7 +212,7 @@ class CompileArchive:
 
     def _pack(self, place: int, name: str, found: Mapping[str, os.stat_result]) -> str:
         """Write the archive; its hash."""
-        with _create(place, name) as file:
+        with create(place, name) as file:
             with (
                 gzip.GzipFile("", "wb", 1, file, mtime=0) as packed,
                 tarfile.open(fileobj=packed, mode="w") as tar,
@@ -210,22 +227,12 @@ class CompileArchive:
     def _index(self, place: int) -> Index:
         """Of what is there; an empty one if nothing is."""
         try:
-            with _open_own(place, f"{self._kind}.json") as file:
+            with open_own(place, f"{self._kind}.json") as file:
                 index = Index(**json.load(file))
             os.stat(Path(index.archive).name, dir_fd=place, follow_symlinks=False)
         except FileNotFoundError:
             return Index()
         return index
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """The folder's descriptor: what is checked is what is read."""
-        place = os.open(self._place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            _check_own(place)
-            yield place
-        finally:
-            os.close(place)
 
 
 def _whole_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
@@ -266,30 +273,6 @@ def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_
                     if stat.S_ISREG(info.st_mode):
                         folders[here][str(path.relative_to(folder))] = info
     return folders
-
-
-def _create(place: int, name: str) -> io.BufferedRandom:
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    return os.fdopen(os.open(name, flags, 0o600, dir_fd=place), "w+b")
-
-
-def _open_own(place: int, name: str) -> io.BufferedReader:
-    file = os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=place), "rb")
-    try:
-        _check_own(file.fileno())
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _check_own(opened: int) -> None:
-    """Raise RefusedError unless this user alone can write to it."""
-    found = os.fstat(opened)
-    if found.st_uid != os.getuid():
-        raise RefusedError(errno.EPERM, f"it belongs to the user of number {found.st_uid}")
-    if found.st_mode & 0o022:
-        raise RefusedError(errno.EPERM, "other users can write to it")
 
 
 def _check_hash(file: io.BufferedReader, index: Index) -> None:

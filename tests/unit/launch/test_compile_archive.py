@@ -19,7 +19,8 @@ from torch._inductor.utils import clear_caches
 
 from motley.cluster.facts import read_node
 from motley.launch import compile_archive
-from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, RefusedError, kind_of
+from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of
+from motley.launch.own_folder import RefusedError
 
 KIND = "5eed"
 FILES = {
@@ -159,13 +160,17 @@ def test_damage_is_no_archive(full: Node, empty: Node, place: Path) -> None:
     archive.write_bytes(content)
     with pytest.raises(ValueError, match="is damaged"):
         empty.archive.unpack()
-    for text in ("", "[]", '{"archive": 3}', '{"other": 1}'):
+    index = (place / f"{KIND}.json").read_text()
+    for text in ("", "[]", "[" * 200_000, '{"archive": 3}', '{"other": 1}',
+                 index.replace(archive.name, f"../{archive.name}")):  # fmt: skip
         (place / f"{KIND}.json").write_text(text)
         with pytest.raises(ERRORS):
             empty.archive.unpack()
-    archive.unlink()
-    (place / f"{KIND}.json").unlink()
-    assert empty.archive.unpack() is None and empty.files() == {}
+    assert empty.files() == {}
+    for name, content in FILES.items():
+        empty.write(name, content)
+    assert empty.archive.save() is not None, "what is damaged is replaced"
+    assert full.archive.save() is None
 
 
 def test_an_archive_writes_nowhere_else(empty: Node, place: Path, tmp_path: Path) -> None:
