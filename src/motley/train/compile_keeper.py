@@ -22,7 +22,6 @@ FOLDER = ".compiled"  # in the folder of all runs
 _FIRST_STEPS = 8
 _LOOK_S = 1.0
 _LAST_S = 30.0  # that the last one may take; an archive is whole or not there
-_NICE = 19  # of the thread: training goes first
 
 
 class CompileKeeper:
@@ -89,7 +88,7 @@ class CompileKeeper:
             self._thread.join(_LAST_S)
 
     def _keep(self, step: Callable[[], int | None]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        # Not nicer than the training: one that waits for its turn may hold Python's lock meanwhile.
         first = None
         while not self._ends.wait(_LOOK_S):
             now = step()
