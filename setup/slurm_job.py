@@ -6,13 +6,15 @@ import shlex
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cn
 from launch_line import LaunchLine
+from slurm_array import Array
 
 from motley.cluster.partitions import Partition, partitions, seconds_of_slurm
+from motley.cluster.slurm import srun_words
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.text import did_you_mean
@@ -29,6 +31,7 @@ class Job:
         line: that srun is to start. name: of the job, and of the run.
         ranks, gpus, cores: of a node. time: as Slurm writes it; None: the partition's own.
         before_s: of the end, that the ranks are told.
+        array: of which each task measures a cell, at_once of them at the same time.
     """
 
     line: tuple[str, ...]
@@ -44,6 +47,8 @@ class Job:
     mpi: str
     account: str | None = None
     container: Path | None = None
+    array: Array | None = None
+    at_once: int | None = None
 
 
 # Slurm sends a signal to all ranks, which end with a status of their own once all is saved.
@@ -53,7 +58,7 @@ _SCRIPT = """\
 set -uo pipefail
 cd {root}
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take from sbatch by itself
-srun --mpi={mpi} --kill-on-bad-exit=0 {line}
+{line}
 status=$?
 {after}exit $status
 """
@@ -87,8 +92,9 @@ def main(words: Sequence[str]) -> int:
     if done.returncode:
         raise MotleyError(f"sbatch: {done.stderr.strip() or 'no word'}")
     number = done.stdout.strip().partition(";")[0]
+    output = f"{number}_*" if job.array else number
     print(
-        f"job {number}; its output: {path.with_suffix('')}.{number}.out; end it: scancel {number}"
+        f"job {number}; its output: {path.with_suffix('')}.{output}.out; end it: scancel {number}"
     )
     return 0
 
@@ -96,22 +102,26 @@ def main(words: Sequence[str]) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options, and the line after them."""
     parser = cn.Parser("slurm_job")
-    for name, usual in (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180)):
+    numbers = (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180), ("at-once", None))
+    for name, usual in numbers:
         parser.add_argument(f"--{name}", type=int, default=usual)
     for name in ("time", "partition", "account"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--mpi", default="none")
     parser.add_argument("--container", type=Path)
+    parser.add_argument("--array", action="store_true")
     parser.add_argument("--requeue", action="store_true")
     parser.add_argument("--submit", action="store_true")
     parser.add_argument("line", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
-    for name, least in (("nodes", 1), ("ranks", 1), ("before", 1), ("gpus", 0)):
-        given = getattr(options, name)
+    for name, least in (("nodes", 1), ("ranks", 1), ("before", 1), ("gpus", 0), ("at-once", 1)):
+        given = getattr(options, name.replace("-", "_"))
         if given is not None and given < least:
             raise MotleyError(f"--{name} {given} is less than {least}")
     for name in ("account", "mpi"):
         check_word(f"--{name}", getattr(options, name))
+    if options.container and options.array:
+        raise MotleyError("--container: what --array measures is not run in an image; leave it out")
     if options.container and not options.container.exists():
         raise MotleyError(f"--container {options.container} is no file")
     if options.time:
@@ -172,12 +182,29 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     ranks = gpus or options.ranks
     if ranks > place.cores:
         raise MotleyError(f"--ranks {ranks}: the nodes of {place.name} have {place.cores} cores")
+    job = Job(
+        (), "", place.name, options.nodes, ranks, gpus, max(1, place.cores // ranks), options.time,
+        options.before, options.requeue, options.mpi, options.account, options.container,
+    )  # fmt: skip
+    return with_array(job, options, place) if options.array else with_line(job, options)
+
+
+def with_line(job: Job, options: argparse.Namespace) -> Job:
+    """The job of a training."""
     line = LaunchLine.parse(["srun", *options.line]).named(time.strftime("%Y-%m-%d_%H-%M-%S"))
     check_word("--run, which names the job,", line.folder.name)
-    return Job(
-        line.resumed(has_own=False).words[1:], line.folder.name, place.name, options.nodes, ranks,
-        gpus, max(1, place.cores // ranks), options.time, options.before, options.requeue,
-        options.mpi, options.account, options.container,
+    return replace(job, line=line.resumed(has_own=False).words[1:], name=line.folder.name)
+
+
+def with_array(job: Job, options: argparse.Namespace, place: Partition) -> Job:
+    """The job of a matrix, whose tasks take as long as their cells may."""
+    line = options.line[1:] if options.line[0] == "--" else options.line
+    array = Array.of(line, job.nodes, job.ranks, job.mpi, options.dry_run)
+    check_word("the folder of the results, which names the job,", array.folder.name)
+    most = array.seconds if place.most_s is None else min(array.seconds, place.most_s)
+    return replace(
+        job, name=array.folder.name, array=array, at_once=options.at_once,
+        time=options.time or clock(most + 59),
     )  # fmt: skip
 
 
@@ -201,12 +228,14 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
 
 def text_of(job: Job) -> str:
     """The batch script."""
-    logs = cn.ROOT / "logs"
+    logs, number = cn.ROOT / "logs", "%A_%a" if job.array else "%j"
     settings = {
         "job-name": job.name, "partition": job.partition, "account": job.account,
         "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores,
-        "gpus-per-node": job.gpus or None, "time": job.time, "signal": f"USR2@{job.before_s}",
-        "output": f'"{logs / job.name}.%j.out"', "open-mode": "append",
+        "gpus-per-node": job.gpus or None, "time": job.time,
+        "signal": None if job.array else f"USR2@{job.before_s}",
+        "array": job.array.numbers(job.at_once) if job.array else None,
+        "output": f'"{logs / job.name}.{number}.out"', "open-mode": "append",
     }  # fmt: skip
     lines = [f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None]
     lines.append(f"#SBATCH --{'' if job.requeue else 'no-'}requeue")
@@ -214,16 +243,23 @@ def text_of(job: Job) -> str:
     if job.container:
         nv = ("--nv",) if job.gpus else ()
         inside = ("apptainer", "exec", *nv, "--bind", str(cn.ROOT), str(job.container.absolute()))
+    ranks = shlex.join((*srun_words(job.mpi), *inside, *job.line))
     return _SCRIPT.format(
-        settings="\n".join(lines), root=shlex.quote(str(cn.ROOT)), mpi=job.mpi,
-        line=shlex.join((*inside, *job.line)),
-        after=_REQUEUE.format(paused=_PAUSED) if job.requeue else "",
+        settings="\n".join(lines), root=shlex.quote(str(cn.ROOT)),
+        line=job.array.command() if job.array else ranks,
+        after=_REQUEUE.format(paused=_PAUSED) if job.requeue and not job.array else "",
     )  # fmt: skip
 
 
 def said(job: Job) -> str:
     """The job in words."""
     each = cn.many(job.gpus, "GPU") if job.gpus else cn.many(job.ranks, "rank")
+    if job.array:
+        return (
+            f"{cn.many(len(job.array.tasks), 'task')} on {cn.many(job.nodes, 'node')} of "
+            f"{job.partition} with {each}, {job.time} each at most; the table after each task: "
+            f"{job.array.folder / 'results.md'}"
+        )
     return (
         f"{cn.many(job.nodes, 'node')} of {job.partition} with {each}, {job.cores} cores a rank, "
         f"{job.time or 'the time that is usual there'}; saves {job.before_s} s before the end"

@@ -10,33 +10,32 @@ its failure or by its time limit: none can hurt the next. Repeats are interleave
 An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
 wrong one shows. What has ended stays, and the same command goes on after a break. What follows
 ``--`` is given to every run. src/motley/sweep/matrix_file.py shows the form of a matrix file;
-presets are in torch_dist/presets/.
+presets are in torch_dist/presets/. On a cluster, setup/slurm_job.sh --array gives each cell a job.
 """
 
 import argparse
-import contextlib
-import os
+import json
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from motley.cluster.hostfile import read_hosts
+from cell_job import Launcher, run_one
+
+from motley.cluster.hostfile import Host, read_hosts
 from motley.config.option import flag_of, options_of
 from motley.config.options import GROUPS
 from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
-from motley.launch.process import die_with_parent
-from motley.sweep.cells import Cell, Matrix, first_hosts, shorter
+from motley.sweep.cells import Cell, Matrix, shorter
 from motley.sweep.matrix_file import PRESETS, Known, read_matrix
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import read_rows
+from motley.sweep.rows import Row, read_rows
 from motley.sweep.table import HEAD, shown, write_rows
 from motley.text import did_you_mean
 from motley.train.command_line import read_config, training_parser
@@ -44,47 +43,88 @@ from motley.train.progress import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate
-_EVAL_IMAGES = 512  # of a run: what counts is its training, and a limit is for that
-_GRACE_S = 10.0  # for a job that was told to stop
+_TASK_S = 60.0  # of a task besides its runs
 
 
 def main() -> int:
     """Run what has not ended yet, show the table; 0 if every cell is done, 1 if some failed."""
     options = arguments()
-    hosts = read_hosts(options.hostfile)
     matrix = read_matrix(
-        matrix_file(options.matrix), hosts, Known(known_cells(), known_options()),
+        matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
+        Known(known_cells(), known_options()),
         repeats=options.repeats, steps=options.steps, limit_s=options.limit, options=options.rest,
     )  # fmt: skip
     if options.only:
         matrix = shorter(matrix, options.only)
-    for cell in (*matrix.references, *matrix.cells):
+    for cell in matrix.all_cells:
         if not (ROOT / cell.script).is_file():
             raise MotleyError(f"cell {cell.name}: there is no script {cell.script}")
         check_options(cell, matrix.options)
     folder = BaselineFolder(options.out or Path("baselines") / Path(options.matrix).stem)
-    if options.dry_run:
-        show_plan(matrix, folder, options.retry)
+    todo = order(matrix, folder, options.retry)
+    if options.prepare:
+        if not options.dry_run:
+            folder.claim(matrix).close()
+        print(json.dumps(tasks_of(matrix, folder, todo)))
         return 0
-    mpirun = shlex.split(options.mpirun)
-    if not mpirun or shutil.which(mpirun[0]) is None:
-        raise MotleyError(
-            f"there is no {options.mpirun.split(' ')[0]!r} on PATH; put .venv/bin there, or name "
-            "it with --mpirun"
-        )
+    if options.dry_run:
+        show_plan(matrix, folder, todo)
+        return 0
+    launcher = Launcher.of(options.mpirun, bool(options.nodes))
+    if todo:
+        launcher.check()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    if options.task is not None:
+        return run_task(matrix, folder, launcher, options.task, todo)
     with folder.claim(matrix):
-        run_all(matrix, folder, mpirun, options.retry)
-    rows = read_rows(folder)
-    paths = write_rows(folder, rows)
+        run_all(matrix, folder, launcher, todo)
+    return 0 if all(row.outcome == DONE for row in tell(matrix, folder)) else 1
+
+
+def tell(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
+    """Write the table of all that has ended, and show it."""
+    with folder.writing_table():
+        rows = read_rows(folder)
+        paths = write_rows(folder, rows)
     print()
     print_table([HEAD, *(shown(row) for row in rows)])
     for row in rows:
         if row.outcome != DONE:
             print(f"{row.name}: {row.outcome}{f' ({row.when})' if row.when else ''}: {row.error}")
+    if left := dict.fromkeys(cell.name for cell, _ in order(matrix, folder, retry=False)):
+        print(f"not measured yet: {', '.join(left)}")
     print(f"\n{paths[0]}, {paths[1]}; pictures: python plots/plot_baselines.py {folder.path}")
-    return 0 if all(row.outcome == DONE for row in rows) else 1
+    return rows
+
+
+def tasks_of(
+    matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]
+) -> dict[str, Any]:
+    """What setup/slurm_job.py asks Slurm for: a task for each cell that is left, by its number, and
+    seconds that one may take; ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
+    """
+    left = Counter(cell for cell, _ in todo)
+    most = max((runs * (cell.limit_s or matrix.limit_s) for cell, runs in left.items()), default=0)
+    numbers = [number for number, cell in enumerate(matrix.all_cells) if cell in left]
+    return {"tasks": numbers, "seconds": most + _TASK_S, "folder": str(folder.path)}
+
+
+def run_task(
+    matrix: Matrix,
+    folder: BaselineFolder,
+    launcher: Launcher,
+    number: int,
+    todo: Sequence[tuple[Cell, int]],
+) -> int:
+    """Measure one cell, and write the table of what has ended by then; 0 if the cell is done."""
+    folder.join(matrix)
+    if number >= len(matrix.all_cells):
+        raise MotleyError(f"--task {number}: the matrix has {len(matrix.all_cells)} cells")
+    own = matrix.all_cells[number]
+    run_all(matrix, folder, launcher, [turn for turn in todo if turn[0] == own])
+    ended = {row.name: row.outcome for row in tell(matrix, folder)}
+    return 0 if ended.get(own.name) == DONE else 1
 
 
 def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
@@ -101,12 +141,9 @@ def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cel
             if outcome is None or (retry and outcome.kind != DONE)]  # fmt: skip
 
 
-def show_plan(matrix: Matrix, folder: BaselineFolder, retry: bool) -> None:
+def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]) -> None:
     """The cells, and how long they should take."""
-    todo = order(matrix, folder, retry)
-    left = {
-        cell: sum(turn[0] == cell for turn in todo) for cell in (*matrix.references, *matrix.cells)
-    }
+    left = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
     print_table([
         ["cell", "hosts", "batch", "runs left", "what runs"],
         *([cell.name, str(cell.hosts), str(cell.batch), str(runs),
@@ -122,70 +159,21 @@ def show_plan(matrix: Matrix, folder: BaselineFolder, retry: bool) -> None:
     )
 
 
-def run_all(matrix: Matrix, folder: BaselineFolder, mpirun: Sequence[str], retry: bool) -> None:
+def run_all(
+    matrix: Matrix, folder: BaselineFolder, launcher: Launcher, todo: Sequence[tuple[Cell, int]]
+) -> None:
     """Run what is left, a line each."""
-    todo = order(matrix, folder, retry)
     started = time.monotonic()
     for number, (cell, repeat) in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
-        status, seconds = run_one(matrix, cell, repeat, folder, mpirun)
-        outcome = folder.end(cell, repeat, status, seconds)
+        with folder.take_cell(cell):
+            status, seconds = run_one(matrix, cell, repeat, folder, launcher)
+            outcome = folder.end(cell, repeat, status, seconds)
         said = f"{outcome.seconds:.0f} s"
         if outcome.kind != DONE:
             said = f"{outcome.kind}, {said}: {outcome.error}"
         left = (time.monotonic() - started) / number * (len(todo) - number)
         print(said + (f"; {clock(left)} left" if number < len(todo) else ""), flush=True)
-
-
-def run_one(
-    matrix: Matrix,
-    cell: Cell,
-    repeat: int,
-    folder: BaselineFolder,
-    mpirun: Sequence[str],
-) -> tuple[int | None, float]:
-    """One mpirun, ended with all its processes if it takes too long.
-
-    Returns:
-        Its exit status, None if it was ended; and its seconds.
-    """  # fmt: skip
-    chosen, ranks = first_hosts(cell, matrix.hosts)
-    hostfile = folder.path / f"hosts.{cell.hosts}.txt"
-    hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in chosen))
-    attempt = folder.attempt(cell, repeat)
-    if attempt.path.exists():  # of a break in the middle of it
-        shutil.rmtree(attempt.path)
-    script, *words = cell.words
-    command = [
-        *mpirun, "-np", str(ranks), "--hostfile", str(hostfile.absolute()), "./entry_cn.sh", script,
-        "--eval-samples", str(_EVAL_IMAGES), *matrix.options, *words,
-        "--max-steps", str(matrix.steps), "--seed", "0",
-        "--logs", str(folder.cells.absolute()), "--run", attempt.path.name,
-    ]  # fmt: skip
-    start = time.monotonic()
-    with folder.output(cell, repeat).open("w") as output:
-        print(shlex.join(command), file=output, flush=True)
-        job = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-        )  # fmt: skip
-        status: int | None = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = job.wait(cell.limit_s or matrix.limit_s)
-        finally:
-            end(job)
-    return status, time.monotonic() - start
-
-
-def end(job: subprocess.Popen[bytes]) -> None:
-    """Stop a job, with all that is left of it on this host; its ranks elsewhere end with it."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(_GRACE_S)
-            return
 
 
 def print_table(lines: Sequence[Sequence[str]]) -> None:
@@ -254,6 +242,14 @@ def matrix_file(name: str) -> Path:
     return path
 
 
+def read_nodes(text: str) -> tuple[Host, ...]:
+    """Of ``2x4``, two nodes of four ranks; which nodes these are, differs from job to job."""
+    nodes, _, ranks = text.partition("x")
+    if not all(word.isdecimal() and 0 < int(word[:5]) == int(word) for word in (nodes, ranks)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give nodes and ranks of each, as in 2x4")
+    return tuple(Host(f"node{number}", int(ranks)) for number in range(1, int(nodes) + 1))
+
+
 def arguments() -> argparse.Namespace:
     """The command line; ``rest``: what follows ``--``."""
     words = sys.argv[1:]
@@ -271,12 +267,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of each run, {usual}600")
     parser.add_argument("--only", default="", metavar="WORDS", help="cells with this in their name")
     with_options = "with its own options, as in 'mpirun --mca btl_tcp_if_include eno1'"
-    parser.add_argument("--mpirun", default="mpirun", metavar="COMMAND", help=with_options)
+    parser.add_argument("--mpirun", metavar="COMMAND", help=with_options)
+    of_slurm = "of this Slurm allocation, with ranks each, in place of a hostfile; by srun"
+    parser.add_argument("--nodes", type=read_nodes, metavar="NODESxRANKS", help=of_slurm)
+    parser.add_argument("--task", type=int, metavar="K", help="measure the cell of this number")
+    ready = "make the folder ready for such tasks, and say which there are"
+    parser.add_argument("--prepare", action="store_true", help=ready)
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--dry-run", action="store_true", help="show the cells, run nothing")
     options = parser.parse_args(words[:at])
     options.rest = tuple(words[at + 1 :])
-    for name, least in (("repeats", 1), ("steps", 6), ("limit", 1)):
+    for name, least in (("repeats", 1), ("steps", 6), ("limit", 1), ("task", 0)):
         value = getattr(options, name)
         if value is not None and not value >= least:
             parser.error(f"--{name} {value}: give {least} or more")

@@ -1,4 +1,5 @@
-"""setup/slurm_job.sh: an allocation ends in the middle of a training, and the next goes on."""
+"""setup/slurm_job.sh: an allocation ends in the middle of a training, and the next goes on; each
+cell of a matrix is a job."""
 
 from collections.abc import Iterator
 
@@ -10,6 +11,8 @@ from project import DDP, venv
 from slurm import start_slurm
 
 from motley.records.run_folder import RunFolder
+from motley.sweep.results import BaselineFolder
+from motley.sweep.rows import read_rows
 
 pytestmark = pytest.mark.mpi
 
@@ -54,6 +57,45 @@ def test_a_job_that_ends_before_its_training_goes_on_by_itself(lab: Door, jobs: 
     output = (home / f"kept.{number}.out").read_text()
     assert "paused as asked (SIGUSR2)" in output and "goes on with the next allocation" in output
     wait_until(lambda: number not in on_slurm(lab, "squeue -h -o %i"), 30)
+
+
+MATRIX = """
+repeats = 1
+steps = 6
+[[cell]]
+name = "good"
+options = "--micro-batch 8"
+batch = 32
+[[cell]]
+name = "killed"
+script = "tests/support/drivers/failing.py"
+options = "--fail killed"
+batch = 32
+"""
+
+
+def test_each_cell_of_a_matrix_is_a_task_and_the_last_one_writes_the_table(lab: Door) -> None:
+    place = lab.home(NAMES[0]) / "motley"
+    lab.on(NAMES[0], "sh", "-c", "cat >motley/some.toml", stdin=MATRIX)
+    line = "torch_dist/baseline_measure.py --matrix some.toml"
+    said = on_slurm(lab, f"bash setup/slurm_job.sh --array --ranks 2 --submit {line}")
+    assert "some: 3 tasks on 1 node of all with 2 ranks" in said, said
+    folder = BaselineFolder(place / "baselines" / "some")
+    cells = folder.matrix_cells()
+    wait_until(lambda: not on_slurm(lab, "squeue -h -o %i"), 240)
+    rows = {row.name: row for row in read_rows(folder)}
+    logs = "".join(path.read_text() for path in sorted((place / "logs").glob("some.*.out")))
+    ended = {name: row.outcome for name, row in rows.items()}
+    assert ended == {"reference": "done", "good": "done", "killed": "killed"}, logs
+    assert {row.hosts for row in rows.values() if row.hosts} <= set(NAMES)
+    assert abs(rows["good"].loss_difference or 1) < 1e-5
+    table = (folder.path / "results.md").read_text()
+    assert all(f"| {cell.name} |" in table for cell in cells) and "**killed**: killed" in table
+    again = on_slurm(lab, f"bash setup/slurm_job.sh --array --ranks 2 {line} || true")
+    assert "every cell of baselines/some is measured" in again
+    (folder.path / "results.md").unlink()
+    on_slurm(lab, f"PYTHONPATH=src {venv()}/bin/python {line} --nodes 1x2 || true")
+    assert (folder.path / "results.md").read_text() == table
 
 
 @pytest.mark.parametrize(

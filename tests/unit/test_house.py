@@ -30,10 +30,10 @@ ROOMS = {
     "live": "tail track follow waiting words headline rows snapshot runs collect",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
-        "process mpi same_code messages handshakes watchdog fault_record job_files dead_links "
-        "leftovers ssh_sessions launcher_reaper survivors away pause own_rank regroup first_cause "
-        "save_before_end background_writer start_clock start_watch tcp_ranks ranks watch_first "
-        "watch_all supervisor world give_way __main__"
+        "process own_folder mpi same_code compile_archive messages handshakes watchdog "
+        "fault_record job_files dead_links leftovers ssh_sessions launcher_reaper survivors away "
+        "pause own_rank regroup first_cause save_before_end background_writer start_clock "
+        "start_watch tcp_ranks ranks watch_first watch_all supervisor world give_way __main__"
     ),
     "config": "option numbers options parser",
     "data": (
@@ -58,7 +58,8 @@ ROOMS = {
     ),
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "
-        "agreement recovery rescue survivor evaluate save_timer command_line loop script"
+        "agreement recovery rescue survivor compile_keeper evaluate save_timer command_line loop "
+        "script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -87,10 +87,7 @@ class Run:
         """Make the folder on all machines and write run.json; from here on rank 0 records
         the events and faults of all."""
         world = self._world
-        if self.unnamed:
-            self.folder.path = world.from_first(lambda: new_folder(self.folder.path))
-        world.once_per_node(self.folder.create)
-        world.from_first(self._take)
+        self._make_folder()
         world.supervisor.on_fault = self.fail
         world.supervisor.records_in(self.folder.path)
         world.supervisor.on_event = self._record
@@ -109,6 +106,28 @@ class Run:
                 keep_room=True,
             )
         world.allgather(None)  # nobody writes records before the run has begun
+
+    def _make_folder(self) -> None:
+        """On all machines, and take it; all ranks call it."""
+        world = self._world
+        if self.unnamed:
+            self.folder.path = world.from_first(lambda: new_folder(self.folder.path))
+            self.unnamed = False
+        world.once_per_node(self.folder.create)
+        world.from_first(self._take)
+
+    def divert_nccl(self) -> None:
+        """Before NCCL is used: where the user has it talk (NCCL_DEBUG), and has named no file, have
+        each rank's go into one in the folder, which is made for it, in place of the one terminal.
+        All ranks call it."""
+        own = bool(self._world.nodes[self._world.rank].devices) and talks_to_terminal(os.environ)
+        if not any(self._world.allgather(own)):
+            return
+        self._make_folder()
+        if own:
+            os.environ["NCCL_DEBUG_FILE"] = self.folder.nccl_log(self._world.rank)
+        if self._first:
+            print(f"what NCCL says goes to {self.folder.path}/nccl.rank*.log", flush=True)
 
     def event(self, kind: str, **content: Any) -> None:
         """Record an event of this rank; see RunFolder.event."""
@@ -179,6 +198,12 @@ class Run:
             )
         result = {**self._result, "unreadable_samples": len(self._unreadable)}
         self.folder.update_run(status="finished", result=result, ended=time.time())
+
+
+def talks_to_terminal(environ: Mapping[str, str]) -> bool:
+    """Whether the user has NCCL, or RCCL, say more than nothing, and not into a file."""
+    level = environ.get("NCCL_DEBUG", "").strip().upper()
+    return level not in ("", "NONE") and not environ.get("NCCL_DEBUG_FILE")
 
 
 def versions() -> dict[str, str | None]:

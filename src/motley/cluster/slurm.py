@@ -55,6 +55,12 @@ def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
     return expand_nodes(names) if environ.get("SLURM_JOB_ID") else []
 
 
+def srun_words(mpi: str = "none") -> list[str]:
+    """The words that start a rank on each place of an allocation; with "none" they meet by
+    themselves. They end by themselves too, with a status that says how."""
+    return ["srun", f"--mpi={mpi}", "--kill-on-bad-exit=0"]
+
+
 def on_node(node: str) -> list[str]:
     """The words before a command that is to run on a node of the allocation, beside its job."""
     return [

@@ -8,12 +8,13 @@ none of them garbage: looking took a fifth of a short run. So Python does not lo
 
 import faulthandler
 import gc
+import os
 import runpy
 import sys
 from pathlib import Path
 
 from motley.cluster.launcher import Launcher, launch_of
-from motley.launch.process import die_with_parent
+from motley.launch.process import die_with_parent, keep_caches_local
 from motley.launch.start_watch import watch_imports
 
 if __name__ == "__main__":
@@ -23,6 +24,7 @@ if __name__ == "__main__":
     gc.disable()
     watch = watch_imports()
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
+    keep_caches_local(os.environ)
     if launch_of().by is Launcher.MPI:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     else:  # where there may be no MPI

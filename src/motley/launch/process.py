@@ -15,14 +15,16 @@ from motley.cluster.launcher import launch_of
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
-# Caches that programs keep under $HOME by default. On a network home they are slow and
-# all nodes would write the same files, so each node gets its own.
-_CACHES = {
-    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+# Caches that programs keep under $HOME, or where others can write, by default. On a network home
+# they are slow and all nodes would write the same files, so each node gets its own.
+_COMPILED = {
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",  # DeepSpeed's
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
-    "MPLCONFIGDIR": "matplotlib",
+    "MIOPEN_USER_DB_PATH": "miopen/found",
+    "MIOPEN_CUSTOM_CACHE_DIR": "miopen/kernels",
 }
+_CACHES = {**_COMPILED, "MPLCONFIGDIR": "matplotlib"}
 
 _FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends with the first
 
@@ -57,7 +59,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 def cache_folder() -> Path:
     """A folder of this machine that nobody else can write to."""
-    folder = Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
+    folder = _lasting_folder()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -67,11 +69,25 @@ def cache_folder() -> Path:
     return folder
 
 
+def _lasting_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
+
+
 def keep_caches_local(environ: Any) -> None:
-    """Point caches to :func:`cache_folder`."""
+    """Point caches to :func:`cache_folder`, before torch is imported: it sets inductor's then."""
     folder = cache_folder()
     for name, below in _CACHES.items():
         environ.setdefault(name, str(folder / below))
+
+
+def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Where in :func:`cache_folder` compilers keep what they make; none of what the user has put
+    elsewhere, or if that folder is not the one that a later start has."""
+    folder = cache_folder()
+    if folder != _lasting_folder():
+        return ()
+    named = {below: environ.get(name) for name, below in _COMPILED.items()}
+    return tuple(below for below, path in named.items() if path == str(folder / below))
 
 
 def stop_usage(message: str) -> NoReturn:

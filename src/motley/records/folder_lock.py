@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -21,14 +22,15 @@ _HELD = (errno.EWOULDBLOCK, errno.EACCES)  # other errors: this disk has no lock
 _TRIES, _BETWEEN_S = 10, 0.02  # whoever looks whether a lock is free holds it for a moment
 
 
-def take_folder(folder: Path, busy: str, then: str) -> TextIO:
+def take_folder(folder: Path, busy: str, then: str, name: str = _FILE) -> TextIO:
     """Take a folder for this process; the lock goes when the returned file is closed.
 
     Args:
         busy: what to say where another process has it; followed by who and since when.
         then: what to do.
+        name: of the file, where something in the folder is taken, not all of it.
     """
-    file = (folder / _FILE).open("a+")
+    file = (folder / name).open("a+")
     for left in reversed(range(_TRIES)):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,6 +49,15 @@ def take_folder(folder: Path, busy: str, then: str) -> TextIO:
         file.write(json.dumps(own))
         file.flush()
     return file
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait until no other process is in here with this file; a disk without locks lets all in."""
+    with path.open("a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _owner(file: TextIO) -> str:

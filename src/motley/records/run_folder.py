@@ -5,6 +5,7 @@
     epochs.jsonl          one line an evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
     trace.rank<k>.json.gz what a rank did in profiled steps; see motley.records.trace
+    nccl.rank<k>.<host>.<process>.log   what NCCL says, where NCCL_DEBUG asks it to
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
     checkpoints/          see motley.checkpoint.store
 
@@ -243,6 +244,11 @@ class RunFolder:
     def trace_of_all(self) -> Path:
         """They are put together here."""
         return self.path / "trace.json.gz"
+
+    def nccl_log(self, rank: int) -> str:
+        """As NCCL_DEBUG_FILE takes it: NCCL puts in the host and the process."""
+        path = self.path.absolute() / f"nccl.rank{rank}."
+        return f"{path}".replace("%", "%%") + "%h.%p.log"
 
     def gpu_log(self, host: str) -> "GpuLog":
         """Open ``gpu.<host>.csv`` for appending."""

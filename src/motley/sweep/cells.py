@@ -66,6 +66,11 @@ class Matrix:
     limit_s: float = 600.0
     options: tuple[str, ...] = ()
 
+    @property
+    def all_cells(self) -> tuple[Cell, ...]:
+        """The fp32 runs, then the others; a task's number is of these."""
+        return (*self.references, *self.cells)
+
     def as_json(self) -> dict[str, Any]:
         """All that makes a result; how often and how long is not part of it."""
         return {
@@ -73,7 +78,7 @@ class Matrix:
             "hosts": [[host.name, host.slots] for host in self.hosts],
             "cells": [
                 {**asdict(cell), "options": list(cell.options), "limit_s": None}
-                for cell in (*self.references, *self.cells)
+                for cell in self.all_cells
             ],
         }  # fmt: skip
 

@@ -3,16 +3,21 @@
 matrix.json            what is measured; another matrix may not write here
 cells/<cell>.<k>/      the run folder of repeat k; output.log and outcome.json beside
 results.csv, results.md
+
+One command measures all cells, or several do, each a cell of its own, as the tasks of an array of
+Slurm's: whoever measures a cell has its lock.
 """
 
+import contextlib
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from motley.errors import MotleyError
-from motley.records.folder_lock import take_folder
+from motley.records.folder_lock import one_at_a_time, take_folder
 from motley.records.json_file import read_json, write_json
 from motley.records.run_folder import RunFolder
 from motley.sweep.cells import Cell, Matrix
@@ -31,16 +36,7 @@ class BaselineFolder:
         MotleyError if it is another matrix's, or in use."""
         file, ours = self.path / "matrix.json", matrix.as_json()
         if file.exists():
-            theirs = read_json(file)
-            kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
-            clashes = [
-                key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]
-            ] + [cell["name"] for cell in ours["cells"] if kept.get(cell["name"], cell) != cell]
-            if clashes:
-                raise MotleyError(
-                    f"{self.path} holds the results of another matrix, which differs in "
-                    f"{', '.join(clashes[:4])}; choose another folder with --out"
-                )
+            kept = self._check(ours)
             ours["cells"] = [*{**kept, **{cell["name"]: cell for cell in ours["cells"]}}.values()]
         elif self.path.exists() and any(self.path.iterdir()):
             raise MotleyError(
@@ -55,6 +51,43 @@ class BaselineFolder:
         )
         write_json(file, ours)
         return lock
+
+    def join(self, matrix: Matrix) -> None:
+        """MotleyError unless somebody has claimed the folder for this matrix."""
+        ours = matrix.as_json()
+        if not (self.path / "matrix.json").exists():
+            raise MotleyError(
+                f"{self.path} is not made ready for tasks of a matrix; submit them with "
+                "setup/slurm_job.sh --array, from the same folder"
+            )
+        kept = self._check(ours)
+        if lacking := [cell["name"] for cell in ours["cells"] if cell["name"] not in kept]:
+            raise MotleyError(f"{self.path} holds a matrix without {', '.join(lacking[:4])}")
+
+    def _check(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        """The cells that are kept here, by name; MotleyError if they are of another matrix."""
+        theirs = read_json(self.path / "matrix.json")
+        kept = {cell["name"]: cell for cell in theirs.get("cells", [])}
+        clashes = [key for key in ("steps", "options", "hosts") if theirs.get(key) != ours[key]] + [
+            cell["name"] for cell in ours["cells"] if kept.get(cell["name"], cell) != cell
+        ]
+        if clashes:
+            raise MotleyError(
+                f"{self.path} holds the results of another matrix, which differs in "
+                f"{', '.join(clashes[:4])}; choose another folder with --out"
+            )
+        return kept
+
+    def take_cell(self, cell: Cell) -> TextIO:
+        """Take a cell, to measure it, as :meth:`claim` takes the folder."""
+        return take_folder(
+            self.cells, f"{cell.name} in {self.path} is being measured by another process",
+            "wait for it, or choose another folder with --out", f".{cell.name}.lock",
+        )  # fmt: skip
+
+    def writing_table(self) -> contextlib.AbstractContextManager[None]:
+        """While open nobody else reads all outcomes to write the table of them."""
+        return one_at_a_time(self.path / ".table.lock")
 
     def matrix_cells(self) -> list[Cell]:
         """All cells whose results are kept here, references too."""

@@ -41,6 +41,7 @@ from motley.records.training import EpochRecord
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
+from motley.train.compile_keeper import CompileKeeper
 from motley.train.evaluate import evaluate
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
@@ -77,11 +78,13 @@ def train(
     run = Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(task_of(config).prepare)
+    keeper = CompileKeeper(world, config)
+    keeper.take(world)
     world.clock.lap("prepare")
     survivor, survivors = Survivor(world, config), None
     while True:
         try:
-            return train_with(survivor, survivors, run, engine_factory, make_model, monitor)
+            return train_with(survivor, survivors, run, keeper, engine_factory, make_model, monitor)
         except Exception as error:
             survivors = survivor.survivors_of(error)
 
@@ -90,6 +93,7 @@ def train_with(
     survivor: Survivor,
     survivors: Survivors | None,
     run: Run,
+    keeper: CompileKeeper,
     engine_factory: EngineFactory,
     make_model: ModelFactory,
     monitor: MonitorFactory,
@@ -106,6 +110,7 @@ def train_with(
         run.of_survivors(world)
         group = continuation.group
     else:
+        run.divert_nccl()
         group = join_process_group(world, config.precision, config.hosts, config.bind)
     world.clock.lap("group")
 
@@ -133,7 +138,7 @@ def train_with(
         begun.take_over()
         rescue = arm_rescue(world, begun, shared)
         survivor.ready(group, planned, rescue, shared)
-        train_begun(world, run, group, begun, rescue)
+        train_begun(world, run, keeper, group, begun, rescue)
     else:  # this rank is left out, and waits for the others
         model = None  # its memory is of use to others
         release()
@@ -142,7 +147,14 @@ def train_with(
             run.finish()
 
 
-def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, rescue: Rescue) -> None:
+def train_begun(
+    world: World,
+    run: Run,
+    keeper: CompileKeeper,
+    group: ProcessGroup,
+    begun: Begun,
+    rescue: Rescue,
+) -> None:
     """Train a job to its end, and record it; every rank that trains calls it."""
     release_groups()  # those that were measured
     job = begun.job
@@ -151,12 +163,16 @@ def train_begun(world: World, run: Run, group: ProcessGroup, begun: Begun, rescu
     say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
     profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
     gpus = gpu_logger(world, group, run.folder, lambda: recorder.progress, interval)
+    keeper.begin(run, group, lambda: recorder.progress.step)
+    for text in keeper.take_notes():
+        recorder.note("compile_archive", text)
     collect()
     with gpus, recorder, profiler:
         evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
     leave_process_group()
     job.checkpoints.wait()
+    keeper.end()
     if group.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
     run.finish()

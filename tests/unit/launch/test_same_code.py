@@ -1,6 +1,5 @@
 """Hosts that run other files, or other packages, are refused before they train."""
 
-import importlib.metadata
 import os
 import shutil
 import sys
@@ -67,9 +66,9 @@ def test_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     helper = types.ModuleType("helper")
     helper.__file__ = str(tmp_path / "helper.py")
     monkeypatch.setitem(sys.modules, "helper", helper)
-    real = importlib.metadata.version
+    real = same_code.version
     monkeypatch.setattr(
-        importlib.metadata, "version", lambda n: "2.14.0+cu126" if n == "torch" else real(n)
+        same_code, "version", lambda name: "2.14.0+cu126" if name == "torch" else real(name)
     )
     words = ["--task=helper.py", "--deepspeed-config", config, "--json", "result.json", "x" * 5000]
     host, files, versions = read_code("a", [str(script), *map(str, words)], packages=["deepspeed"])

@@ -1,7 +1,10 @@
 """What would not be one word in a batch script, or no number of anything, is refused."""
 
+from pathlib import Path
+
 import pytest
 import slurm_job
+from slurm_array import Array
 
 from motley.cluster.partitions import Partition
 from motley.errors import MotleyError
@@ -45,3 +48,44 @@ def test_a_run_whose_name_is_not_a_word_is_refused(name: str) -> None:
 
 def test_no_gpus_are_as_many_as_there_are_asked_for() -> None:
     assert "--gpus-per-node=2\n" in written() and "gpus-per-node" not in written("--gpus", "0")
+
+
+def in_array(folder: Path, *words: str) -> str:
+    matrix = folder / "some.toml"
+    matrix.write_text('[matrix]\nstrategy = ["ddp", "fsdp"]\n')
+    line = ("torch_dist/baseline_measure.py", "--matrix", str(matrix), "--out", str(folder / "out"))
+    options = slurm_job.parse(["--array", *words, *line, "--repeats", "2", "--", "--lr", "1e-3"])
+    return slurm_job.text_of(slurm_job.plan(options, [PLACE]))
+
+
+def test_each_cell_of_a_matrix_is_a_task(tmp_path: Path) -> None:
+    script = in_array(tmp_path, "--nodes", "2", "--at-once", "2")
+    assert "#SBATCH --array=0-2%2\n" in script and "/logs/out.%A_%a.out" in script
+    assert "#SBATCH --time=0:21:00\n" in script, "two runs of 600 s, and what is around them"
+    assert "--nodes 2x2 --mpirun 'srun --mpi=none --kill-on-bad-exit=0'" in script
+    assert script.count('--task "$SLURM_ARRAY_TASK_ID" -- --lr 1e-3\n') == 1
+    assert "USR2" not in script, "a cell is measured from its beginning"
+    assert (tmp_path / "out" / "matrix.json").exists()
+
+
+def test_a_dry_run_makes_no_folder(tmp_path: Path) -> None:
+    assert "--array=0-2\n" in in_array(tmp_path, "--dry-run") and not (tmp_path / "out").exists()
+
+
+def test_tasks_are_written_as_sbatch_takes_them() -> None:
+    array = Array((), (), (0, 1, 2, 5, 7, 8), 60.0, Path())
+    assert array.numbers(None) == "0-2,5,7-8" and array.numbers(3) == "0-2,5,7-8%3"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--array ./entry_cn.sh", "--array is for torch_dist/baseline_measure.py"),
+        ("--array --at-once 0 x", "--at-once 0 is less than 1"),
+        ("--array --container . x", "is not run in an image"),
+        ("--array torch_dist/baseline_measure.py --matrix stron", "cannot measure this matrix"),
+    ],
+)
+def test_what_is_no_array_is_refused(line: str, says: str) -> None:
+    with pytest.raises(MotleyError, match=says):
+        slurm_job.plan(slurm_job.parse(line.split()), [PLACE])

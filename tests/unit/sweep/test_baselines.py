@@ -1,7 +1,9 @@
 """A matrix of ways to train: its cells, its failures, its table."""
 
 import json
-from dataclasses import asdict
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -221,6 +223,59 @@ def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
     others = (Host("a", 2), Host("b"), Host("d"))
     with pytest.raises(MotleyError, match="another matrix, which differs in hosts"):
         BaselineFolder(tmp_path / "b").claim(read_matrix(PRESETS / "strong.toml", others, KNOWN))
+
+
+def test_several_measure_each_a_cell_of_their_own(tmp_path: Path) -> None:
+    matrix = read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN)
+    folder, first, second = BaselineFolder(tmp_path / "b"), *matrix.all_cells[:2]
+    with pytest.raises(MotleyError, match=r"not made ready for tasks.*slurm_job.sh --array"):
+        folder.join(matrix)
+    folder.claim(matrix).close()
+    folder.join(matrix)
+    held = folder.take_cell(first)
+    folder.take_cell(second).close()
+    with pytest.raises(MotleyError, match=f"{first.name} in .* is being measured by another"):
+        folder.take_cell(first)
+    held.close()
+    folder.take_cell(first).close()
+    with pytest.raises(MotleyError, match="another matrix, which differs in steps"):
+        folder.join(replace(matrix, steps=matrix.steps + 1))
+    more = replace(matrix, cells=(*matrix.cells, replace(matrix.cells[0], name="new")))
+    with pytest.raises(MotleyError, match="a matrix without new"):
+        folder.join(more)
+
+
+def test_a_table_is_written_by_one_at_a_time(tmp_path: Path) -> None:
+    matrix = read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN)
+    folder = BaselineFolder(tmp_path / "b")
+    folder.claim(matrix).close()
+    code = (
+        "import sys; from motley.sweep.results import BaselineFolder\n"
+        "with BaselineFolder(sys.argv[1]).writing_table(): print('in')"
+    )
+    with folder.writing_table():
+        other = subprocess.Popen(
+            [sys.executable, "-c", code, folder.path], stdout=subprocess.PIPE,
+            env={"PYTHONPATH": str(ROOT / "src")},
+        )  # fmt: skip
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(2.0)
+    assert other.communicate(timeout=30)[0] == b"in\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--nodes", "2x0"), "'2x0': give nodes and ranks of each, as in 2x4"),
+        (("--nodes", "2x1", "--mpirun", "true"), "--nodes is of Slurm's allocation, and this is"),
+        (("--task", "-1"), "--task -1: give 0 or more"),
+    ],
+)
+def test_a_task_outside_of_slurm_is_refused(
+    tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    done = measure("--matrix", "strong", "--out", tmp_path / "out", *words)
+    assert done.returncode == 2 and says in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

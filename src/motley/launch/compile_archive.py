@@ -1,0 +1,282 @@
+"""What a node's compilers have made, as one archive: a node whose disk has none of it, as one that
+was just installed or whose /tmp was emptied, takes it from there in place of compiling again.
+
+In it is what Motley has them keep in its cache folder: TorchInductor's, Triton's, DeepSpeed's
+extensions, MIOpen's. (torch.compiler.save_cache_artifacts knows what TorchInductor made in one
+process, without the libraries that it makes for a CPU.) A folder holds
+
+    <kind>.json            {"archive": "<kind>-<hash>.tar.gz", "sha256": "...", "files": {
+                            "triton/XW3.../kernel.cubin": 5120, ...}}
+    <kind>-<hash>.tar.gz   the same files, in the order in which they were written
+
+TorchInductor unpickles what is in its cache, so whoever could write here could have others run
+code: see motley.launch.own_folder. Compilers name a file by
+a hash of what it is made from, so one that is there is never replaced.
+"""
+
+import contextlib
+import errno
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+import stat
+import tarfile
+import tempfile
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from motley.cluster.facts import NodeFacts
+from motley.launch.own_folder import create, open_own, own_folder
+from motley.launch.process import cache_folder
+from motley.launch.same_code import version
+
+MOST_BYTES = 512 << 20  # of files in an archive; newest first
+_WHOLE_S = 2.0  # a file that was written to since may not be whole
+_OF_A_MOMENT = ("locks", "precompiled_headers", "dynamo")  # the last is a guess of sizes, by name
+_SUFFIXES = (".lock", ".tmp")
+_PACKAGES = ("torch", "triton", "deepspeed")
+DAMAGE = (
+    tarfile.TarError, zlib.error, ValueError, EOFError, LookupError, TypeError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+ERRORS = (OSError, *DAMAGE)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What went into an archive or came out of it.
+
+    Attributes:
+        size: bytes, as they are on the node's disk.
+    """
+
+    files: int
+    size: int
+    seconds: float
+
+    def __str__(self) -> str:
+        files = "1 file" if self.files == 1 else f"{self.files:,} files"
+        return f"{files}, {self.size / 1e6:,.3g} MB, in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class Index:
+    """Of the archive of a kind of node.
+
+    Attributes:
+        files: sizes in bytes by name, as ``triton/XW3.../kernel.cubin``.
+    """
+
+    archive: str = ""
+    sha256: str = ""
+    files: Mapping[str, int] = field(default_factory=dict)
+
+
+def kind_of(node: NodeFacts) -> str:
+    """A hash of what compiled code depends on besides what it is made from. What is compiled for a
+    CPU takes all that this one can do, and Triton's files name each other by whole paths."""
+    fits = {
+        "packages": {name: version(name) for name in _PACKAGES},
+        "python": platform.python_version(), "machine": platform.machine(),
+        "libc": platform.libc_ver(), "cpu": [node.cpu, _cpu_features()],
+        "devices": sorted({device.name for device in node.devices}), "folder": str(cache_folder()),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(fits, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _cpu_features() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.partition(":")[2].split()))
+    return ""
+
+
+class CompileArchive:
+    """The archive of one kind of node, in a folder that nodes may share.
+
+    Args:
+        place: that folder. below: where in ``folder``, the node's own, compilers keep their files.
+    """
+
+    def __init__(self, place: Path, kind: str, folder: Path, below: Sequence[str]) -> None:
+        self._place, self._kind, self._folder, self._below = place, kind, folder, below
+        self._is_damaged = False
+
+    def unpack(self) -> Carried | None:
+        """Put the files that the node lacks in their places; None if it lacks none.
+
+        Raises:
+            One of ERRORS; it has the files that it had.
+        """
+        try:
+            return self._unpack()
+        except DAMAGE:
+            self._is_damaged = True  # so that it is replaced, whatever is in it
+            raise
+
+    def _unpack(self) -> Carried | None:
+        started = time.monotonic()
+        if not self._below or not self._place.exists():
+            return None
+        with own_folder(self._place) as place:
+            index = self._index(place)
+            missing = {
+                name: size for name, size in index.files.items()
+                if name.startswith(tuple(f"{part}/" for part in self._below))
+                and not (self._folder / name).exists()
+            }  # fmt: skip
+            if not missing:
+                return None
+            size = sum(missing.values())
+            if 2 * size > shutil.disk_usage(self._folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+            with open_own(place, Path(index.archive).name) as file:
+                _check_hash(file, index)
+                self._put(file, missing)
+        return Carried(len(missing), size, time.monotonic() - started)
+
+    def _put(self, file: io.BufferedReader, missing: Mapping[str, int]) -> None:
+        """Each of these files to its place, in the order in which they were written: Triton's list
+        of a kernel's files comes after them. By hand, as Python 3.11.0 to 3.11.3 have no filters
+        of tarfile's, and "data" lets more through: links, and names that the index lacks."""
+        with tarfile.open(fileobj=file, mode="r:gz") as tar:
+            for member in tar:
+                if not member.isreg() or missing.get(member.name) != member.size:
+                    continue
+                to, content = self._folder / member.name, tar.extractfile(member)
+                if os.path.normpath(member.name) != member.name or content is None:
+                    raise ValueError(f"it has the name {member.name}")
+                to.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=to.parent, suffix=".tmp") as new:
+                    shutil.copyfileobj(content, new)
+                    new.flush()
+                    os.fchmod(new.fileno(), member.mode & 0o700)
+                    os.utime(new.fileno(), (member.mtime, member.mtime))
+                    with contextlib.suppress(FileExistsError):  # somebody compiled it meanwhile
+                        os.link(new.name, to)
+
+    def save(self) -> Carried | None:
+        """Replace the archive by what the node has now; None if that is nothing new.
+
+        Raises:
+            One of ERRORS; the archive is the one that it was.
+        """
+        started = time.monotonic()
+        if not (found := _whole_files(self._folder, self._below)):
+            return None
+        with contextlib.suppress(FileExistsError):
+            self._place.mkdir(mode=0o700)
+        with own_folder(self._place) as place:
+            known = self._known(place)
+            if all(known.files.get(name) == info.st_size for name, info in found.items()):
+                return None
+            self._replace(place, found)
+        size = sum(info.st_size for info in found.values())
+        return Carried(len(found), size, time.monotonic() - started)
+
+    def _known(self, place: int) -> Index:
+        """What need not be saved again."""
+        try:
+            return Index() if self._is_damaged else self._index(place)
+        except DAMAGE:
+            return Index()
+
+    def _replace(self, place: int, found: Mapping[str, os.stat_result]) -> None:
+        own = f".{self._kind}.{os.uname().nodename}.{os.getpid()}"
+        sizes = {name: info.st_size for name, info in found.items()}
+        try:
+            digest = self._pack(place, own, found)
+            archive = f"{self._kind}-{digest[:16]}.tar.gz"
+            os.replace(own, archive, src_dir_fd=place, dst_dir_fd=place)
+            with create(place, own) as file:
+                index = {"archive": archive, "sha256": digest, "files": sizes}
+                file.write(json.dumps(index).encode())
+            os.replace(own, f"{self._kind}.json", src_dir_fd=place, dst_dir_fd=place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(own, dir_fd=place)
+            raise
+        for name in os.listdir(place):  # older ones, and what a killed rank has left
+            if name.startswith((f"{self._kind}-", f".{self._kind}.")) and name != archive:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=place)
+
+    def _pack(self, place: int, name: str, found: Mapping[str, os.stat_result]) -> str:
+        """Write the archive; its hash."""
+        with create(place, name) as file:
+            with (
+                gzip.GzipFile("", "wb", 1, file, mtime=0) as packed,
+                tarfile.open(fileobj=packed, mode="w") as tar,
+            ):
+                for each in sorted(found, key=lambda each: (found[each].st_mtime_ns, each)):
+                    tar.add(self._folder / each, each, recursive=False)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _index(self, place: int) -> Index:
+        """Of what is there; an empty one if nothing is."""
+        try:
+            with open_own(place, f"{self._kind}.json") as file:
+                index = Index(**json.load(file))
+            os.stat(Path(index.archive).name, dir_fd=place, follow_symlinks=False)
+        except FileNotFoundError:
+            return Index()
+        return index
+
+
+def _whole_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
+    """Files by name, but for those of a moment, and of folders that are being written to; of the
+    folders that were written to last, as many as an archive takes."""
+    folders = _folders(folder, below)
+    if any(map(_is_fresh, folders.values())):  # by this run, which may compile no more
+        time.sleep(_WHOLE_S)
+        folders = _folders(folder, below)
+    found: dict[str, os.stat_result] = {}
+    room = MOST_BYTES
+    for here in sorted(folders, key=lambda here: _newest(folders[here]), reverse=True):
+        size = sum(info.st_size for info in folders[here].values())
+        unfinished = Path(here, "lock").exists()  # an extension that is being built
+        if size <= room and not unfinished and not _is_fresh(folders[here]):
+            found |= folders[here]
+            room -= size
+    return found
+
+
+def _newest(files: Mapping[str, os.stat_result]) -> float:
+    return max(info.st_mtime for info in files.values())
+
+
+def _is_fresh(files: Mapping[str, os.stat_result]) -> bool:
+    return abs(time.time() - _newest(files)) < _WHOLE_S
+
+
+def _folders(folder: Path, below: Sequence[str]) -> dict[str, dict[str, os.stat_result]]:
+    """The files in each folder, by name."""
+    folders: defaultdict[str, dict[str, os.stat_result]] = defaultdict(dict)
+    for part in below:
+        for here, inner, names in os.walk(folder / part):
+            inner[:] = [name for name in inner if name not in _OF_A_MOMENT]
+            for path in (Path(here, name) for name in names if not name.endswith(_SUFFIXES)):
+                with contextlib.suppress(FileNotFoundError):
+                    info = path.lstat()
+                    if stat.S_ISREG(info.st_mode):
+                        folders[here][str(path.relative_to(folder))] = info
+    return folders
+
+
+def _check_hash(file: io.BufferedReader, index: Index) -> None:
+    """Raise ValueError unless the archive is the one that its index is of."""
+    if hashlib.file_digest(file, "sha256").hexdigest() != index.sha256:
+        raise ValueError(f"{index.archive} is damaged")
+    file.seek(0)
