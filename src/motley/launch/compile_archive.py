@@ -164,14 +164,19 @@ class CompileArchive:
                     with contextlib.suppress(FileExistsError):  # somebody compiled it meanwhile
                         os.link(new.name, to)
 
-    def save(self) -> Carried | None:
+    def save(self, since: float = 0.0) -> Carried | None:
         """Replace the archive by what the node has now; None if that is nothing new.
+
+        Args:
+            since: seconds since the epoch; if all was compiled before, it is of other runs, and
+                theirs to keep.
 
         Raises:
             One of ERRORS; the archive is the one that it was.
         """
         started = time.monotonic()
-        if not (found := _whole_files(self._folder, self._below)):
+        found = _whole_files(self._folder, self._below)
+        if not any(info.st_mtime >= since for info in found.values()):
             return None
         with contextlib.suppress(FileExistsError):
             self._place.mkdir(mode=0o700)

@@ -7,6 +7,7 @@ leaves it too, and again at the end, with what evaluations and other batches nee
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class CompileKeeper:
 
     def __init__(self, world: World, config: Config) -> None:
         self._notes: list[str] = []
+        self._since = time.time()
         self._host, self._place = world.host, Path(config.logs) / FOLDER
         self._kind = kind_of(world.nodes[world.rank])
         self._archive = CompileArchive(
@@ -101,7 +103,7 @@ class CompileKeeper:
 
     def _save(self) -> None:
         try:
-            self._archive.save()
+            self._archive.save(self._since)
         except ERRORS as error:
             if not self._failed:
                 text = (

@@ -85,6 +85,13 @@ def test_a_node_that_has_nothing_gets_all_and_one_that_has_all_gets_nothing(
     assert empty.archive.unpack() is None and full.archive.save() is None
 
 
+def test_a_run_that_compiles_nothing_keeps_nothing(full: Node, place: Path) -> None:
+    now = time.time()
+    assert full.archive.save(since=now) is None and not place.exists()
+    full.write("triton/NEW/kernel.cubin", b"new", age_s=5.0)
+    assert full.archive.save(since=now - 10.0) is not None
+
+
 def test_files_keep_the_times_at_which_they_were_written(full: Node, empty: Node) -> None:
     full.write("triton/KEY/__grp__kernel.json", b"{}", age_s=30.0)
     full.archive.save()
