@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fault_disk import fill, share, small_disk
@@ -94,6 +94,8 @@ class RandomFaults:
         until(lambda: len(place.ranks()) >= 2 or self._ended(), 60)
         began = len(story.steps())
         harmed = time.time()
+        if chance.kind in (*_HARM, "leave", "join") and not self._others():
+            chance = replace(chance, kind="launcher")  # the head is alone: nobody was worth a start
         what, says = self._harm(chance)
         if chance.kind == "disk":  # it is for a person to free some, and to start it again
             until(self._ended, 60)
@@ -144,6 +146,11 @@ class RandomFaults:
         times = [step["time"] for step in self._story.steps().values()]
         return sum(at > max(said) for at in times) > 3
 
+    def _others(self) -> list[str]:
+        """Hosts that train besides the first."""
+        place = self._place
+        return sorted({place.host_of(pid) for pid in place.ranks().values()} - {place.hosts[0]})
+
     def _harm(self, chance: Chance) -> tuple[str, str]:
         """Do it; what was done, and what our line should hold."""
         place, ranks = self._place, self._place.ranks()
@@ -159,8 +166,7 @@ class RandomFaults:
             number = signal.SIGKILL if chance.kind == "kill" else signal.SIGSTOP
             os.kill(ranks[rank], number)
             return f"rank {rank} on {host}: {number.name}", f"rank {rank} on {host}"
-        there = sorted({place.host_of(pid) for pid in ranks.values()} - {place.hosts[0]})
-        host = _chosen(there, chance.whom)
+        host = _chosen(self._others(), chance.whom)
         if chance.kind in ("leave", "join"):
             self._setup("leave_cn", host)
             what = "leave, and join" if chance.kind == "join" else "leave"
