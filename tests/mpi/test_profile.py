@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from jobs import Jobs
@@ -15,6 +16,24 @@ pytestmark = pytest.mark.mpi
 
 WORDS = ("--batch-size", 60, "--max-steps", 10, "--precision", "fp32", "--eval-samples", 20)
 UNEQUAL = ("--shares", "1,4,1")
+
+
+def crossing(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Spans of one thread of which the second begins within the first and ends after it."""
+    found, threads = [], defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append(event)
+    for spans in threads.values():
+        within: list[tuple[float, str]] = []
+        for each in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+            end = each["ts"] + each["dur"]
+            while within and within[-1][0] <= each["ts"]:
+                within.pop()
+            if within and end > within[-1][0] + 0.01:  # microseconds: they are rounded
+                found.append((within[-1][1], each["name"]))
+            within.append((end, each["name"]))
+    return found
 
 
 def test_all_ranks_lie_in_one_picture_and_nothing_else_changes(jobs: Jobs) -> None:
@@ -35,8 +54,10 @@ def test_all_ranks_lie_in_one_picture_and_nothing_else_changes(jobs: Jobs) -> No
         found = summarise(read_trace(path))
         assert (found.rank, found.steps) == (rank, 3)
         assert 0 < found.wire < 1 and 0 < found.idle < 1
+    events = read_trace(folder.trace_of_all())["traceEvents"]
+    assert not crossing(events), "a viewer leaves out the second"
     waits = defaultdict(list)  # by rank, in which each waits for the others
-    for event in read_trace(folder.trace_of_all())["traceEvents"]:
+    for event in events:
         if event["ph"] == "X" and event["name"] == "all-reduce":
             waits[event["pid"] // 1000].append((event["ts"], event["ts"] + event["dur"]))
     assert [len(each) for each in waits.values()] == [3, 3, 3]

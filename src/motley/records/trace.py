@@ -2,8 +2,8 @@
 
     {"baseTimeNanoseconds": 1763693554000000000, "displayTimeUnit": "ms",
      "motley": {"rank": 1, "host": "b", "clock_offset_s": -0.0012, "clock_error_s": 0.0001},
-     "traceEvents": [{"ph": "X", "name": "step 20", "pid": 2000, "tid": 4711, "ts": 812.4,
-                      "dur": 9310.5, "cat": "user_annotation"}, ...]}
+     "traceEvents": [{"ph": "X", "name": "step 20", "pid": 2000, "tid": 2999, "ts": 812.4,
+                      "dur": 9310.5, "cat": "user_annotation", "args": {"thread": 4711}}, ...]}
 
 ``ts`` and ``dur`` are microseconds, the first since ``baseTimeNanoseconds``, which all traces of a
 profile share: their clocks are put right, so they lie in one picture. A span is a step, a phase of
@@ -25,7 +25,10 @@ Event = dict[str, Any]
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # kinds of events that a GPU was busy with
 _WIRE = ("gloo:", "nccl", "rccl")  # how what travels is called
 _STEP = "step "  # and its number
+_PHASES = {phase.key for phase in Phase}
 _PIDS = 1000  # numbers of processes and devices that a rank's trace may have
+_FLOWS = 10**9  # and of arrows
+_THREAD = "thread"  # that a step or phase was on
 
 
 @dataclass(frozen=True)
@@ -80,26 +83,58 @@ def write_trace(
     """
     shift_us = (profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000 - clock.offset_s * 1e6
     pids: dict[Any, int] = {}
-    events = []
+    flows: dict[Any, int] = {}
+    lane = _PIDS * (rank + 2) - 1
+    events: list[Event] = []
     for event in profiled["traceEvents"]:
-        if event.get("cat") == "Trace" or event.get("pid") in ("Spans", "Traces"):
-            continue  # of the profiler itself
+        if _is_of_profiler(event):
+            continue
         pid = pids.setdefault(event.get("pid"), _PIDS * (rank + 1) + len(pids))
         changes: Event = {"pid": pid}
         if "ts" in event:
             changes["ts"] = round(event["ts"] + shift_us, 3)
-        if "id" in event:
-            changes["id"] = f"{rank}.{event['id']}"
+        if "id" in event:  # a number, of no other rank: Perfetto takes no words
+            changes["id"] = flows.setdefault(event["id"], _FLOWS * (rank + 1) + len(flows))
         if event.get("name") == "process_name":
             changes["args"] = {"name": f"rank {rank} on {host}"}
         elif event.get("name") == "process_sort_index":
             changes["args"] = {"sort_index": pid}
+        elif _is_ours(event):
+            changes |= {"tid": lane, "args": {_THREAD: event["tid"]}}
         events.append({**event, **changes})
+    for pid in {event["pid"] for event in events if event.get("tid") == lane}:
+        events += _named_lane(pid, lane)
     about = {
         "rank": rank, "host": host,
         "clock_offset_s": clock.offset_s, "clock_error_s": clock.error_s,
     }  # fmt: skip
     _write(path, [about], base_ns, events)
+
+
+def _named_lane(pid: int, lane: int) -> list[Event]:
+    """What a line of its own is called, above the others."""
+    about = {"thread_name": {"name": "steps and phases"}, "thread_sort_index": {"sort_index": -1}}
+    return [
+        {"ph": "M", "pid": pid, "tid": lane, "name": name, "args": value}
+        for name, value in about.items()
+    ]
+
+
+def _is_of_profiler(event: Event) -> bool:
+    """It tells of the profiler itself."""
+    return (
+        event.get("cat") == "Trace"
+        or event.get("pid") in ("Spans", "Traces")
+        or (event.get("ph") == "i" and event.get("s") == "g")
+    )
+
+
+def _is_ours(event: Event) -> bool:
+    """It is a step, or a phase of one. A phase may begin or end within an operator: DDP adds up
+    within the last one of the backward pass. On one thread Perfetto leaves out such a span, so
+    these have a line of their own."""
+    name = event.get("name", "")
+    return event.get("cat") == "user_annotation" and (name.startswith(_STEP) or name in _PHASES)
 
 
 def merge_traces(traces: Sequence[Mapping[str, Any]], into: Path) -> None:
@@ -158,7 +193,7 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
     whole = (min(_span(each)[0] for each in steps), max(_span(each)[1] for each in steps))
     device = [event for event in spans if event.get("cat") in _DEVICE]
     wire = [event for event in device or notes if event["name"].startswith(_WIRE)]
-    threads = {event["tid"] for event in steps}
+    threads = {event["args"][_THREAD] for event in steps}
     own = [e for e in spans if e.get("cat") == "cpu_op" and e["tid"] in threads]
     total = whole[1] - whole[0]
     return TraceSummary(

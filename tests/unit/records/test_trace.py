@@ -68,10 +68,24 @@ def test_ranks_lie_in_one_file_and_are_told_apart(tmp_path: Path) -> None:
     paths = [written(tmp_path / f"{rank}.json.gz", CPU, rank) for rank in (0, 3)]
     merge_traces(list(map(read_trace, paths)), tmp_path / "all.json.gz")
     trace = read_trace(tmp_path / "all.json.gz")
-    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    events = trace["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == ["rank 0 on b", "rank 3 on b"]
-    assert len({e["id"] for e in trace["traceEvents"] if "id" in e}) == 2
-    assert len(trace["traceEvents"]) == 2 * (len(CPU) - 1)
+    ids = [e["id"] for e in events if "id" in e]
+    assert len(set(ids)) == 2 and all(type(each) is int for each in ids), "Perfetto takes no words"
+    assert len(events) == 2 * (len(CPU) - 1 + 2)
+
+
+def test_steps_and_phases_have_a_line_of_their_own(tmp_path: Path) -> None:
+    """A viewer leaves out a span that begins in another one of the same thread and ends after it:
+    DDP adds up within the last operator of the backward pass."""
+    late = [*CPU, span("AccumulateGrad", 200, 350), note("backward", 100, 300)]
+    events = read_trace(written(tmp_path / "t.json.gz", late))["traceEvents"]
+    lanes = {e["tid"] for e in events if e["ph"] == "X" and e["name"] in ("all-reduce", "backward")}
+    (lane,) = lanes | {e["tid"] for e in events if e["name"].startswith("step ")}
+    assert {e["tid"] for e in events if e.get("cat") == "cpu_op"} == {7, 9}
+    (name,) = [e for e in events if e["name"] == "thread_name"]
+    assert (name["tid"], name["args"]["name"]) == (lane, "steps and phases")
 
 
 def test_traces_of_two_profiles_are_not_put_together(tmp_path: Path) -> None:
