@@ -3,7 +3,7 @@
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh --profile 20:40 --profile-ranks all
     python plots/traces.py logs/                    # logs/<run>/trace.json.gz, every profiled run
 
-Open the file at ui.perfetto.dev or chrome://tracing; clocks of ranks are put right in it.
+Open the file at ui.perfetto.dev; clocks of ranks are put right in it.
 Exit code: 0, or 2 if there is no trace.
 """
 
