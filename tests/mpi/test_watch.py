@@ -31,7 +31,10 @@ def test_a_run_is_seen_as_it_goes_on_and_who_it_waits_for(jobs: Jobs) -> None:
     assert ended[0].code == 0, ended[0].output
     running = [now for now in seen if now.status == "running" and now.step > 10]
     assert len(running) > 3 and [now.step for now in running] == sorted(now.step for now in running)
-    now = running[-1]
+    # In an evaluation it waits for something else.
+    waits = [now for now in running if "(rank 0): " in now.headline and now.mood is Mood.WAITS]
+    assert len(waits) > len(running) / 2, [now.headline for now in running]
+    now = waits[-1]
     assert now.last_step == 40 and now.left_s is not None and now.rate and now.loss
     slow, other = now.rows
     assert now.headline.startswith(f"waits for {slow.host} (rank 0): "), now.headline

@@ -22,8 +22,11 @@ from xdist.scheduler import LoadScopeScheduling
 LANES = {
     "alone": (
         "tests/lab/test_start.py",
+        "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",
         "tests/mpi/test_replan.py",
+        "tests/mpi/test_watch.py",
+        "tests/unit/plots/test_watch",  # how soon it is seen
         "tests/unit/planner/test_input.py",
     ),
     "labs": ("tests/lab/",),
