@@ -1,5 +1,6 @@
 """The live view in a terminal, and the same as text."""
 
+import os
 import shutil
 import sys
 import time
@@ -60,6 +61,8 @@ def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
 
 def watch(runs: Runs, collector: Collector) -> int:
     """Draw once a second, and when a key is pressed or the terminal changes its size."""
+    for name in ("COLUMNS", "LINES"):  # a shell's, which know of no window that changes
+        os.environ.pop(name, None)
     console = Console(highlight=False)
     signs, view = signs_of(console), View()
     with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:

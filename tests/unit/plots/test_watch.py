@@ -90,7 +90,7 @@ def test_it_is_live_on_80_by_24_and_names_the_slow_host(live: LiveRun) -> None:
 def test_20_columns_no_colours_and_no_unicode_are_enough(live: LiveRun) -> None:
     for _ in range(5):
         live.take_step(slow={3: 2.0})
-    with screen(live, 20, 24, NO_COLOR="1", PYTHONIOENCODING="ascii") as terminal:
+    with screen(live, 20, 24, NO_COLOR="1", PYTHONIOENCODING="ascii", COLUMNS="80") as terminal:
         shown = terminal.await_frame(lambda text: "waits for tesla3" in text)
         assert len(shown) <= 24 and max(map(len, shown)) <= 20
         assert any("3 tesla3" in line and "#" in line for line in shown)
