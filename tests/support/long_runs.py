@@ -16,6 +16,7 @@ def start(jobs: Jobs, script: str, ranks: int = 3, **extra: str) -> subprocess.P
     """A long run that has come past its tenth step."""
     job = jobs.start(ranks, script, "--logs", jobs.logs, "--run", "long", *LONG, **extra)
     wait_until(lambda: steps_done(jobs.logs / "long") > 10 or job.poll() is not None, 120)
+    assert job.poll() is None, f"it has ended before: {job.communicate()[0]}"
     return job
 
 
