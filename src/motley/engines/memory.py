@@ -28,12 +28,17 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-def collect() -> None:
-    """Free what only cycles hold. What is left then is not looked at by any later collection but
-    this one: behind a model that was compiled, that takes 50 ms, in the midst of a step."""
-    gc.unfreeze()
+def set_aside() -> None:
+    """Have later collections not look at what there is now: behind a model that was compiled, that
+    takes 50 ms, in the midst of a step."""
     gc.collect()
     gc.freeze()
+
+
+def collect() -> None:
+    """Free what only cycles hold, also of what was set aside."""
+    gc.unfreeze()
+    set_aside()
 
 
 def release() -> None:

@@ -19,7 +19,7 @@ from motley.comm.collectives import release_groups
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.order import seed_of
-from motley.engines.memory import collect, release
+from motley.engines.memory import collect, release, set_aside
 from motley.engines.named_state import seed_random
 from motley.engines.protocol import EngineFactory, StepResult
 from motley.faults import Phase
@@ -108,6 +108,7 @@ def train_with(
     world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
     if continuation is not None:
         run.of_survivors(world)
+        collect()  # what trained before was set aside
         group = continuation.group
     else:
         run.divert_nccl()
@@ -166,7 +167,7 @@ def train_begun(
     keeper.begin(run, group, lambda: recorder.progress.step)
     for text in keeper.take_notes():
         recorder.note("compile_archive", text)
-    collect()
+    set_aside()
     with gpus, recorder, profiler:
         evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
