@@ -1,5 +1,6 @@
 """What a run reached of the limit, where the rest of a step went, and what would change that."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from run_steps import Training, column, mean, median
 
 from motley.live.follow import slow_link
 from motley.live.snapshot import fraction_of_limit
+from motley.live.track import PARTS
 from motley.plan.advice import Advice
 from motley.records.lines import finite
 
@@ -106,19 +108,16 @@ def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
 
 
 def _lost(training: Training) -> dict[str, float]:
-    parts: dict[str, float] = {}
-    for field, words in _PARTS.items():
-        shares = [_known(median(_share(records, field))) for records in training.steps.values()]
-        told = [share for share in shares if share is not None]
-        if told:
-            parts[words.format(who=_slowest(training))] = mean(np.array(told))
+    who, shares = _slowest(training), defaultdict[str, list[float]](list)
+    for records in training.steps.values():
+        whole = sum(np.nan_to_num(column(records, part)) for part in PARTS)
+        whole = np.where(whole, whole, np.nan)
+        for field, words in _PARTS.items():
+            share = median(column(records, field) / whole)
+            if np.isfinite(share):
+                shares[words.format(who=who)].append(share)
+    parts = {words: mean(np.array(told)) for words, told in shares.items()}
     return dict(sorted(parts.items(), key=lambda pair: -pair[1]))
-
-
-def _share(records: Sequence[dict[str, Any]], field: str) -> Any:
-    """Of each step, the part that a field is."""
-    whole = sum(np.nan_to_num(column(records, name)) for name in ("t_compute", *_PARTS))
-    return column(records, field) / np.where(whole, whole, np.nan)
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:

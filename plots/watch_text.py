@@ -67,8 +67,7 @@ class Sort(Enum):
 
 def waited(row: Row) -> tuple[float, ...]:
     """The silent, then those that are waited for, then the slow ones first."""
-    ready_s = sum(part or 0.0 for part in row.parts[:2])
-    return -(row.silent_s or 0.0), -row.waited, -ready_s, row.rank
+    return *(-each for each in row.urgency), row.rank
 
 
 def clock(seconds: float | None) -> str:

@@ -10,8 +10,8 @@ process, without the libraries that it makes for a CPU.) A folder holds
     <kind>-<hash>.tar.gz   the same files, in the order in which they were written
 
 TorchInductor unpickles what is in its cache, so whoever could write here could have others run
-code: see motley.launch.own_folder. Compilers name a file by
-a hash of what it is made from, so one that is there is never replaced.
+code: see motley.launch.own_folder. Compilers name a file by a hash of what it is made from, so one
+that is there is never replaced.
 """
 
 import contextlib

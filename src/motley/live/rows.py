@@ -49,6 +49,12 @@ class Row:
     here: bool = False
     note: str = ""
 
+    @property
+    def urgency(self) -> tuple[float, float, float]:
+        """The larger the sooner it is to be seen: who is silent, then who is waited for, then who
+        is slow."""
+        return self.silent_s or 0.0, self.waited, sum(part or 0.0 for part in self.parts[:2])
+
 
 def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> list[Row]:
     """One a rank that trains, ascending."""
@@ -137,10 +143,7 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
         return sorted(rows, key=lambda row: row.rank)
 
     def weight(row: Row) -> tuple[float, ...]:
-        data, compute = (*row.parts, None, None)[:2]
-        return (
-            row.silent_s or 0.0, row.waited, (data or 0.0) + (compute or 0.0), row.here, -row.rank,
-        )  # fmt: skip
+        return *row.urgency, row.here, -row.rank
 
     return sorted(sorted(rows, key=weight, reverse=True)[:most], key=lambda row: row.rank)
 
