@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
-from lanes import MEASURED_AGAIN, Lanes, lane_of, machine, take_place
+from lanes import Lanes, lane_of, machine, take_place, times_again
 from warm.ranks import WarmRanks
 from warm.script import MODULES
 
@@ -38,8 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=place)
     for item in items:
-        if lane_of(item.nodeid) == "alone":
-            item.add_marker(pytest.mark.flaky(reruns=MEASURED_AGAIN))
+        if again := times_again(item):
+            item.add_marker(pytest.mark.flaky(reruns=again))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What failed and then passed is told as what failed is: the next fault shows itself so."""
+    if reports := terminalreporter.getreports("rerun"):
+        terminalreporter.section("failed, and passed when run again")
+        for report in reports:
+            terminalreporter.write_sep("_", report.nodeid)
+            terminalreporter.line(report.longreprtext)
 
 
 @pytest.hookimpl(wrapper=True)

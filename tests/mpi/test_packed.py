@@ -26,9 +26,9 @@ STEPS = (
     0,
     "--aa",
     "rand-m9-mstd0.5",
-    "--micro-batch",
-    8,
-)  # to the bit: else what is fastest decides, and rounds otherwise
+    "--shares",
+    "equal",
+)  # which rounds always alike: else what is fastest decides how large micro-batches are
 
 # Whose data is another on each rank, as far as it can tell.
 OTHER_TASK = """

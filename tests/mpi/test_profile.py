@@ -66,7 +66,8 @@ def test_all_ranks_lie_in_one_picture_and_nothing_else_changes(jobs: Jobs) -> No
 
 
 def test_the_slowest_is_profiled_and_its_steps_move_no_shares(jobs: Jobs) -> None:
-    run = jobs.train(3, DDP, "slowest", *WORDS, *UNEQUAL, "--profile", "6:40")
+    words = ("--batch-size", 12, *WORDS[2:], *UNEQUAL, "--profile", "6:40")
+    run = jobs.train(3, "tests/support/drivers/paced.py", "slowest", *words)
     assert [path.name for path in RunFolder(run.folder).traces()] == ["trace.rank1.json.gz"]
     assert "of rank 1, the slowest" in run.done.output
     (event,) = [event for event in run.events if event["event"] == "profile"]

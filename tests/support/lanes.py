@@ -4,9 +4,8 @@ A test with a lab waits for most of its time: for a host that is frozen, a cable
 processor of which a host has a third. It says how long things take, so no other of its kind runs
 beside it; and no two that start mpirun here, and say how soon all has ended, run beside each other.
 What compares two times that this machine takes has it alone, in the end, while the other worker
-waits; and because it may not be this machine's only guest, each is measured up to three times.
-All others only compute. They run file after file in whichever worker of pytest-xdist is free, at a
-lower priority: they take what is left.
+waits. All others only compute. They run file after file in whichever worker of pytest-xdist is
+free, at a lower priority: they take what is left.
 """
 
 import contextlib
@@ -25,7 +24,6 @@ LANES = {
         "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",
         "tests/mpi/test_replan.py",
-        "tests/mpi/test_watch.py",
         "tests/unit/plots/test_watch",  # how soon it is seen
         "tests/unit/planner/test_input.py",
     ),
@@ -35,13 +33,25 @@ LANES = {
         for name in ("ending", "silence", "setup_mpi", "same_code", "baselines", "infer")
     ),
 }
-MEASURED_AGAIN = 2  # times, where a comparison fails
 LATER = 10  # the priority of all others: a tenth of a processor's time beside one of a lane
 
 
 def lane_of(nodeid: str) -> str | None:
     """The lane of a test that has to do with time; None for one that only computes."""
     return next((lane for lane, paths in LANES.items() if nodeid.startswith(paths)), None)
+
+
+def times_again(item: pytest.Item) -> int:
+    """How often a test is run again if it fails.
+
+    What compares times: twice. What starts ranks: once, and the first failure is printed all the
+    same, since two thousand such tests in one go meet whatever else a machine is busy with. What
+    looks for faults by chance, and what only computes: never.
+    """
+    if lane_of(item.nodeid) == "alone":
+        return 2
+    by_chance = item.nodeid.startswith("tests/mpi/test_fuzz")
+    return int(item.get_closest_marker("mpi") is not None and not by_chance)
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]

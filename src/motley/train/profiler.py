@@ -9,9 +9,11 @@ import os
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,6 +29,7 @@ from motley.records.trace import TraceClock, step_span_name, write_trace
 from motley.train.recorder import Recorder, Timed
 
 _EXCHANGES = 40
+_JUDGED_BY = 20  # steps: who is the slowest, whatever disturbs one of them
 
 
 def check_profile(config: Config, workers: Sequence[Worker], last: int) -> None:
@@ -71,7 +74,7 @@ class StepProfiler:
         self._asked, self._ranks = config.profile_ranks, [each.rank for each in group.workers]
         self._group, self._folder, self._recorder, self._say = group, folder, recorder, say
         self._beside_first = group.rank is not None and machines[group.rank] == machines[0]
-        self._last_ready: tuple[float, ...] = ()
+        self._ready: deque[tuple[float, ...]] = deque(maxlen=_JUDGED_BY)
         self._chosen: list[int] = []  # of the group, while they are profiled
         self._disturbed = False  # the step before
         self._running: profile | None = None  # on this one
@@ -125,7 +128,7 @@ class StepProfiler:
         if disturbed or self._disturbed:
             return None
         if timed is not None:
-            self._last_ready = timed.ready_s
+            self._ready.append(timed.ready_s)
         return timed
 
     def _begin(self) -> None:
@@ -133,8 +136,8 @@ class StepProfiler:
         if self._asked == ALL:
             self._chosen = list(ranks)
         elif self._asked == SLOWEST:
-            ready = self._last_ready or (0.0,) * self._group.size
-            self._chosen = [max(ranks, key=lambda rank: ready[rank])]
+            usual = [median(times) for times in zip(*self._ready, strict=True)] or [0.0]
+            self._chosen = [usual.index(max(usual))]
         else:
             self._chosen = [rank for rank in ranks if self._ranks[rank] in self._asked]
         self._clock, self._base_ns = compare_clocks()
