@@ -15,26 +15,37 @@ if TYPE_CHECKING:  # of what draws; watch.py begins sooner without it
 TRAIN = "train first, for example: mpirun -np 2 ./entry_cn.sh"
 
 
-def run_script(doc: str, draw: Callable[[list[Path], Path | None], int]) -> int:
+def run_script(
+    doc: str,
+    draw: Callable[..., int],
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    draws: bool = True,
+) -> int:
     """Read the command line, draw, return the exit code.
 
     Args:
         doc: the script's docstring, shown by ``-h``.
-        draw: takes the paths to look in and the folder of ``--out``; returns the exit code.
+        draw: takes the paths to look in and, where it ``draws``, the folder of ``--out``; by name
+            what ``add_options`` adds; returns the exit code.
+        add_options: adds what only this script has.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = "folders that hold records at any depth, default: logs"
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("logs")], help=where)
-    beside = "folder for the PNGs, default: beside the records"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=beside)
-    args = parser.parse_args()
+    if draws:
+        beside = "folder for the PNGs, default: beside the records"
+        parser.add_argument("--out", type=Path, metavar="DIR", help=beside)
+    add_options(parser)
+    given = vars(parser.parse_args())
+    paths = given.pop("paths")
+    where_to = [given.pop("out")] if draws else []
     try:
-        for path in args.paths:
+        for path in paths:
             if not path.exists():
                 raise MotleyError(f"there is no {path}: {TRAIN}")
-        return draw(args.paths, args.out)
+        return draw(paths, *where_to, **given)
     except MotleyError as error:
         warn(error)
         return 2

@@ -19,20 +19,22 @@ import style
 from baseline_logs import OldRun, old_runs
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plot_training import PARTS
+from plot_runs import draw_losses
+from style import PARTS, Part
 
 from motley.errors import MotleyError
+from motley.records.lines import JsonDict
 from motley.records.rates import lead
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
 
-RATE, LIMIT = PARTS["t_compute"][1], "#333333"
+RATE, LIMIT = PARTS["t_compute"].colour, "#333333"
 # What a step loses against the limit, as in the pictures of single runs.
 LOST = {
     **{f"{part}_s": PARTS[f"t_{part}"] for part in ("wait", "comm", "data")},
-    "rest": ("slower or idle compute, and optimizer", "#BBCC99"),
-    "both": ("compute and communication, which cannot be told apart", "#CC99BB"),
+    "rest": Part("slower or idle compute, and optimizer", "#BBCC99", "xxx"),
+    "both": Part("compute and communication, which cannot be told apart", "#CC99BB", "+++"),
 }
 
 
@@ -71,11 +73,11 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
         if row.outcome != DONE:
             words += f"; a repeat: {row.outcome}"
         for name, part in lost(row).items():
-            label, colour = LOST[name]
+            look = LOST[name]
             part *= row.weight
-            ax.barh(place, part, left=end, height=0.66, color=colour,
-                    label="" if label in shown else label)  # fmt: skip
-            shown[label] = colour
+            ax.barh(place, part, left=end, height=0.66,
+                    label="" if look.label in shown else look.label, **look.fill)  # fmt: skip
+            shown[look.label] = look.colour
             end += part
         end = max(end, draw_marks(ax, row, place, shown))
         ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
@@ -86,7 +88,7 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
     ax.set_xlim(0, 1.38 * most)
     style.label_axes(ax, f"{rows[0].unit}/s" if rows else "", "")
     if shown:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.2, borderpad=0)
+        style.legend_above(ax)
 
 
 def draw_marks(ax: Axes, row: Row, place: int, shown: dict[str, str]) -> float:
@@ -165,26 +167,13 @@ def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
     style.legend_above(ax)
 
 
-def draw_losses(axes: Sequence[Axes], folder: BaselineFolder) -> None:
-    """Loss against samples and against time, the first run of each cell that is done."""
-    drawn = 0
-    for cell in folder.matrix_cells():
-        done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        lines = lead(done[0].read_steps()) if done else ()
-        known = [line["loss"] is not None for line in lines]
-        if not any(known):
-            continue
-        samples = np.cumsum([line["n_global"] for line in lines])[known]
-        seconds = np.array([line["time"] - lines[0]["time"] for line in lines])[known]
-        loss = np.array([line["loss"] for line in lines], dtype=float)[known]
-        again, colour = divmod(drawn, len(style.HOST_COLOURS))
-        look = {"color": style.HOST_COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4]}
-        drawn += 1
-        for ax, x in zip(axes, (samples, seconds), strict=True):
-            ax.plot(x, loss, label=cell.name, **look)
-    style.label_axes(axes[0], "samples", "loss")
-    style.label_axes(axes[1], "seconds since the first step", "")
-    axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+def steps_of_cells(folder: BaselineFolder) -> dict[str, Sequence[JsonDict]]:
+    """The steps of the first run of each cell that is done."""
+    done = {
+        cell.name: [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
+        for cell in folder.matrix_cells()
+    }
+    return {name: lead(runs[0].read_steps()) for name, runs in done.items() if runs}
 
 
 def draw_folder(folder: BaselineFolder) -> Figure:
@@ -200,7 +189,7 @@ def draw_folder(folder: BaselineFolder) -> Figure:
     draw_rates(parts[0].subplots(), rows)
     if series:
         draw_scaling(parts[1].subplots(), series)
-    draw_losses(parts[-1].subplots(1, 2, sharey=True), folder)
+    draw_losses(parts[-1].subplots(1, 2, sharey=True), steps_of_cells(folder))
     return figure
 
 

@@ -15,28 +15,13 @@ import numpy as np
 import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run_steps import (
-    Training,
-    column,
-    mean,
-    median,
-    others,
-    read_training,
-    seat_label,
-    title,
-)
+from run_steps import others, seat_label, title
 
+from motley.live.training import Training, column, mean, median, read_training
+from motley.records.costs import leak
 from motley.records.run_folder import find_runs
 
 LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
-# Pale fills, so that no part of a step is taken for a host's colour.
-PARTS = {
-    "t_data": ("waiting for data", "#DDDDDD"),
-    "t_compute": ("compute", "#77AADD"),
-    "t_wait": ("waiting for the slowest rank", "#EEDD88"),
-    "t_comm": ("communication", "#EE8866"),
-    "t_opt": ("optimizer", "#44BB99"),
-}
 
 
 def draw_curve(ax: Axes, x: style.Array, y: style.Array, label: str) -> None:
@@ -84,7 +69,7 @@ def draw_loss(ax: Axes, training: Training) -> None:
 def draw_time(ax: Axes, training: Training) -> None:
     """Loss against time."""
     ends = training.values("time")
-    seconds = ends - ends[0] + sum(training.lead[0].get(part) or 0.0 for part in PARTS)
+    seconds = ends - ends[0] + sum(training.lead[0].get(part) or 0.0 for part in style.PARTS)
     unit, per_unit = style.time_unit(seconds[-1])
     draw_curve(ax, seconds / per_unit, training.values("loss"), "loss")
     style.label_axes(ax, f"time since the first step began ({unit})", "loss", zero=True)
@@ -96,7 +81,7 @@ def draw_rate(ax: Axes, training: Training) -> None:
     stalls are in the mean, which is by the clock."""
     rate, unit = training.rates(), f"{training.unit}/s"
     draw_curve(ax, training.values("step"), rate, unit)
-    by_clock = "mean by the clock, with evaluations and saves"
+    by_clock = "mean, evaluations and saves included"
     for name, value, line in (
         ("median", median(rate), ":"),
         (by_clock, training.mean_rate(), "--"),
@@ -119,6 +104,18 @@ def draw_scale(ax: Axes, training: Training) -> None:
     style.legend_above(ax)
 
 
+def draw_memory(ax: Axes, training: Training, colours: dict[str, str]) -> None:
+    """The most that each rank has held, in its host's colour; what grows to the end is told."""
+    for rank, records in training.steps.items():
+        color = colours.get(training.worker(rank).get("host", ""), LINE)
+        gib = column(records, "mem_peak_mib") / 1024
+        ax.plot(column(records, "step"), gib, color=color, linewidth=1)
+    style.label_axes(ax, "step", "most that a rank has held (GiB)", zero=True)
+    growth = leak(training.steps)
+    said = f"grows by {growth:.3g} MiB a step, to the end" if growth else "does not keep growing"
+    ax.set_title(f"memory {said}; colours as below", fontsize=8, loc="left")
+
+
 def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     """A bar per rank: the middle of each part of a step, in ms. Of many ranks, the first one's and
     three of the others."""
@@ -127,7 +124,7 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     middle, word = (mean, "mean") if local else (median, "median")
     ranks, more = sorted(training.steps), others(training)
     ends, unknown = np.zeros(len(ranks) + len(more)), set()
-    for part, (label, colour) in PARTS.items():
+    for part, look in style.PARTS.items():
         of_others = {"t_compute": "ready_s", "t_wait": "wait_s"}.get(part, "")
         ms = 1000 * np.array(
             [middle(column(training.steps[rank], part)) for rank in ranks]
@@ -137,7 +134,7 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
             unknown.add(part)
             continue
         ms = np.nan_to_num(ms)
-        ax.barh(range(len(ms)), ms, left=ends, color=colour, label=label, height=0.7)
+        ax.barh(range(len(ms)), ms, left=ends, label=look.label, height=0.7, **look.fill)
         ends += ms
     note: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
     for row, end in enumerate(ends):
@@ -160,14 +157,16 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
 def draw_run(training: Training, colours: dict[str, str]) -> Figure:
     """The picture of one run; a loss scale that is 1 throughout has no panel."""
     scaled = bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
-    bars = 1.0 + 0.42 * (len(training.steps) + len(others(training)))
-    figure = Figure(figsize=(11, 6.6 + bars), layout="constrained")
+    rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
+    curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(training.steps) + len(others(training)))
+    figure = Figure(figsize=(11, curves + bars), layout="constrained")
     figure.suptitle(title(training))
-    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[6.6, bars])[:, 0]
-    axes = parts[0].subplot_mosaic([["loss", "time"], ["rate", "scale" if scaled else "rate"]])
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[curves, bars])[:, 0]
+    axes = parts[0].subplot_mosaic(rows)
     draw_loss(axes["loss"], training)
     draw_time(axes["time"], training)
     draw_rate(axes["rate"], training)
+    draw_memory(axes["memory"], training, colours)
     if scaled:
         draw_scale(axes["scale"], training)
     draw_split(parts[1].subplots(), training, colours)

@@ -24,13 +24,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from plot_baselines import draw_folder as draw_matrix
 from plot_gpu import draw_folder as draw_machines
+from plot_runs import draw_runs, steps_of
+from plot_timeline import draw_timeline
 from plot_training import draw_run
 from report_words import verdict
-from run_steps import Training, median, read_training, title
-from run_verdict import run_verdict
+from run_steps import title
 from traces import words
+from verdict import add_co2
 
 from motley.errors import MotleyError
+from motley.live.training import Training, median, read_training
+from motley.live.verdict import run_verdict
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.run_folder import RunFolder, find_runs
 from motley.records.trace import read_trace, summarise
@@ -94,20 +98,27 @@ def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
     return [Picture(base64.b64encode(buffer.getvalue()).decode(), alt)]
 
 
-def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
-    """A run's two pictures, and what was profiled."""
+def details(run: RunFolder, colours: dict[str, str], co2: float, name: str = "") -> Details:
+    """A run's pictures, and what was profiled."""
     pictures: list[Picture] = []
     said: list[str] = []
     try:
         training = read_training(run)
-        summary, said = title(training), run_verdict(training).sentences()
-        pictures += picture(f"training of {run.path.name}", lambda: draw_run(training, colours))
+        summary, said = title(training), run_verdict(training, co2).sentences()
+        pictures += picture(
+            f"training of {run.path.name}: loss and rate, and how each rank spends a step",
+            lambda: draw_run(training, colours),
+        )
+        pictures += picture(
+            f"what each rank of {run.path.name} did around the step that took longest",
+            lambda: draw_timeline(training),
+        )
     except MotleyError as error:
         summary = f"{run.path.name}: no training step"
         command.warn(error)
     if logs := find_gpu_logs([run.path]):
         pictures += picture(
-            f"machines of {run.path.name}",
+            f"load, memory, temperature and power of the machines of {run.path.name}",
             lambda: draw_machines(run.path.name, to_series(read_folder(logs), colours)),
         )
     profiled: list[str] = []
@@ -119,7 +130,7 @@ def details(run: RunFolder, colours: dict[str, str], name: str = "") -> Details:
     return Details(name or summary, said, pictures, profiled)
 
 
-def of_matrix(folder: BaselineFolder, colours: dict[str, str]) -> Section:
+def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
     """The section of one matrix."""
     rows = read_rows(folder)
     firsts = {cell.name: folder.attempt(cell, 0) for cell in folder.matrix_cells()}
@@ -132,7 +143,7 @@ def of_matrix(folder: BaselineFolder, colours: dict[str, str]) -> Section:
         [(row.name, ", ".join(filter(None, (row.outcome, row.when))), row.error)
          for row in rows if row.outcome != DONE],
         picture(f"ways to train, {name}", lambda: draw_matrix(folder)),
-        [details(run, colours, f"{cell}: {_rate(rows, cell)}") for cell, run in runs.items()],
+        [details(run, colours, co2, f"{cell}: {_rate(rows, cell)}") for cell, run in runs.items()],
     )  # fmt: skip
 
 
@@ -152,7 +163,7 @@ def rates(training: Training) -> tuple[str, str, str]:
     return middle, mean, training.headline
 
 
-def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
+def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
     """The section of runs that belong to no matrix."""
     head = ["run", "status", "task", "ranks", "batch", "wire", "median rate", "mean rate",
             "result"]  # fmt: skip
@@ -183,17 +194,20 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str]) -> Section:
                 where += f", step {failure['step']}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
-    each = [details(run, colours) for run in runs]
+    each = [details(run, colours, co2) for run in runs]
     said = [f"{finished} of {len(rows)} runs finished."]
     if len(each) == 1:  # then the page is about it
         (alone,) = each
         said, pictures = alone.verdict or said, alone.pictures[:1]
         each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
         return Section("run", said, [], head, rows, failed, pictures, each)
-    return Section("runs", said, [], head, rows, failed, [], each)
+    together = picture(
+        "loss of each run against samples and against time", lambda: draw_runs(steps_of(runs))
+    )
+    return Section("runs", said, [], head, rows, failed, together, each)
 
 
-def draw(paths: list[Path], out: Path | None) -> int:
+def draw(paths: list[Path], out: Path | None, co2: float) -> int:
     """Write the page; return the exit code."""
     colours = style.colours_under(paths)
     matrices = [file.parent for path in paths for file in sorted(path.rglob("matrix.json"))]
@@ -202,11 +216,11 @@ def draw(paths: list[Path], out: Path | None) -> int:
     sections = []
     for folder in matrices:
         try:
-            sections.append(of_matrix(BaselineFolder(folder), colours))
+            sections.append(of_matrix(BaselineFolder(folder), colours, co2))
         except MotleyError as error:
             command.warn(error)
     if alone:
-        sections.append(of_runs(alone, colours))
+        sections.append(of_runs(alone, colours, co2))
     if not sections:
         raise command.nothing("run", paths)
     environment = Environment(
@@ -229,4 +243,4 @@ def draw(paths: list[Path], out: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_script(__doc__ or "", draw))
+    sys.exit(command.run_script(__doc__ or "", draw, add_co2))

@@ -73,7 +73,7 @@ def _where_it_went(row: Row) -> str:
         return ""
     whole = row.samples_per_s + sum(lost(row).values())
     shares = sorted(parts, key=lambda name: -parts[name])
-    words = ", ".join(f"{LOST[name][0]} {parts[name] / whole:.0%}" for name in shares)
+    words = ", ".join(f"{LOST[name].label} {parts[name] / whole:.0%}" for name in shares)
     return f"What it misses of the limit: {words}."
 
 

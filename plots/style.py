@@ -1,11 +1,12 @@
-"""How all pictures look: one colour per host, axes with units, smoothed curves, legends.
-
-Colours of curves and of the phases of a step are where they are drawn, in plot_training.py."""
+"""How all pictures look: one colour per host, the parts of a step, axes with units, smooth curves,
+legends. What two colours tell apart, a pattern or a line tells apart in grey."""
 
 import contextlib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -31,6 +32,8 @@ matplotlib.rcParams.update(
         "figure.titlesize": 11,
         "font.size": 9,
         "grid.alpha": 0.25,
+        "hatch.color": "#555555",
+        "hatch.linewidth": 0.5,
         "legend.fontsize": 8,
         "legend.frameon": False,
         "lines.linewidth": 1.3,
@@ -39,12 +42,38 @@ matplotlib.rcParams.update(
     }
 )
 
+_CHARACTER, _HANDLE = 0.062, 0.5  # inches that a label's letter takes in a legend, and its sample
+
 # Okabe and Ito's colours for every kind of colour vision, less their yellow (too pale for
 # a line on white), plus Tol's wine.
 HOST_COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00"),
     *("#CC79A7", "#56B4E9", "#333333", "#882255"),
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a part of a step looks."""
+
+    label: str
+    colour: str
+    pattern: str = ""
+
+    @property
+    def fill(self) -> dict[str, Any]:
+        """For a bar."""
+        return {"color": self.colour, "hatch": self.pattern}
+
+
+# Pale fills, so that no part of a step is taken for a host's colour.
+PARTS = {
+    "t_data": Part("waiting for data", "#DDDDDD", "..."),
+    "t_compute": Part("compute", "#77AADD"),
+    "t_wait": Part("waiting for the slowest rank", "#EEDD88", "\\\\\\"),
+    "t_comm": Part("communication", "#EE8866", "///"),
+    "t_opt": Part("optimizer", "#44BB99", "xxx"),
+}
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -105,8 +134,19 @@ def label_axes(ax: Axes, x: str, y: str, *, zero: bool = False) -> None:
 
 
 def legend_above(ax: Axes) -> None:
-    """A legend that hides no data."""
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, columnspacing=1.2, borderpad=0)
+    """A legend that hides no data, in as few rows as its axes are wide enough for."""
+    labels = [len(label) for label in ax.get_legend_handles_labels()[1]]
+    figure = ax.get_figure()
+    inches = figure.bbox.width / figure.dpi if figure else 1.0
+    inches *= ax.get_position().width / 0.775 - 0.05  # which part, before all is laid out
+
+    def fits(columns: int) -> bool:
+        widths = [column.max() for column in np.array_split(labels, columns)]  # as a legend does
+        return _CHARACTER * sum(widths) + _HANDLE * len(widths) <= inches
+
+    columns = next((count for count in range(max(1, len(labels)), 1, -1) if fits(count)), 1)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, columnspacing=1.2,
+              borderpad=0)  # fmt: skip
 
 
 def smooth(values: Array, window: int) -> Array:

@@ -8,12 +8,16 @@ import shutil
 import subprocess
 import tempfile
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jobs import needs
 
 _LIMIT_S = 30.0
+_ASK_AXE = """axe.run().then(found => found.violations
+  .filter(each => ["serious", "critical"].includes(each.impact))
+  .map(each => each.id + ": " + each.nodes.map(node => node.html).join(", ")))"""
 
 
 class Chromium:
@@ -74,6 +78,19 @@ class Chromium:
         found = self._ask("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def accessibility_faults(self) -> list[str]:
+        """What axe-core finds serious or worse on the page: rule, and where."""
+        self.run((files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8"))
+        found = self._ask(
+            "Runtime.evaluate", expression=_ASK_AXE, awaitPromise=True, returnByValue=True
+        )
+        return list(found["result"]["value"])
+
+    def paper(self) -> bytes:
+        """The page as a PDF."""
+        made = self._ask("Page.printToPDF", preferCSSPageSize=True, printBackground=True)
+        return base64.b64decode(made["data"])
 
     def text(self) -> str:
         """What somebody reads on the page."""

@@ -31,8 +31,9 @@ import json, pathlib, sys
 sys.path.insert(0, "plots")
 from matplotlib.text import Text
 from motley.records.run_folder import RunFolder
-import plot_training, run_steps, style
-training = run_steps.read_training(RunFolder(sys.argv[1]))
+import plot_training, style
+from motley.live.training import read_training
+training = read_training(RunFolder(sys.argv[1]))
 colours = style.host_colours({worker["host"] for worker in training.run["ranks"]})
 figure = plot_training.draw_run(training, colours)
 print(json.dumps([text.get_text() for text in figure.findobj(Text)]))

@@ -22,12 +22,16 @@ ROOMS = {
         "hostfile binding facts gpus network slurm partitions launcher login shell ssh fan_out "
         "orphans processes presence"
     ),
-    "records": "lines json_file folder_lock gpu_csv training trace run_folder rates gpu_logger",
+    "records": (
+        "lines json_file folder_lock gpu_csv training trace run_folder rates costs gpu_logger"
+    ),
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
         "ramp length take_back"
     ),
-    "live": "tail track follow waiting words headline rows snapshot runs collect",
+    "live": (
+        "tail track follow waiting words headline rows snapshot runs collect training verdict"
+    ),
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process own_folder mpi same_code compile_archive messages handshakes watchdog "

@@ -197,6 +197,10 @@ class RunFolder:
             for rank, path in self.step_files().items()
         }
 
+    def read_last_steps(self) -> dict[int, list[JsonDict]]:
+        """The last some hundred step records of each rank, in order."""
+        return {rank: read_last_lines(path) for rank, path in self.step_files().items()}
+
     def step_files(self) -> dict[int, Path]:
         """Files of step records by rank, ascending."""
         return {rank: self.step_file(rank) for rank in self._ranks()}

@@ -55,7 +55,7 @@ from motley.train.rescue import Rescue, arm_rescue, pause
 from motley.train.save_timer import SaveTimer
 from motley.train.schedule import rate_of, set_rate
 from motley.train.setup import Begun, Job, MonitorFactory, begin
-from motley.train.summary import print_summary, records_of
+from motley.train.summary import print_summary, print_verdict, records_of
 from motley.train.survivor import Survivor
 
 _LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end
@@ -176,6 +176,7 @@ def train_begun(
     keeper.end()
     if group.rank == 0:
         run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
+        print_verdict(run)
     run.finish()
 
 

@@ -1,13 +1,17 @@
 """The summary of a run before it starts, for run.json and for the terminal."""
 
 import dataclasses
+import shlex
 import sys
 from datetime import datetime
 from typing import Any
 
 from motley.checkpoint.run import Run
 from motley.config.options import Config
+from motley.errors import MotleyError
 from motley.launch.world import World
+from motley.live.training import read_training
+from motley.live.verdict import run_verdict
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.plan.ramp import growth, ramp_of
@@ -15,6 +19,8 @@ from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import identity_of, task_of
 from motley.train.setup import Job
+
+_JUDGED = 10  # steps; fewer say nothing of a run
 
 
 def records_of(
@@ -69,6 +75,19 @@ def records_of(
         "start": world.clock.as_json(),
         "backend": group.backend,
     }
+
+
+def print_verdict(run: Run) -> None:
+    """Say what a run that ends reached, and what would be faster; the first rank calls it."""
+    try:
+        training = read_training(run.folder, last=True)
+    except MotleyError:
+        return  # it had no step left to take
+    if len(training.lead) < _JUDGED:
+        return
+    for sentence in run_verdict(training, co2_per_kwh=None).sentences():
+        print(f"  {sentence}")
+    print(f"  all of it: python plots/report.py {shlex.quote(str(run.folder.path))}", flush=True)
 
 
 def _measured_earlier(planned: Planned) -> float | None:

@@ -85,7 +85,7 @@ def test_training_picture_of_many_ranks_has_three_of_the_others(tmp_path: Path) 
     assert "last of 69 others\nmost often rank 69 - n8 (100%)" in texts
     assert "first of 69 others\nmost often rank 1 - n0 (100%)" in texts
     assert "median: 810" in texts  # of 40 samples that count 128 together
-    assert "mean by the clock, with evaluations and saves: 64" in texts
+    assert "mean, evaluations and saves included: 64" in texts
 
 
 @pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py"])
@@ -192,7 +192,7 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
     assert "hosts1 is the fastest" in page and "hosts2 (out of memory)" in page
     assert "&lt;b&gt;&amp; out of memory" in page and "<b>&" not in page
     assert "GPT of 2 blocks, 30 steps a run" in page and " tokens/s" in page
-    assert "A step took 0.158 s." in page and page.count("data:image/png;base64,") == 5
+    assert "A step took 0.158 s." in page and page.count("data:image/png;base64,") == 8
     for outside in ("http:", "https:", 'src="/', "@import"):
         assert outside not in page
     done = python("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")

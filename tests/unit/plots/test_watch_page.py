@@ -139,6 +139,7 @@ def test_a_browser_shows_it_on_wide_and_on_narrow_screens(live: LiveRun, tmp_pat
         )
         assert browser.run("document.querySelector('td.host').textContent") == "tesla3"
         browser.picture(tmp_path / "wide.png")
+        assert browser.accessibility_faults() == []
         browser.open(address, 375, 800, dark=True)
         browser.await_text("waits for tesla3 (rank 3)")
         for width in ("scrollWidth", "clientWidth"):  # nothing reaches beyond the screen

@@ -13,11 +13,12 @@ from project import ROOT
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
+from motley.records.costs import joules, leak
 from motley.records.run_folder import RunFolder
 from motley.sweep.matrix_file import read_matrix
 from motley.sweep.outcome import judge
 from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import joules, leak, read_rows
+from motley.sweep.rows import read_rows
 from motley.sweep.table import markdown
 
 HOSTS = (Host("a", 2), Host("b"), Host("c"))

@@ -1,32 +1,21 @@
 """What a run reached, where the rest of a step went, and what would be faster: from its records."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_runs import python, write_run
 
+from motley.live.training import read_training
+from motley.live.verdict import run_verdict
 from motley.plan.advice import Advice
 from motley.plan.links import Flow, Links
 from motley.records.run_folder import RunFolder
 
-CODE = """
-import json, sys
-sys.path.insert(0, "plots")
-from motley.records.run_folder import RunFolder
-from run_steps import read_training
-from run_verdict import run_verdict
-found = run_verdict(read_training(RunFolder(sys.argv[1])))
-print(json.dumps([found.sentences(), found.as_json()]))
-"""
-
 
 def verdict(run: RunFolder) -> tuple[list[str], dict[str, Any]]:
-    done = python("-c", CODE, run.path)
-    assert done.returncode == 0, done.stderr
-    sentences, content = json.loads(done.stdout)
-    return sentences, content
+    found = run_verdict(read_training(run))
+    return found.sentences(), found.as_json()
 
 
 def planned(run: RunFolder, step_s: float = 0.155, compute_s: float = 0.1) -> None:

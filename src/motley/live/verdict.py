@@ -6,21 +6,48 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from run_steps import Training, column, mean, median
 
 from motley.live.follow import slow_link
 from motley.live.snapshot import fraction_of_limit
 from motley.live.track import PARTS
+from motley.live.training import Training, column, mean, median
 from motley.plan.advice import Advice
+from motley.records.costs import joules, leak
 from motley.records.lines import finite
+from motley.records.run_folder import RunFolder
 
 _WORTH = 0.02  # of a step: what is less is noise
 _OFF = 0.1  # of the forecast
 _SLOWER = 1.15  # times what was measured at the start: worth a word
+_JOULES_OF_KWH = 3.6e6
+# The world's mean of 2023, grams a kWh (Ember, Global Electricity Review 2024).
+CO2_PER_KWH = 480.0
 _PARTS = {
     "t_wait": "waiting for {who}", "t_comm": "the wire", "t_data": "input",
     "t_opt": "the optimizer",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What the GPUs that trained took, from a run's first step to its last.
+
+    Attributes:
+        joules_each: for one of what a rate counts. kwh, co2_kg: of all.
+        co2_per_kwh: grams, by which ``co2_kg`` is told.
+    """
+
+    joules_each: float
+    kwh: float
+    co2_kg: float
+    co2_per_kwh: float
+
+    def sentence(self, unit: str) -> str:
+        """For a person."""
+        return (
+            f"The GPUs took {self.kwh:.3g} kWh, {self.joules_each:.3g} J for each of the {unit}: "
+            f"{self.co2_kg:.3g} kg of CO2 at {self.co2_per_kwh:g} g a kWh."
+        )
 
 
 @dataclass(frozen=True)
@@ -35,6 +62,8 @@ class RunVerdict:
         link: on the slowest link, a sentence.
         slower: who takes longer for the same than was measured at the start; ``slower_times`` as
             long.
+        grows_mib: what memory grew by in a step, to the end, on the worst rank.
+        energy: of the GPUs.
         advice: what would be faster, the fastest first; then what is said without a figure.
     """
 
@@ -45,13 +74,20 @@ class RunVerdict:
     link: str
     slower: str
     slower_times: float | None
+    grows_mib: float | None
+    energy: "Energy | None"
     advice: tuple[Advice, ...]
     unit: str
 
     def sentences(self) -> list[str]:
         """For a person, the most important first."""
-        said = [*filter(None, (self._reached(), self._where_it_went(), self._who_is_slower()))]
-        return said + [_sentence(each, self.unit) for each in self.advice]
+        said = [self._reached(), self._where_it_went(), self._who_is_slower()]
+        said += [_sentence(each, self.unit) for each in self.advice]
+        if self.grows_mib:
+            said.append(f"Memory grows by {self.grows_mib:.3g} MiB a step, to the end of the run.")
+        if self.energy:
+            said.append(self.energy.sentence(self.unit))
+        return [*filter(None, said)]
 
     def _reached(self) -> str:
         if self.step_s is None:
@@ -85,8 +121,12 @@ class RunVerdict:
         return found
 
 
-def run_verdict(training: Training) -> RunVerdict:
-    """Judge a run by its records."""
+def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> RunVerdict:
+    """Judge a run by its records.
+
+    Args:
+        co2_per_kwh: grams of CO2 for a kWh where it ran; None: energy is not asked for.
+    """
     steps = training.values("n_global") / training.values("samples_per_s")
     step_s = _known(median(steps))
     rate = _known(median(training.values("samples_per_s")))
@@ -95,11 +135,22 @@ def run_verdict(training: Training) -> RunVerdict:
     seconds = forecast.get("step_s") if _is_full(training, forecast) else None
     lost, (slower, times) = _lost(training), _slower(training, forecast if seconds else {})
     on_wire = lost.get(_PARTS["t_comm"], 0.0) >= _WORTH
+    energy = None if co2_per_kwh is None else _energy(training, co2_per_kwh)
     return RunVerdict(
         fraction_of_limit(about, rate), step_s, seconds, lost,
-        slow_link(about) if on_wire else "", slower, times, _advice(about.get("advice") or ()),
-        training.unit,
+        slow_link(about) if on_wire else "", slower, times, leak(training.steps),
+        energy, _advice(about.get("advice") or ()), training.unit,
     )  # fmt: skip
+
+
+def _energy(training: Training, co2_per_kwh: float) -> Energy | None:
+    each = joules(RunFolder(training.path), training.steps)
+    if each is None:
+        return None
+    samples = float(np.nansum(training.values("n_global")))
+    counted = float(np.nansum(training.counted()))
+    kwh = each * samples / _JOULES_OF_KWH
+    return Energy(each * samples / counted, kwh, kwh * co2_per_kwh / 1000, co2_per_kwh)
 
 
 def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
@@ -110,7 +161,7 @@ def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
 def _lost(training: Training) -> dict[str, float]:
     who, shares = _slowest(training), defaultdict[str, list[float]](list)
     for records in training.steps.values():
-        whole = sum(np.nan_to_num(column(records, part)) for part in PARTS)
+        whole = np.sum([np.nan_to_num(column(records, part)) for part in PARTS], axis=0)
         whole = np.where(whole, whole, np.nan)
         for field, words in _PARTS.items():
             share = median(column(records, field) / whole)
@@ -123,7 +174,7 @@ def _lost(training: Training) -> dict[str, float]:
 def _took(training: Training, *fields: str) -> dict[int, float]:
     """Of each rank that tells, some parts of a step together, seconds."""
     found = {
-        rank: median(sum(column(records, field) for field in fields))
+        rank: median(np.sum([column(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
     }
     return {rank: seconds for rank, seconds in found.items() if np.isfinite(seconds)}

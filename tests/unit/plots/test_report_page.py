@@ -1,0 +1,63 @@
+"""The report in a real browser: on wide and narrow screens, on paper, for who cannot see it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from chromium import Chromium
+from matrices import KNOWN
+from project import ROOT
+from small_runs import python, write_gpu_log, write_run
+
+from motley.cluster.hostfile import Host
+from motley.plan.advice import Advice
+from motley.sweep.matrix_file import read_matrix
+from motley.sweep.results import BaselineFolder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a matrix of which a cell failed, and of two runs."""
+    root = tmp_path_factory.mktemp("page")
+    hosts = (Host("a"), Host("b"))
+    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts, KNOWN)
+    folder = BaselineFolder(root / "strong")
+    folder.claim(matrix)
+    for cell in (*matrix.references, matrix.cells[0]):
+        write_run(folder.attempt(cell, 0).path)
+        folder.output(cell, 0).write_text("")
+        folder.end(cell, 0, 0, 5.0)
+    folder.output(matrix.cells[1], 0).write_text("motley: out of memory")
+    folder.end(matrix.cells[1], 0, 1, 5.0)
+    for name in ("one", "two"):
+        run = write_run(root / "logs" / name)
+        write_gpu_log(run, "a", gpu=True)
+        advice = Advice("few bytes", "--wire powersgd:8", 1.5, "it is inexact")
+        run.update_run(advice=[advice.as_json()])
+    done = python("plots/report.py", root)
+    assert done.returncode == 0, done.stderr
+    return root / "report.html"
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_nothing_is_wrong_with_it_on_a_screen(page: Path, width: int) -> None:
+    with Chromium() as browser:
+        browser.open(page.as_uri(), width, 800)
+        browser.await_text("2 of 2 runs finished.")
+        browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert "--wire powersgd:8: +50% images/s, as foreseen; it is inexact." in browser.text()
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        sizes = browser.run("[...document.images].map(each => [each.naturalWidth, each.alt])")
+        assert len(sizes) > 6 and all(wide > 500 and len(alt) > 20 for wide, alt in sizes)
+        assert browser.accessibility_faults() == []
+        assert browser.said == []
+
+
+def test_all_of_it_is_on_paper(page: Path) -> None:
+    with Chromium() as browser:
+        browser.open(page.as_uri(), 1280, 800)
+        browser.await_text("2 of 2 runs finished.")
+        paper = browser.paper()
+    boxes = set(re.findall(rb"/MediaBox \[([0-9. ]+)\]", paper))
+    assert [[round(float(side)) for side in box.split()] for box in boxes] == [[0, 0, 595, 842]]
+    assert len(re.findall(rb"/Type /Page\b", paper)) >= 4  # with what is in drawers
