@@ -6,7 +6,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train.py --task exampl
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/train.py --resume auto
 
 Without --task it is deepspeed/train_vit.py. Options of another task are listed with
---task NAME -h.
+--task NAME --help-all.
 """
 
 from motley.engines.strategy import ZERO

@@ -6,7 +6,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train.py --task examp
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train.py --resume auto
 
 Without --task it is torch_dist/train_vit.py. Options of another task are listed with
---task NAME -h.
+--task NAME --help-all.
 """
 
 from motley.engines.strategy import TORCH

@@ -80,7 +80,7 @@ def test_they_are_planned_with(run: Command) -> None:
 
 def test_help_and_the_matrix_know_them(run: Command, tmp_path: Path) -> None:
     python = str(venv() / "bin" / "python")
-    said = " ".join(run(python, TRAIN, "-h").stdout.split())
+    said = " ".join(run(python, TRAIN, "--help-all").stdout.split())
     for words in ("{ddp,fsdp,late}", "|fp8|", "stripes are computed", "--tell say on each rank"):
         assert words in said
     matrix = tmp_path / "m.toml"

@@ -39,15 +39,16 @@ class Option:
     """What is known of an option, besides its name and default, which are its field's.
 
     Attributes:
-        says: what it does, for ``-h``.
+        says: what it does, for ``--help-all``.
         name: as users and records call it, where its field is called otherwise.
         decides: what depends on it.
         read: its text.
-        metavar: what stands for its value in ``-h``. choices: all values; empty: any.
+        metavar: what stands for its value in help. choices: all values; empty: any.
         flag: if not ``--`` and its name. short: another, of one letter. former: an older one.
         bare: its value where it is given without one; None: it needs one.
         several: it takes one word or more; its value is a tuple of what was read of each.
         unset: how None is written. cell: how a matrix of runs says it, for whose cells it is.
+        usual: what ``-h`` says of it, in a line, if most users need it.
     """
 
     says: str
@@ -63,6 +64,7 @@ class Option:
     several: bool = False
     unset: str | None = None
     cell: str = ""
+    usual: str = ""
 
     def text_of(self, value: Any) -> Any:
         """A value as records and checkpoints keep it: JSON, and texts that :attr:`read` reads."""
@@ -118,8 +120,10 @@ def _plain(group: type, each: "Field[Any]") -> Option:
             else f"{name} is a field and a method; give the field another name"
         )
     says = "" if kinds[0] is bool else f"default {each.default}"
+    usual = says or f"default {each.default}"
     everything = Decides.MODEL | Decides.NUMBERS | Decides.SPEED
-    return Option(says, everything, read=kinds[0], metavar=kinds[0].__name__.upper())
+    metavar = kinds[0].__name__.upper()
+    return Option(says, everything, read=kinds[0], metavar=metavar, usual=usual)
 
 
 def flag_of(declared: Option) -> str:

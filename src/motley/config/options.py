@@ -44,7 +44,10 @@ Group = TypeVar("Group")
 class ModelOptions:
     """model"""
 
-    task: str = option("", NOTHING, "image", metavar="NAME|FILE.py")  # its identity() decides
+    task: str = option(  # its identity() decides
+        "", NOTHING, "image", metavar="NAME|FILE.py",
+        usual="image (default), text, weather, or your own",
+    )  # fmt: skip
     compile: str = option(
         "torch.compile the model, block by block: auto (default) where that is going to save a GPU "
         "more of the run than it takes; on, also where no value is given; off",
@@ -109,6 +112,7 @@ class BatchOptions:
         "GLOBAL batch: samples in one optimizer step over all ranks, default 128; as "
         "512:2048:32/100M it grows from 512 to 2048, by 32, over the first 100 million samples",
         NUMBERS | SPEED, 128, read=batch_size, metavar="N|RAMP", short="-b", cell="batch",
+        usual="samples a step, over all ranks, default 128",
     )  # fmt: skip
     ramp_lr: str = option(
         "how the rate grows with a batch that does: none (default), linear, sqrt",
@@ -123,6 +127,7 @@ class BatchOptions:
         "samples of each rank in proportion, as in 5,4,3,2,1, or equal; default: by their speed, "
         "which is measured",
         PLAN, read=read_shares, metavar="S,S,...|equal",
+        usual="of ranks, as 5,4,3; default: by speed, measured",
     )  # fmt: skip
     replan: str = option(
         "auto (default): split anew when ranks become slower or faster while it runs, but not with "
@@ -134,17 +139,21 @@ class BatchOptions:
         "who trains: auto (default) leaves out hosts without which a step is shorter, but none "
         "with --shares; all; or these alone",
         PLAN, "auto", read=read_named_hosts, metavar="auto|all|NAME,...",
+        usual="auto (default) leaves out who slows the others",
     )  # fmt: skip
     bind: bool = option(
         "let ranks run on any core; default: on those next to their GPU, where a machine has "
         "several memory nodes and nobody else has chosen",
         SPEED, True,
     )  # fmt: skip
-    wire: WireMode | None = option("", NUMBERS | PLAN, unset="auto")  # its modes are registered
-    epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E")
-    max_steps: int | None = option(
-        "stop after K steps", NOTHING, read=positive, metavar="K", cell="--steps, before the --,"
+    wire: WireMode | None = option(  # its modes are registered
+        "", NUMBERS | PLAN, unset="auto", usual="what is sent between hosts, default auto"
     )
+    epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E", usual="default 30")
+    max_steps: int | None = option(
+        "stop after K steps", NOTHING, read=positive, metavar="K", cell="--steps, before the --,",
+        usual="stop after so many",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,8 +162,9 @@ class OptimizationOptions:
 
     opt: str = option("timm name, default adamw", MODEL | SPEED, "adamw", metavar="NAME")
     lr: float = option(
-        "at the top of the schedule, default 1e-3", NUMBERS, 1e-3, read=above_zero, metavar="RATE"
-    )
+        "at the top of the schedule, default 1e-3", NUMBERS, 1e-3, read=above_zero, metavar="RATE",
+        usual="at the top of the schedule, default 1e-3",
+    )  # fmt: skip
     weight_decay: float = option(
         "not on norms and biases, default 0.05", NUMBERS, 0.05, read=not_negative, metavar="W"
     )
@@ -202,7 +212,7 @@ class OptimizationOptions:
     precision: PerRank[str] = option(
         "auto (default), fp32, tf32, bf16, fp16; one for all or one a rank",
         NUMBERS, read_precisions("auto"), read=read_precisions, metavar="P[,P...]",
-        cell="precision",
+        cell="precision", usual="auto (default), fp32, bf16, ...; or one a rank",
     )  # fmt: skip
     loss_scale: str | float = option(
         "shared by all ranks. auto (default): found on the first batches, 1 where no rank computes "
@@ -217,17 +227,20 @@ class RecordOptions:
     """records"""
 
     run: str | None = option(
-        "the run's folder is LOGS/NAME; default: the time", NOTHING, metavar="NAME", cell="nothing"
-    )
+        "the run's folder is LOGS/NAME; default: the time", NOTHING, metavar="NAME", cell="nothing",
+        usual="its folder is logs/NAME, default: the time",
+    )  # fmt: skip
     logs: str = option("default: logs", NOTHING, "logs", metavar="DIR", cell="--out")
     resume: str | None = option(
         "continue from a checkpoint or a run folder; auto: from --run NAME, else the newest "
         "unfinished run that has a checkpoint",
         NOTHING, metavar="PATH|auto", cell="nothing",
+        usual="continue a run; auto: of --run, or the newest",
     )  # fmt: skip
     save_every: int | Duration | None = option(
         "steps, or time, as 10m, between checkpoints; default: one an epoch, not for noise",
         NOTHING, read=steps_or_time, metavar="K|TIME",
+        usual="steps, or 10m, between checkpoints",
     )  # fmt: skip
     keep: int = option("checkpoints kept, default 2", NOTHING, 2, read=positive, metavar="N")
     log_interval: float = option(

@@ -1,6 +1,7 @@
 """The command line of a training script, made of groups of options."""
 
 import argparse
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -11,9 +12,17 @@ from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean
 
+_COLUMN = 27  # at which the words begin
+
 
 class OneVoice(argparse.ArgumentParser):
-    """Argparse for scripts that run on many ranks: help and errors are printed once."""
+    """Argparse for scripts that run on many ranks: help and errors are printed once.
+
+    Attributes:
+        all_of_it: the option that tells of all options.
+    """
+
+    all_of_it = "-h"
 
     def print_help(self, file: object = None) -> None:
         """Print on the first rank alone."""
@@ -25,11 +34,21 @@ class OneVoice(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
             message = f"unknown option {word}{self.hint(word)}"
-        stop_usage(f"{message}; see {self.prog} -h")
+        stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
         """Behind the name of an unknown option."""
         return did_you_mean(word, self._option_string_actions)
+
+
+class _UsualHelp(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **known: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **known)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, OptionParser)
+        parser.print_usual_help()
+        parser.exit()
 
 
 class OptionParser(OneVoice):
@@ -41,6 +60,8 @@ class OptionParser(OneVoice):
         registered: what is known of an option elsewhere than where it is declared, by its name.
     """
 
+    all_of_it = "--help-all"
+
     def __init__(
         self,
         description: str,
@@ -51,7 +72,12 @@ class OptionParser(OneVoice):
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=False,
         )
+        help_group = self.add_argument_group("help")
+        help_group.add_argument("-h", "--help", action=_UsualHelp, help="the usual options")
+        help_group.add_argument("--help-all", action="help", help="all options")
+        self._usual: dict[str, str] = {}  # what -h says of options, by their name
         self.own: tuple[type, ...] = ()
         self.elsewhere: dict[str, str] = {}  # options that are not known here, and what has them
         for group in (*GROUPS, *own):
@@ -80,6 +106,23 @@ class OptionParser(OneVoice):
         self._add_group(group, {}, title)
         self.own = (*self.own, group)
 
+    def print_usual_help(self) -> None:
+        """Print what most users need, on the first rank alone; it fits a screen."""
+        if launched_rank() != 0:
+            return
+        shown = [copy.copy(each) for each in self._actions if each.dest in self._usual]
+        for each in shown:
+            each.help = self._usual[each.dest]
+        screen = argparse.RawDescriptionHelpFormatter(self.prog, max_help_position=_COLUMN)
+        screen.add_usage("%(prog)s [OPTIONS]", [], [])
+        screen.add_text(self.description)
+        screen.start_section("the usual options")
+        screen.add_arguments(shown)
+        screen.end_section()
+        rest = len(self._actions) - len(shown)
+        screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
+        print(screen.format_help(), end="", flush=True)
+
     def _add_group(
         self, group: type, registered: Mapping[str, Mapping[str, Any]], title: str
     ) -> None:
@@ -87,6 +130,8 @@ class OptionParser(OneVoice):
         usual = {each.name: each.default for each in dataclasses.fields(group)}
         for name, declared in options_of(group).items():
             declared = dataclasses.replace(declared, **registered.get(name, {}))
+            if declared.usual:
+                self._usual[declared.name] = declared.usual
             flags = [declared.short, _flag(declared, usual[name]), declared.former]
             section.add_argument(
                 *filter(None, flags), dest=declared.name, default=usual[name], help=declared.says,

@@ -25,7 +25,9 @@ class StrategyOptions:
     """torch.distributed"""
 
     # Decides nothing by its name: what a plan depends on are the traits.
-    strategy: str = option("", Decides.NOTHING, "ddp", cell="strategy")
+    strategy: str = option(
+        "", Decides.NOTHING, "ddp", cell="strategy", usual="what a rank keeps, default ddp: all"
+    )
 
 
 @dataclass(frozen=True)

