@@ -12,10 +12,10 @@
 #
 # Variables, each left alone when you set it: MOTLEY_VENV (default: .venv beside this
 # file), OMP_NUM_THREADS (cores of this machine / its ranks), GOMP_SPINCOUNT (default 10000),
-# MOTLEY_START_TIMEOUT (seconds in which all ranks should have started, default 120; 0: however
-# long it takes), MOTLEY_SECRET (what ranks without MPI know each other by; default:
-# ~/.motley/secret, made once), and those of .deepspeed_env beside this file and in your home,
-# one NAME=VALUE a line, which DeepSpeed reads too.
+# TORCH_CPP_LOG_LEVEL (default: ERROR), MOTLEY_START_TIMEOUT (seconds in which all ranks should
+# have started, default 120; 0: however long it takes), MOTLEY_SECRET (what ranks without MPI know
+# each other by; default: ~/.motley/secret, made once), and those of .deepspeed_env beside this
+# file and in your home, one NAME=VALUE a line, which DeepSpeed reads too.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -70,6 +70,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 export PATH=$venv/bin:$PATH
 export PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
+# Its warnings are of hosts without a name in DNS and the like; errors are still said.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 # exec, so that the rank is the launcher's direct child: it asks the kernel to die with
 # its parent (motley.launch.process), which works for a direct child alone.

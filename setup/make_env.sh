@@ -92,6 +92,10 @@ settle_mpi() {
     'oob_tcp_keepalive_time = 10' 'oob_tcp_keepalive_intvl = 5' 'oob_tcp_keepalive_probes = 4'; do
     grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
   done
+  # What mpirun says after a rank that failed has the last word on a terminal: it points to ours.
+  local words="$venv/share/prte/help-prun.txt"
+  [ ! -f "$words" ] || sed -i -e '/^\[prun:non-zero-exit\]$/,/^\[/{/^\[/!d}' \
+    -e 's/^\[prun:non-zero-exit\]$/&\n\n%s: all ranks were ended, because %s ended with status %d.\nWhy is in the line above that begins with "motley:".\n/' "$words"
 }
 
 # What the environment was made for, a line each; one with the tests' packages, or with

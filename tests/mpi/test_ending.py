@@ -88,6 +88,8 @@ def test_the_first_cause_is_named_and_not_its_echo(
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1
     assert re.search(says, lines[0])
+    if done.code == 1:  # not by a signal: mpirun's words point to ours
+        assert 'in the line above that begins with "motley:"' in done.output
     if "crashed" in says:
         assert "in main" in done.output.partition("Fatal Python error")[2]
     assert time.monotonic() - begun < 40
