@@ -1,0 +1,83 @@
+"""The documentation: commands run as they stand, links lead somewhere, nothing is left out.
+
+Blocks without a name are run: a line of mpirun on ranks that are forked. Of other names are those
+that need a lab or data which this machine has not, and texts.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from jobs import Jobs
+from project import DDP, ROOT, environment
+
+from motley.records.gpu_csv import LAB_GPU_COLUMNS, OUR_GPU_COLUMNS
+from motley.records.training import StepRecord
+
+pytestmark = pytest.mark.mpi
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARITHMETIC.md", *DOCS.glob("*.md")]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MPIRUN = re.compile(r"mpirun -np (\d+) --hostfile hosts.txt ./entry_cn.sh(.*)")
+ELSEWHERE = ("export PATH", "bash setup/quickstart.sh")  # which makes an environment anew
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The lines of a page that are run here."""
+    for name, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if not name:
+            yield from (line for line in block.splitlines() if not line.startswith(ELSEWHERE))
+
+
+@pytest.mark.parametrize("page", ["first_hour", "your_lab", "your_model", "which_way"])
+def test_every_command_runs_as_it_stands(jobs: Jobs, page: str) -> None:
+    lines = list(commands(DOCS / f"{page}.md"))
+    assert lines
+    for line in lines:
+        said = line.replace("logs/", f"{jobs.logs}/")  # and not the repository's own
+        said = said.replace(" exported", f" {jobs.logs}/exported")
+        if found := MPIRUN.fullmatch(said):
+            words = shlex.split(found[2])
+            script = [] if words and not words[0].startswith("-") else [DDP]
+            logs = [] if "infer" in said else ["--logs", jobs.logs]
+            done = jobs.fork(int(found[1]), *script, *words, *logs)
+            assert done.code == 0, (line, done.output)
+            continue
+        words = [sys.executable if word == "python" else word for word in shlex.split(said)]
+        if "watch.py" in said:
+            words.append(str(jobs.logs))  # of logs/, as a rule
+        ended = subprocess.run(
+            words, cwd=ROOT, text=True, capture_output=True, env=environment(), timeout=120
+        )
+        assert ended.returncode == 0, (line, ended.stdout, ended.stderr)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's titles, as a forge makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_field_is_told_and_every_message() -> None:
+    told = set(re.findall(r"`([\w.<>/]+)`", (DOCS / "records.md").read_text(encoding="utf-8")))
+    assert {each.name for each in fields(StepRecord)} <= told
+    assert {*LAB_GPU_COLUMNS, *OUR_GPU_COLUMNS} <= told
+    done = subprocess.run([sys.executable, DOCS / "list_messages.py", "--check"])
+    assert done.returncode == 0, "make docs/messages.md anew: python docs/list_messages.py"
