@@ -83,7 +83,7 @@ def test_the_first_cause_is_named_and_not_its_echo(
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(failure=failure))
     begun = time.monotonic()
-    done = jobs.run(4, script)
+    done = jobs.run(2, script)
     assert done.code != 0
     lines = [line for line in done.output.splitlines() if line.startswith("motley: ")]
     assert len(lines) == 1

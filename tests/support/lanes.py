@@ -18,6 +18,7 @@ import pytest
 from warm.ranks import keep_place
 from xdist.scheduler import LoadScopeScheduling
 
+MPIRUN = ("ending", "silence", "starting", "setup_mpi", "same_code", "baselines", "infer")
 LANES = {
     "alone": (
         "tests/lab/test_start.py",
@@ -28,10 +29,7 @@ LANES = {
         "tests/unit/planner/test_input.py",
     ),
     "labs": ("tests/lab/",),
-    "mpirun": tuple(
-        f"tests/mpi/test_{name}.py"
-        for name in ("ending", "silence", "setup_mpi", "same_code", "baselines", "infer")
-    ),
+    "mpirun": tuple(f"tests/mpi/test_{name}.py" for name in MPIRUN),
 }
 LATER = 10  # the priority of all others: a tenth of a processor's time beside one of a lane
 
