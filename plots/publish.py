@@ -6,8 +6,8 @@
 
 The training knows nothing of it: this reads the records alone, of a run that goes on too. Type the
 same line again, and it publishes what is new since; a run that is resumed goes on in the same
-tracker run. No network is used unless the tracker's own variables say so. Exit code: 0, or 2 if
-it cannot be published.
+tracker run; to publish all of it anew, remove logs/RUN/published.*.json. No network is used unless
+the tracker's own variables say so. Exit code: 0, or 2 if it cannot be published.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from motley.publish.publisher import Publisher, Told
 from motley.publish.tracker import Tracker
 from motley.publish.trackers import trackers
 from motley.records.one_run import open_run
-from motley.records.run_folder import RunFolder
 
 PROJECT = "motley"
 
@@ -65,8 +64,8 @@ def main() -> int:
             Publisher(run, kind, args.project, collector.copies(run)) as publisher,
         ):
             end_on_signals(publisher)
-            told = Session(run, publisher, collector).publish(args.follow)
-        say(args, publisher.look, told)
+            told = Session(args, publisher, collector).publish()
+        say(args, told)
     except MotleyError as error:
         warn(error)
         return 2
@@ -79,23 +78,29 @@ class Session:
     """What is said while a run is published.
 
     Args:
-        publisher: of the run. collector: of what other hosts hold.
+        args: the command line. publisher: of the run. collector: of what other hosts hold.
     """
 
-    def __init__(self, run: RunFolder, publisher: Publisher, collector: Collector) -> None:
-        self._run, self._publisher, self._collector = run, publisher, collector
+    def __init__(
+        self, args: argparse.Namespace, publisher: Publisher, collector: Collector
+    ) -> None:
+        self._args, self._publisher, self._collector = args, publisher, collector
         self._said: set[str] = set()
 
-    def publish(self, follow: bool) -> Told:
+    def publish(self) -> Told:
         """See :meth:`Publisher.publish`."""
-        return self._publisher.publish(follow, lambda: self._look(follow))
+        if self._args.follow:
+            print(f"{self._args.run} to {self._args.to} until it ends; Ctrl-C ends this alone")
+        return self._publisher.publish(self._args.follow, self._look)
 
-    def _look(self, follow: bool) -> bool:
-        """Fetch and name what is not here; whether to look again."""
-        follower = self._publisher.follower
+    def _look(self) -> bool:
+        """Say where it goes; fetch and name what is not here; whether to look again."""
+        follower, where = self._publisher.follower, self._publisher.look
+        if where and not self._said:
+            self._said.add(where)
+            print(f"see it: {where}", flush=True)
         if began := self._collector.start([follower]):
-            if not follow:
-                self._collector.wait()
+            self._collector.wait()
         else:
             for host in hosts_elsewhere(follower):
                 self._warn_of(host, follower.troubles.get(host))
@@ -106,7 +111,7 @@ class Session:
             return  # they may be on their way
         self._said.add(host)
         usual = (
-            f"--collect reads them by ssh; or bring them into {self._run.path} and type it again"
+            f"--collect reads them by ssh; or bring them into {self._args.run} and type it again"
         )
         warn(f"{plain(host)}: its records are not here and not published; {trouble or usual}")
 
@@ -122,16 +127,19 @@ def end_on_signals(publisher: Publisher) -> None:
         signal.signal(number, end)
 
 
-def say(args: argparse.Namespace, look: str, told: Told) -> None:
-    """What was published, and how to see it."""
+def say(args: argparse.Namespace, told: Told) -> None:
+    """What was published."""
+    if not told.status:
+        print(f"{args.run} has no run.json yet: nothing is published")
+        return
     counts = ((told.steps, "step"), (told.evaluations, "evaluation"), (told.events, "event"),
               (told.samples, "sample"))  # fmt: skip
     new = [f"{count:,} {word}{'s' if count != 1 else ''}" for count, word in counts if count]
     print(f"{args.run} to {args.to}: {', '.join(new) or 'nothing new since the last time'}")
-    if look:
-        print(f"see it: {look}")
     if told.status == "running":
-        print("the run goes on: the same line again publishes what comes, --follow until its end")
+        print(
+            "the run goes on: publish what comes by the same line again, or all of it with --follow"
+        )
 
 
 if __name__ == "__main__":

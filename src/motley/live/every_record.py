@@ -83,7 +83,7 @@ class RunReader:
         self, run: RunFolder, copies: Sequence[RunFolder] = (), after: Position | None = None
     ) -> None:
         self._run, self._folders = run, (run, *copies)
-        self._position = after or Position()
+        self._position = copy.deepcopy(after) if after else Position()
         self._tails: dict[Path, Tail] = {}
         self._lines: dict[Path, int] = {}  # that were read since its first
         self._rows: dict[Path, GpuRows] = {}

@@ -34,7 +34,8 @@ class Told:
     """How much was published by this publisher.
 
     Attributes:
-        status: of the run. steps, evaluations, samples, events: how many.
+        status: of the run; empty: it has no run.json yet.
+        steps, evaluations, samples, events: how many.
     """
 
     status: str
@@ -116,7 +117,7 @@ class Publisher:
             ended_at = (ended_at or clock) if self._has_ended() else None
             over = ended_at is not None and clock - ended_at >= LAST_WORDS_S
             if self.stop.is_set() or (not more and (not follow or over or self._is_old())):
-                return Told(str(self.follower.about.get("status")), *self._counts)
+                return Told(str(self.follower.about.get("status", "")), *self._counts)
             if not more:
                 self.stop.wait(_LOOK_S)
 
@@ -162,6 +163,12 @@ class Publisher:
         run = Published(
             self._run, self._project, float(kept["started"] or usual), parameters(about)
         )
+        before = kept["tracker"].get("project", self._project)
+        if before != self._project:
+            raise MotleyError(
+                f"{self._run.path} is in {self._kind.name}'s project {before}: name that one by "
+                f"--project, or remove {self._run.published_file(self._kind.name)} to publish anew"
+            )
         tracker = self._asked(self._kind, run, kept["tracker"])
         self._position = Position() if tracker.anew else kept["position"]
         self._reader = RunReader(self.follower.run, self._copies, self._position)
@@ -226,4 +233,6 @@ class Publisher:
             raise
         except Exception as error:
             said = plain(error) or type(error).__name__
-            raise MotleyError(f"{self._kind.name}: {said}") from error
+            raise MotleyError(
+                f"{self._kind.name}: {said}; what was not published is when you type it again"
+            ) from error

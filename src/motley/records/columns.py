@@ -85,14 +85,11 @@ class Run:
     gpus: Columns
 
     def __repr__(self) -> str:
-        rows = ", ".join(
-            f"{len(next(iter(columns.values())))} {name}"
-            for name, columns in (
-                ("steps", self.steps), ("evaluations", self.epochs), ("events", self.events),
-                ("GPU samples", self.gpus),
-            )
-        )  # fmt: skip
-        return f"<{self.path}, {self.about.get('status', 'no run.json')}: {rows}>"
+        counts = {"step": self.steps, "evaluation": self.epochs, "event": self.events,
+                  "GPU sample": self.gpus}  # fmt: skip
+        rows = {word: len(columns["time"]) for word, columns in counts.items()}
+        said = (f"{count} {word}{'s' if count != 1 else ''}" for word, count in rows.items())
+        return f"<{self.path}, {self.about.get('status', 'no run.json')}: {', '.join(said)}>"
 
 
 def load(path: str | Path) -> Run:

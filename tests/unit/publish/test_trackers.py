@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,9 @@ def test_a_publisher_that_is_killed_loses_nothing_and_doubles_nothing(
     held = held_by(tracker, live.run.path)
     assert [step for step, *_ in held["all/loss"]] == [*range(12)]
     assert len(held["gpu/tesla0_0/load"]) == 12
+    if tracker == "wandb":
+        other = publish(live.run.path, tracker, "--project", "other")
+        assert other.returncode == 2 and "is in wandb's project motley" in other.stderr
 
 
 def reached(run: Path, tracker: str, step: int) -> bool:
@@ -282,3 +286,19 @@ def test_hostile_names_run_nothing_and_leave_nothing_elsewhere(tmp_path: Path) -
     link.rmdir()
     link.symlink_to(tmp_path)
     assert "is a symbolic link" in publish(folder, "tensorboard").stderr
+
+
+def test_a_tracker_is_added_by_one_file(live: LiveRun, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for folder in ("src", "plots"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    place = copy / "src" / "motley" / "publish" / "trackers"
+    shutil.copy(ROOT / "tests" / "support" / "additions" / "lines.py", place)
+    words = command(live.run.path, "lines")
+    known = environment(tmp_path) | {"PYTHONPATH": str(copy / "src")}
+    for count in (3, 2):
+        take(live, count)
+        done = subprocess.run(words, cwd=copy, env=known, capture_output=True, text=True)
+        assert f"{count} steps" in done.stdout, done.stderr
+    rows = [json.loads(line) for line in (live.run.path / "tracked.jsonl").open()]
+    assert [row["step"] for row in rows if "all/loss" in row] == [*range(5)]
