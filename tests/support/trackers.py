@@ -77,7 +77,7 @@ def accumulator(run: Path) -> Any:
     """TensorBoard's own reader of a run's folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run / "tensorboard"), {"scalars": 0, "tensors": 0})
+    events = EventAccumulator(str(run), {"scalars": 0, "tensors": 0})
     events.Reload()
     return events
 

@@ -18,7 +18,7 @@ class TensorBoard(Tracker):
     """Each number is at its own time, which TensorBoard's WALL axis shows. What a killed process
     had written and not saved is cut off the file, and written again."""
 
-    name, says = "tensorboard", "the folder tensorboard/ of the run"
+    name, says = "tensorboard", "TensorBoard: a file of events in the run's folder"
 
     @classmethod
     def check(cls) -> None:
@@ -27,11 +27,10 @@ class TensorBoard(Tracker):
 
     def __init__(self, run: Published, memory: JsonDict) -> None:
         """See Tracker."""
-        folder = run.folder.path / "tensorboard"
-        if folder.is_symlink():
-            raise MotleyError(f"{folder} is a symbolic link, to {folder.resolve()}: remove it")
-        folder.mkdir(exist_ok=True)
-        self._path = folder / f"events.out.tfevents.{int(run.started)}.motley"
+        # Right there, so that TensorBoard calls the run by its folder's name.
+        self._path = run.folder.path / f"events.out.tfevents.{int(run.started)}.motley"
+        if self._path.is_symlink():
+            raise MotleyError(f"{self._path} is a symbolic link: remove it")
         kept = memory.get("bytes") if memory.get("file") == self._path.name else None
         size = self._path.stat().st_size if self._path.is_file() else 0
         self.anew = not isinstance(kept, int) or not 0 < kept <= size
