@@ -281,6 +281,17 @@ def test_hostile_names_run_nothing_and_leave_nothing_elsewhere(tmp_path: Path) -
     assert "is a symbolic link" in publish(folder, "tensorboard").stderr
 
 
+def test_a_forged_position_removes_nobody_s_sessions(live: LiveRun) -> None:
+    take(live, 2)
+    other = live.run.path / "wandb" / "offline-run-20261126_000000-0123abcd"
+    other.mkdir(parents=True)
+    told = {"mode": "offline", "project": "motley", "run": "*", "sessions": []}
+    state = {"started": 1.0, "position": Position().as_json(), "tracker": told}
+    live.run.published_file("wandb").write_text(json.dumps(state))
+    assert publish(live.run.path, "wandb").returncode == 0
+    assert other.exists() and len(held_by("wandb", live.run.path)["all/loss"]) == 2
+
+
 def test_a_tracker_is_added_by_one_file(live: LiveRun, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     for folder in ("src", "plots"):

@@ -1,6 +1,7 @@
 """Weights & Biases; without a network unless WANDB_MODE says so."""
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -39,7 +40,8 @@ class WandB(Tracker):
         folder = Path(os.environ.get("WANDB_DIR") or run.folder.path)
         self._to = {"mode": mode, "project": run.project}
         self.settles_s = None if offline else _ONLINE_S
-        self.anew = any(memory.get(name) != value for name, value in self._to.items())
+        known = re.fullmatch("[0-9a-f]{8}", str(memory.get("run")))  # it is part of a pattern below
+        self.anew = not known or any(memory.get(name) != to for name, to in self._to.items())
         self._id = secrets.token_hex(4) if self.anew else str(memory["run"])
         self._whole = [] if self.anew else [str(name) for name in memory["sessions"]]  # closed
         if offline:
