@@ -76,7 +76,7 @@ def end(number: int, frame: object) -> None:
 def once(runs: Runs, path: Path, collector: Collector) -> int:
     """Print what is known now."""
     runs.look(time.monotonic(), time.time())
-    if collector.start(runs):
+    if collector.start(runs.running_followers()):
         collector.wait()
         runs.look(time.monotonic(), time.time())
     if not runs.names:

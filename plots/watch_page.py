@@ -98,7 +98,7 @@ class Live:
             if clock - self._looked >= _REFRESH_S / 2:
                 self._looked = clock
                 runs.look(clock, wall)
-                self._collector.start(runs)
+                self._collector.start(runs.running_followers())
             names, running = runs.names, runs.running()
             if name not in names:
                 alone = names if len(names) == 1 else running if len(running) == 1 else []

@@ -73,7 +73,7 @@ def watch(runs: Runs, collector: Collector) -> int:
             if clock >= due:
                 due = clock + _REFRESH_S
                 runs.look(clock, time.time())
-                collector.start(runs)
+                collector.start(runs.running_followers())
             lines, shown = _draw(runs, view, size.width, size.height, signs)
             for line in plain_where_needed(lines, signs):
                 line.no_wrap, line.overflow = True, "crop"

@@ -9,13 +9,16 @@ from types import ModuleType
 
 from motley.errors import MotleyError
 
+_ON_ALL = " on all hosts"
 
-def import_extra(name: str, option: str, packages: str = "") -> ModuleType:
+
+def import_extra(name: str, option: str, packages: str = "", where: str = _ON_ALL) -> ModuleType:
     """A module, imported when it is needed.
 
     Args:
         option: that needs it, for the error.
         packages: what pip calls it, and what else is needed with it; empty: the module's name.
+        where: to install it.
 
     Raises:
         MotleyError: it is not installed here, or cannot be imported.
@@ -24,7 +27,7 @@ def import_extra(name: str, option: str, packages: str = "") -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if _root(str(error.name)) in {_root(name), *packages.split()}:
-            raise MotleyError(_missing(packages or name, option)) from None
+            raise MotleyError(_missing(packages or name, option, where)) from None
         raise MotleyError(f"{option}: {name} imports {error.name}, which is missing") from None
     except ImportError as error:
         raise MotleyError(f"{option}: {name} cannot be imported: {error}") from None
@@ -65,8 +68,8 @@ def _root(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _missing(packages: str, option: str) -> str:
+def _missing(packages: str, option: str, where: str = _ON_ALL) -> str:
     return (
-        f"{option} needs what is not installed here; install it on all hosts, as in: "
+        f"{option} needs what is not installed here; install it{where}, as in: "
         f".venv/bin/pip install {packages}"
     )

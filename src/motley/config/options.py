@@ -259,11 +259,15 @@ class RecordOptions:
         "which ranks it profiles: slowest (default), all, or these",
         NOTHING, SLOWEST, read=profiled, metavar="slowest|all|R,...",
     )  # fmt: skip
-    tensorboard: bool = option(
-        "also write TensorBoard files (needs: pip install tensorboard)", NOTHING, False
+
+
+# Options that there were, and what to do in their place.
+GONE = {
+    "--tensorboard": (
+        "a run is published while it goes on, or later, by: "
+        "python plots/publish.py logs/RUN --to tensorboard --follow"
     )
-
-
+}
 GROUPS = (ModelOptions, DataOptions, BatchOptions, OptimizationOptions, RecordOptions)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from motley.config.option import Option, flag_of, options_of
-from motley.config.options import GROUPS, Config
+from motley.config.options import GONE, GROUPS, Config
 from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
 from motley.text import did_you_mean
@@ -86,6 +86,8 @@ class OptionParser(OneVoice):
 
     def hint(self, word: str) -> str:
         """See OneVoice."""
+        if word in GONE:
+            return f": {GONE[word]}"
         if word in self.elsewhere:
             return f": it is one of {self.elsewhere[word]}"
         return super().hint(word)

@@ -8,13 +8,12 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motley.errors import HostTrouble
 from motley.live.follow import RunFollower, hosts_elsewhere, workers
-from motley.live.runs import Runs
 from motley.live.tail import MOST
 from motley.records.run_folder import RunFolder
 
@@ -23,18 +22,22 @@ if TYPE_CHECKING:
 
 _EVERY_S, _LIMIT_S, _FIRST_S = 3.0, 15.0, 30.0
 
-# Of each file: a mark, its name and where what follows begins; of a long one that is asked for the
-# first time its first line and its end.
-_SCRIPT = r"""mark=$1; most=$2; cd "$3" || exit 3; shift 3
+_PIECE = 32 * 2**20  # bytes of a file that are sent at once, where it is wanted whole
+
+# Of each file: a mark, its name, where what follows begins and ends, and its size. Of a long one
+# that is asked for the first time its first line and its end, unless all is wanted, by pieces.
+_SCRIPT = r"""mark=$1; most=$2; piece=$3; cd "$4" || exit 3; shift 4
 while [ $# -gt 1 ]; do
   if [ -f "$1" ]; then
     size=$(($(wc -c <"$1"))); start=$2
     [ "$start" -le "$size" ] || start=0
-    printf '%s %s %s %s\n' "$mark" "$1" "$start" "$size"
-    if [ "$start" = 0 ] && [ "$size" -gt "$most" ]; then
-      head -n 1 "$1"; tail -c +$((size - most + 1)) "$1" | head -c "$most" | sed 1d
-    elif [ "$start" -lt "$size" ]; then
-      tail -c +$((start + 1)) "$1" | head -c $((size - start))
+    end=$size
+    [ "$piece" = 0 ] || [ $((start + piece)) -ge "$size" ] || end=$((start + piece))
+    printf '%s %s %s %s %s\n' "$mark" "$1" "$start" "$end" "$size"
+    if [ "$start" = 0 ] && [ "$end" -gt "$most" ] && [ "$piece" = 0 ]; then
+      head -n 1 "$1"; tail -c +$((end - most + 1)) "$1" | head -c "$most" | sed 1d
+    elif [ "$start" -lt "$end" ]; then
+      tail -c +$((start + 1)) "$1" | head -c $((end - start))
     fi
     printf '\n'
   fi
@@ -47,17 +50,18 @@ class Collector:
     """Keeps copies up to date; a context manager.
 
     Args:
-        asked: without it nothing is copied.
+        asked: without it nothing is copied; also an attribute.
+        whole: all that there is, not the end alone.
     """
 
-    def __init__(self, asked: bool) -> None:
-        self._asked = asked
+    def __init__(self, asked: bool, whole: bool = False) -> None:
+        self.asked, self._whole = asked, whole
         self._stop = threading.Event()
         self._threads: dict[tuple[Path, str], threading.Thread] = {}
         self._tried: dict[tuple[Path, str], threading.Event] = {}
 
     def __enter__(self) -> "Collector":
-        if self._asked:
+        if self.asked:
             self._folder = tempfile.TemporaryDirectory(prefix="motley-watch-")
         return self
 
@@ -65,24 +69,23 @@ class Collector:
         self._stop.set()
         for thread in self._threads.values():
             thread.join(_EVERY_S)
-        if self._asked:
+        if self.asked:
             self._folder.cleanup()
 
     def copies(self, run: RunFolder) -> Sequence[RunFolder]:
         """Where those of a run are going to be."""
-        return [RunFolder(self._place(run))] if self._asked else []
+        return [RunFolder(self._place(run))] if self.asked else []
 
     def _place(self, run: RunFolder) -> Path:
         return Path(self._folder.name) / "_".join(run.path.resolve().parts[1:])
 
-    def start(self, runs: Runs) -> bool:
+    def start(self, followers: Iterable[RunFollower]) -> bool:
         """See whose files are not here, and begin to copy them; whether somebody's are."""
         began = False
-        for name in runs.running() if self._asked else ():
-            follower = runs.follower(name)
-            for host in hosts_elsewhere(follower) if follower else ():
-                key = (self._place(follower.run), host) if follower else None
-                if follower and key and key not in self._threads:
+        for follower in followers if self.asked else ():
+            for host in hosts_elsewhere(follower):
+                key = self._place(follower.run), host
+                if key not in self._threads:
                     thread = threading.Thread(
                         target=self._copy, args=(follower, host, key[0]), daemon=True
                     )
@@ -105,9 +108,10 @@ class Collector:
         while not self._stop.is_set():
             try:
                 with connect(host) as remote:
-                    files = Copies(follower.run, follower.about, host, place)
+                    files = Copies(follower.run, follower.about, host, place, self._whole)
                     while not self._stop.is_set():
-                        files.update(remote)
+                        if files.update(remote):
+                            continue
                         follower.troubles.pop(host, None)
                         self._tried[place, host].set()
                         self._stop.wait(_EVERY_S)
@@ -121,37 +125,44 @@ class Copies:
     """Of one host's files of a run.
 
     Args:
-        about: run.json. place: where they go.
+        about: run.json. place: where they go. whole: see :class:`Collector`.
     """
 
-    def __init__(self, run: RunFolder, about: dict[str, object], host: str, place: Path) -> None:
+    def __init__(
+        self, run: RunFolder, about: dict[str, object], host: str, place: Path, whole: bool = False
+    ) -> None:
         self._folder, self._place = run.path.resolve(), place
+        self._piece = _PIECE if whole else 0
         mine = [worker["rank"] for worker in workers(about) if str(worker.get("host")) == host]
         paths = [*(run.step_file(rank) for rank in mine), run.gpu_file(host)]
         self._offsets = {path.name: 0 for path in paths}
 
-    def update(self, remote: "Remote") -> None:
-        """Take what is new; HostTrouble if the host does not answer."""
+    def update(self, remote: "Remote") -> bool:
+        """Take what is new, or a piece of it; whether there is more. HostTrouble if the host does
+        not answer."""
         mark = secrets.token_hex(16)
         words = [word for pair in self._offsets.items() for word in pair]
-        done = remote.run(_SCRIPT, mark, MOST, self._folder, *words, limit=_LIMIT_S)
+        done = remote.run(_SCRIPT, mark, MOST, self._piece, self._folder, *words, limit=_LIMIT_S)
         if done.code == 3:
             raise HostTrouble(
                 "no run folder", f"{remote.host} has no {self._folder}",
-                "start watch.py in the folder from which mpirun was started",
+                "start this in the folder from which mpirun was started",
             )  # fmt: skip
+        more = False
         for piece in done.output.split(f"{mark} ")[1:]:
             head, _, text = piece.partition("\n")
-            name, start, size = head.rsplit(" ", 2)
+            name, start, end, size = head.rsplit(" ", 3)
             if name in self._offsets:
-                self._take(name, int(start), int(size), text)
+                self._take(name, int(start), int(end), text)
+                more |= int(end) < int(size)
+        return more
 
-    def _take(self, name: str, start: int, size: int, text: str) -> None:
+    def _take(self, name: str, start: int, end: int, text: str) -> None:
         # The last line may not be whole yet: it comes again.
-        whole, end, torn = text.removesuffix("\n").rpartition("\n")
-        self._offsets[name] = size - len(torn.encode())
+        whole, newline, torn = text.removesuffix("\n").rpartition("\n")
+        self._offsets[name] = end - len(torn.encode())
         path = self._place / name
         if not start:
             path.unlink(missing_ok=True)  # so that whoever follows it begins anew
         with path.open("ab") as file:
-            file.write((whole + end).encode())
+            file.write((whole + newline).encode())

@@ -17,7 +17,7 @@ from motley.records.run_folder import RunFolder, of_older_version
 _EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
 _AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of all, of a rank
 _BEGUN = 3  # steps, after which every host has written something
-_LAST_WORDS_S = 5.0  # after the end is in run.json
+LAST_WORDS_S = 5.0  # after the end is in run.json
 _ASK_AGAIN_S = 5.0  # whether a silent run is still alive: a lock tells
 
 K = TypeVar("K", int, str)
@@ -81,7 +81,7 @@ class RunFollower:
         """Whether a look may find anything: of a run that has ended, when its run.json changes, and
         soon after, for its last words come then."""
         ended = self.about.get("status") not in (None, "running")
-        return not ended or clock - self._asked < _LAST_WORDS_S or self._signature() != self._seen
+        return not ended or clock - self._asked < LAST_WORDS_S or self._signature() != self._seen
 
     def _signature(self) -> tuple[int, ...]:
         try:
@@ -91,18 +91,14 @@ class RunFollower:
         return about.st_mtime_ns, about.st_ino, about.st_size
 
     def _found(self, files: Callable[[RunFolder], dict[K, Path]]) -> dict[K, Path]:
-        """By rank or host; the run's own folder comes first."""
-        found: dict[K, Path] = {}
-        for folder in reversed(self._folders):
-            found |= files(folder)
-        return found
+        return files_in(self._folders, files)
 
     def _lines(self, path: Path, wall: float, samples: int = SAMPLES) -> list[JsonDict]:
         """New objects of a file of them; what is torn is left out."""
         new = self._tail(path, samples).look(self.clock, wall)
         if new.anew and path == self.run.events_file:
             self.events.clear()
-        return [*filter(None, map(_read_object, new.lines))]
+        return [*filter(None, map(read_object, new.lines))]
 
     def _tail(self, path: Path, samples: int) -> Tail:
         if path not in self._tails:
@@ -116,7 +112,7 @@ class RunFollower:
         if new.anew or rank not in self.tracks:
             self.tracks[rank] = Track()
             last, before = RECENT, SAMPLES
-        for line in filter(None, map(_read_object, thinned(new.lines, last, before))):
+        for line in filter(None, map(read_object, thinned(new.lines, last, before))):
             if (step := read_step(of_older_version(line))) is not None:
                 self.tracks[rank].add(step)
 
@@ -187,6 +183,17 @@ class RunFollower:
         return self.tracks[-max(known)[1]] if known else None
 
 
+def files_in(
+    folders: Sequence[RunFolder], files: Callable[[RunFolder], dict[K, Path]]
+) -> dict[K, Path]:
+    """A run's files by rank or host, of its own folder and of copies; the first folder comes
+    first."""
+    found: dict[K, Path] = {}
+    for folder in reversed(folders):
+        found |= files(folder)
+    return found
+
+
 def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
     """Of many, the last ones and some of those before, evenly spread."""
     rest = len(lines) - last
@@ -230,7 +237,8 @@ def slow_link(about: Mapping[str, Any]) -> str:
     return "" if slowest is None else links.remark(slowest)
 
 
-def _read_object(line: bytes) -> JsonDict | None:
+def read_object(line: bytes) -> JsonDict | None:
+    """The object of a line; None of one that is torn, or is none."""
     try:
         found = json.loads(line.decode())
     except (ValueError, RecursionError):

@@ -66,6 +66,10 @@ class Runs:
             if follower.about.get("status") == "running"
         ]  # fmt: skip
 
+    def running_followers(self) -> list[RunFollower]:
+        """Theirs."""
+        return [self._followers[name] for name in self.running()]
+
     def follower(self, name: str) -> RunFollower | None:
         """Of a run; None of one that is not there."""
         return self._followers.get(name)

@@ -4,7 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST = 256 * 1024  # bytes that are read at once; of more the end, and samples of what is before it
+MOST = 256 * 1024  # bytes that are read at once; of more the end, and samples of what is before it,
+# unless all is asked for: then the rest is read by the next look
 SAMPLES, _SAMPLE = 96, 4096  # how many, and bytes of each: a line or two
 
 
@@ -15,10 +16,12 @@ class Appended:
     Attributes:
         lines: whole ones, without their end.
         anew: the file was cut or replaced; these lines are all that it holds.
+        more: the file holds more, for the next look; where every line is read.
     """
 
     lines: list[bytes]
     anew: bool = False
+    more: bool = False
 
 
 class Tail:
@@ -26,10 +29,10 @@ class Tail:
 
     Args:
         samples: of a part that is too long to be read, lines that are read; they are evenly spread,
-            and the first of the file is among them.
+            and the first of the file is among them. None: every line is read, part by part.
     """
 
-    def __init__(self, path: Path, samples: int = SAMPLES) -> None:
+    def __init__(self, path: Path, samples: int | None = SAMPLES) -> None:
         self._path, self._samples = path, samples
         self._file: tuple[int, int] | None = None  # device and inode
         self._offset = 0
@@ -64,11 +67,13 @@ class Tail:
         elif grew:
             self._heard = clock
         self._file = found
-        return Appended(lines, anew)
+        return Appended(lines, anew, more=self._offset < size)
 
     def _read(self, file: int, size: int) -> list[bytes]:
         begin, lines = self._offset, list[bytes]()
-        if size - begin > MOST:
+        if self._samples is None:
+            size = min(size, begin + MOST)
+        elif size - begin > MOST:
             lines = _sampled(file, begin, size - MOST, self._samples)
             begin, self._torn = size - MOST, b""
         new = os.pread(file, size - begin, begin)

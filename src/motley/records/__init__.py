@@ -1,1 +1,5 @@
 """Every file of a run: what is in it, who writes it, who reads it."""
+
+from motley.records.columns import Run, load
+
+__all__ = ["Run", "load"]

@@ -5,6 +5,7 @@
     epochs.jsonl          one line an evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
     trace.rank<k>.json.gz what a rank did in profiled steps; see motley.records.trace
+    published.<tracker>.json   how far it is published there; see motley.publish.publisher
     nccl.rank<k>.<host>.<process>.log   what NCCL says, where NCCL_DEBUG asks it to
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
     checkpoints/          see motley.checkpoint.store
@@ -89,6 +90,10 @@ class RunFolder:
             "wait for it, end it to take its place, or choose another name with --run NAME (if "
             f"that host is gone for good and the lock stays, remove {self.path / '.lock'})",
         )  # fmt: skip
+
+    def published_file(self, tracker: str) -> Path:
+        """Its ``published.<tracker>.json``."""
+        return self.path / f"published.{tracker}.json"
 
     # -- run.json
 

@@ -1,4 +1,4 @@
-"""Writes the records of each step, progress lines, and TensorBoard files."""
+"""Writes the records of each step, and progress lines."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,6 @@ from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.options import Config
 from motley.engines.protocol import StepResult
 from motley.engines.step_timer import Laps
-from motley.extras import import_extra
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
@@ -83,7 +82,6 @@ class Recorder:
         self._writing = threading.RLock()
         self._task = task
         self._reporter = Reporter(task, total, done, config.log_interval, silent=rank != 0)
-        self._board = _tensorboard(run) if config.tensorboard and rank == 0 else None
         if group.device.type == "cuda":  # what was measured for the plan does not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
@@ -199,19 +197,12 @@ class Recorder:
             elif self._scale is not None and record.loss_scale > self._scale:
                 self._run.event("loss_scale", step=record.step, value=record.loss_scale)
         self._scale = record.loss_scale
-        if self._board is not None:
-            for name in ("loss", "lr", "samples_per_s", "loss_scale"):
-                if (value := getattr(record, name)) is not None:
-                    self._board.add_scalar(name, value, record.step)
 
     def epoch(self, record: EpochRecord) -> None:
         """Record an evaluation."""
         if self._epochs is not None:
             self._epochs.write(record.as_json())
         self._reporter.epoch(record)
-        if self._board is not None:
-            for name, value in record.metrics.items():
-                self._board.add_scalar(f"held out/{name}", value, record.step)
 
     def evaluation_at(self, step: int) -> EpochRecord | None:
         """What is recorded of the model after so many steps, by this run or by the one that it
@@ -272,8 +263,6 @@ class Recorder:
             self._say_links(self._first_steps.end())
         self._reporter.close()
         self._close()
-        if self._board is not None:
-            self._board.close()
 
 
 def _memory_peak(device: torch.device) -> float:
@@ -283,8 +272,3 @@ def _memory_peak(device: torch.device) -> float:
         known = torch.cuda.memory_stats_as_nested_dict(device)
         return float(known["allocated_bytes"]["all"]["peak"]) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-def _tensorboard(run: Run) -> Any:
-    writer = import_extra("torch.utils.tensorboard", "--tensorboard", "tensorboard")
-    return writer.SummaryWriter(str(run.folder.path / "tensorboard"))

@@ -299,6 +299,7 @@ def test_wrong_options_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> 
     cases = {
         ("--epoch", "3"): "unknown option --epoch (nearest: --epochs",
         ("--batch-size", "0"): "0 is not a whole number of 1 or more",
+        ("--tensorboard",): "python plots/publish.py logs/RUN --to tensorboard",
         ("--lr", "nan"): "nan is not a number above 0",
         ("--dataset", "mnist"): "--dataset mnist is unknown; choose cifar10",
     }

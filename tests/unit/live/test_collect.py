@@ -74,5 +74,22 @@ def test_of_a_long_file_the_first_line_and_the_end_come(tmp_path: Path) -> None:
 def test_a_host_without_the_folder_is_named(tmp_path: Path) -> None:
     about = {"ranks": [{"rank": 1, "host": "b"}]}
     copies = Copies(RunFolder(tmp_path / "none"), about, "b", tmp_path)
-    with pytest.raises(HostTrouble, match=f"b has no {tmp_path}/none; start watch.py in"):
+    with pytest.raises(HostTrouble, match=f"b has no {tmp_path}/none; start this in"):
         copies.update(THERE)
+
+
+def test_a_long_file_that_is_wanted_whole_comes_by_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motley.live.collect._PIECE", 10_000)
+    live = LiveRun(tmp_path / "there", ["a", "b"])
+    live.take_samples()
+    with live.run.gpu_file("b").open("a") as log:
+        log.write(live.run.gpu_file("b").read_text().splitlines(keepends=True)[1] * 600)
+    live.close()
+    copies = Copies(live.run, live.run.read_run(), "b", tmp_path, whole=True)
+    pieces = 1
+    while copies.update(THERE):
+        pieces += 1
+    assert (tmp_path / "gpu.b.csv").read_bytes() == live.run.gpu_file("b").read_bytes()
+    assert pieces > 5

@@ -1,0 +1,1 @@
+"""What a run records, published to the tracker that its user looks at."""

@@ -1,0 +1,238 @@
+"""Publishes a run's records to a tracker, each once: what is published is saved beside them.
+
+    published.<tracker>.json: {"started": 1763693554.1, "position": {...}, "tracker": {...}}
+
+The position is saved after the tracker has what is before it. So a publisher that is killed loses
+nothing; what the tracker may have had twice then is its own to tell apart (see each).
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from motley.errors import MotleyError
+from motley.live.every_record import NewRecords, Position, RunReader
+from motley.live.follow import LAST_WORDS_S, RunFollower
+from motley.live.words import plain
+from motley.publish.series import evaluation_rows, notes, parameters, sample_rows, step_rows
+from motley.publish.tracker import Published, Tracker
+from motley.records.folder_lock import take_folder
+from motley.records.json_file import read_json, write_json
+from motley.records.lines import JsonDict
+from motley.records.run_folder import RunFolder
+
+_LOOK_S = 1.0  # between two looks at a run that goes on
+_SAVE_S = 5.0  # between two savings
+
+
+@dataclass(frozen=True)
+class Told:
+    """How much was published by this publisher.
+
+    Attributes:
+        status: of the run; empty: it has no run.json yet.
+        steps, evaluations, samples, events: how many.
+    """
+
+    status: str
+    steps: int
+    evaluations: int
+    samples: int
+    events: int
+
+
+class Publisher:
+    """Publishes one run; a context manager, which has the tracker's part of its folder alone.
+
+    Args:
+        run: its folder. kind: of tracker. project: what the tracker groups runs by.
+        copies: as of :class:`RunFollower`.
+
+    Attributes:
+        stop: set by whoever wants it to end; between two looks it does.
+
+    Raises:
+        MotleyError: another publishes it there now, a file cannot be read or written, or the
+            tracker says no.
+    """
+
+    def __init__(
+        self, run: RunFolder, kind: type[Tracker], project: str, copies: Sequence[RunFolder] = ()
+    ) -> None:
+        self._run, self._kind, self._project = RunFolder(run.path.resolve()), kind, project
+        self.follower = RunFollower(run, copies)
+        self.stop = threading.Event()
+        self._copies = copies
+        self._unsaved: deque[tuple[float, JsonDict]] = deque()
+        self._saved_at = float("-inf")
+        self._counts = [0, 0, 0, 0]
+        self._position = Position()
+        self._reader = RunReader(run)
+        self._tracker: Tracker | None = None
+
+    def __enter__(self) -> "Publisher":
+        name = self._kind.name
+        try:
+            self._lock = take_folder(
+                self._run.path, f"{self._run.path} is being published to {name}",
+                "end that one first", f".published.{name}.lock",
+            )  # fmt: skip
+        except OSError as error:
+            raise MotleyError(
+                f"cannot write to {self._run.path}: {error.strerror}; how far a run is published "
+                "is kept there: copy the folder to where you may write"
+            ) from None
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        try:
+            if failed is None:
+                self._close()
+            elif self._tracker is not None:  # what is saved stays: it was not told all after that
+                with contextlib.suppress(MotleyError):
+                    self._asked(self._tracker.close, "running")
+        finally:
+            self._lock.close()
+
+    # -- following
+
+    def publish(self, follow: bool, each_look: Callable[[], bool] = lambda: False) -> Told:
+        """Publish what there is, and with ``follow`` what comes until the run ends.
+
+        Args:
+            each_look: called after each look at the records; whether to look again soon.
+        """
+        ended_at = None
+        while True:
+            clock = time.monotonic()
+            self.follower.look(clock, time.time())
+            if self.follower.problem:
+                raise MotleyError(self.follower.problem)
+            more = self._look(clock)
+            more |= each_look()
+            ended_at = (ended_at or clock) if self._has_ended() else None
+            over = ended_at is not None and clock - ended_at >= LAST_WORDS_S
+            if self.stop.is_set() or (not more and (not follow or over or self._is_old())):
+                return Told(str(self.follower.about.get("status", "")), *self._counts)
+            if not more:
+                self.stop.wait(_LOOK_S)
+
+    def _has_ended(self) -> bool:
+        return self.follower.about.get("status") not in (None, "running")
+
+    def _is_old(self) -> bool:
+        """It ended so long ago that nobody writes any more."""
+        ended = self.follower.about.get("ended")
+        known = self._has_ended() and isinstance(ended, int | float)
+        return known and time.time() - float(ended or 0) > LAST_WORDS_S
+
+    def _look(self, clock: float) -> bool:
+        """Publish what is new; whether there is more."""
+        if not self.follower.about:
+            return False  # it is being made
+        if self._tracker is None:
+            self._open()
+        known = max(self._position.steps.values(), default=-1)
+        new = self._reader.look(clock, time.time())
+        if new:
+            self._tell(new, known)
+            self._position = new.position
+        self._save(clock)
+        return new.more
+
+    def _tell(self, new: NewRecords, known: int) -> None:
+        steps = step_rows(self.follower.about, new, known)
+        evaluations, samples = evaluation_rows(new), sample_rows(new)
+        said = notes(new, time.time())
+        assert self._tracker is not None
+        self._asked(self._tracker.tell, [*steps, *evaluations], samples, said)
+        counts = len(steps), len(evaluations), len(samples), len(said)
+        self._counts = [sum(pair) for pair in zip(self._counts, counts, strict=True)]
+
+    # -- what is kept
+
+    def _open(self) -> None:
+        kept = self._read()
+        about = self.follower.about
+        began = about.get("started")
+        usual = float(began) if isinstance(began, int | float) else time.time()
+        run = Published(
+            self._run, self._project, float(kept["started"] or usual), parameters(about)
+        )
+        before = kept["tracker"].get("project", self._project)
+        if before != self._project:
+            raise MotleyError(
+                f"{self._run.path} is in {self._kind.name}'s project {before}: name that one by "
+                f"--project, or remove {self._run.published_file(self._kind.name)} to publish anew"
+            )
+        tracker = self._asked(self._kind, run, kept["tracker"])
+        self._position = Position() if tracker.anew else kept["position"]
+        self._reader = RunReader(self.follower.run, self._copies, self._position)
+        self._started, self._tracker = run.started, tracker
+        self._write(self._state())
+
+    def _read(self) -> JsonDict:
+        path = self._run.published_file(self._kind.name)
+        try:
+            told = read_json(path)
+            return {
+                "started": float(told["started"]), "tracker": {**told["tracker"]},
+                "position": Position.from_json(told["position"]),
+            }  # fmt: skip
+        except FileNotFoundError:
+            return {"started": None, "tracker": {}, "position": Position()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise MotleyError(f"{path} is damaged: remove it, to publish all anew") from None
+
+    def _save(self, clock: float) -> None:
+        """Save the last position that the tracker surely has."""
+        assert self._tracker is not None
+        settles = self._tracker.settles_s
+        if settles is None or clock - self._saved_at < _SAVE_S:
+            return
+        self._saved_at = clock
+        self._unsaved.append((clock + settles, self._state()))
+        settled = [state for due, state in self._unsaved if due <= clock]
+        if settled:
+            self._write(settled[-1])
+            self._unsaved = deque(list(self._unsaved)[len(settled) :])
+
+    def _state(self) -> JsonDict:
+        assert self._tracker is not None
+        return {
+            "started": self._started, "position": self._position.as_json(),
+            "tracker": self._asked(self._tracker.memory),
+        }  # fmt: skip
+
+    def _write(self, state: JsonDict) -> None:
+        path = self._run.published_file(self._kind.name)
+        try:
+            write_json(path, state)
+        except OSError as error:
+            raise MotleyError(f"cannot write {path}: {error.strerror}") from None
+
+    def _close(self) -> None:
+        if self._tracker is not None:
+            self._asked(self._tracker.close, str(self.follower.about.get("status")))
+            self._write(self._state())
+
+    @property
+    def look(self) -> str:
+        """What the user types to see it; empty before anything is published."""
+        return self._tracker.look if self._tracker else ""
+
+    def _asked(self, what: Callable[..., Any], *words: Any) -> Any:
+        """A tracker's answer; what it raises in one line."""
+        try:
+            return what(*words)
+        except MotleyError:
+            raise
+        except Exception as error:
+            said = plain(error) or type(error).__name__
+            raise MotleyError(
+                f"{self._kind.name}: {said}; what was not published is when you type it again"
+            ) from error

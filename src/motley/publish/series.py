@@ -1,0 +1,195 @@
+"""What of a run's records is published, and under which names. Pure.
+
+Names sort as they are read: ``all/`` is of all ranks together, then ``cpu/HOST/``, ``evaluation/``,
+``gpu/HOST_NUMBER/``, ``others/`` (of many ranks, of which the first tells), ``rank/NUMBER_HOST/``.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from motley.live.every_record import NewRecords
+from motley.live.follow import workers
+from motley.live.snapshot import fraction_of_limit
+from motley.live.words import event, mapping, plain
+from motley.records.gpu_csv import GpuSample, device_name
+from motley.records.lines import JsonDict
+from motley.records.training import EpochRecord
+
+Parameter = str | float | int | bool
+
+# What is published of a field of a step's line.
+_GLOBAL = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm", "loss_scale": "loss_scale",
+           "n_global": "global_batch", "epoch": "epoch"}  # fmt: skip
+_OWN = {"t_data": "data_s", "t_compute": "compute_s", "t_wait": "wait_s", "t_comm": "comm_s",
+        "t_opt": "opt_s", "n_local": "samples", "mem_peak_mib": "memory_peak_mib"}  # fmt: skip
+_OTHERS = {"least": "first", "middle": "middle", "largest": "last"}  # of who was ready
+_SAMPLE = ("load", "memory_used_mib", "temperature_c", "power_w", "others_memory_mib")
+_LONGEST = 60  # characters of a part of a name
+
+
+@dataclass
+class Row:
+    """Numbers of one step, one evaluation or one device's sample.
+
+    Attributes:
+        step: that a sample fell into; None: unknown. Of an evaluation, the steps before it.
+        time: seconds since the epoch.
+        values: by name; what is not known is not there.
+    """
+
+    step: int | None
+    time: float
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event. step: None: it is of none. time: seconds since the epoch."""
+
+    step: int | None
+    time: float
+    kind: str
+    text: str
+
+
+def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row]:
+    """A row a step, of all ranks that tell of it.
+
+    Args:
+        known: the last step of which what is of all ranks is published already.
+    """
+    rows: dict[int, Row] = {}
+    ranks = workers(about)
+    hosts = {worker["rank"]: str(worker.get("host") or "") for worker in ranks}
+    width = len(str(max([*hosts, *new.steps], default=0)))
+    for rank, lines in sorted(new.steps.items()):
+        host = f"_{clean(hosts[rank])}" if hosts.get(rank) else ""
+        for line in lines:
+            row = rows.setdefault(line["step"], Row(line["step"], line["time"], {}))
+            row.time = max(row.time, line["time"])
+            if line["step"] > known:
+                known = line["step"]
+                row.values |= _of_all(about, line)
+            own = {name: line.get(field) for field, name in _OWN.items()}
+            row.values |= _named(f"rank/{rank:0{width}}{host}", own)
+    return [rows[step] for step in sorted(rows) if rows[step].values]
+
+
+def _of_all(about: Mapping[str, Any], line: JsonDict) -> dict[str, float]:
+    values = {name: line.get(field) for field, name in _GLOBAL.items()}
+    rate, count = line.get("samples_per_s"), line.get("n_global")
+    if isinstance(rate, int | float) and isinstance(count, int) and count:
+        weight = line.get("weight")
+        unit = clean(str(mapping(about, "task").get("unit") or "samples"))
+        values[f"{unit}_per_s"] = rate * (
+            weight / count if isinstance(weight, int | float) else 1.0
+        )
+        if mapping(mapping(about, "plan"), "forecast").get("global_batch") == count:
+            values["fraction_of_limit"] = fraction_of_limit(about, rate)
+    told = line.get("others_ready")
+    others = {
+        f"{word}_ready_s": mapping(told, name).get("ready_s")
+        for name, word in _OTHERS.items() if isinstance(told, dict)
+    }  # fmt: skip
+    return _named("all", values) | _named("others", others)
+
+
+def evaluation_rows(new: NewRecords) -> list[Row]:
+    """A row an evaluation."""
+    return [
+        Row(line["step"], line["time"], values)
+        for line in new.evaluations
+        if _is_number(line.get("time"))
+        and (values := _named("evaluation", EpochRecord.metrics_of(line)))
+    ]
+
+
+def sample_rows(new: NewRecords) -> list[Row]:
+    """A row a sample of a device."""
+    return [
+        Row(sample.step, sample.time, values)
+        for host, samples in sorted(new.samples.items()) for sample in samples
+        if (values := _of_device(host, sample))
+    ]  # fmt: skip
+
+
+def _of_device(host: str, sample: GpuSample) -> dict[str, float]:
+    where = f"cpu/{clean(host)}" if sample.gpu is None else f"gpu/{clean(host)}_{clean(sample.gpu)}"
+    return _named(where, {name: getattr(sample, name) for name in _SAMPLE})
+
+
+def notes(new: NewRecords, now: float) -> list[Note]:
+    """Events, in words. now: of those whose time is not known, seconds since the epoch."""
+    found = []
+    for line in new.events:
+        said, step = event(line), line.get("step")
+        step = step if type(step) is int and step >= 0 else None
+        when = now if said.time is None else said.time
+        found.append(Note(step, when, clean(said.kind), said.text or said.kind))
+    return found
+
+
+def parameters(about: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Options, versions, hosts and plan of a run, by name; without what is not set."""
+    plan, ranks = mapping(about, "plan"), workers(about)
+    counts = plan.get("counts")
+    told: JsonDict = {
+        "command": _command(about.get("command")),
+        "commit": about.get("commit"),
+        "task": mapping(about, "task").get("title"),
+        "hosts": ", ".join(dict.fromkeys(str(each["host"]) for each in ranks if each.get("host"))),
+        "ranks": len(ranks) or None,
+        "config": about.get("config"),
+        "versions": about.get("versions"),
+        "model": about.get("model"),
+        "plan": {
+            "wire": plan.get("wire"),
+            "samples_by_rank": " + ".join(map(str, counts)) if isinstance(counts, list) else None,
+            **{name: mapping(plan, "forecast").get(name) for name in ("step_s", "limit_s")},
+        },
+        "rank": {f"{worker['rank']:0{len(str(len(ranks)))}}": _device(worker) for worker in ranks},
+    }
+    return dict(_flat(told))
+
+
+def _command(words: Any) -> str:
+    return shlex.join(map(str, words)) if isinstance(words, list) else ""
+
+
+def _device(worker: Mapping[str, Any]) -> str:
+    """As in ``tesla3, RTX 3070, bf16``."""
+    facts = (
+        worker.get("host"),
+        device_name(str(worker.get("device") or "")),
+        worker.get("precision"),
+    )
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+def _flat(told: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Parameter]]:
+    for name, value in told.items():
+        name = f"{before}{clean(str(name))}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}.")
+        elif isinstance(value, bool | int | float):
+            yield name, value
+        elif value not in (None, "", []):
+            yield name, plain(value)
+
+
+def _named(before: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """What is known of them, by whole names."""
+    known = {name: value for name, value in values.items() if _is_number(value)}
+    return {f"{before}/{clean(name)}": float(value) for name, value in known.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def clean(name: str) -> str:
+    """Without what some tracker takes for more than a letter: a dot, a slash, a blank."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:_LONGEST] or "_"

@@ -1,0 +1,78 @@
+"""Trackio: its own folder on this machine, or the Space or server that its variables name."""
+
+import contextlib
+import io
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from motley.extras import import_extra
+from motley.publish.series import Note, Row
+from motley.publish.tracker import Published, Tracker
+from motley.records.lines import JsonDict
+
+_SENT_S = 5.0  # its thread writes twice a second
+_ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+_BAD = ("fault", "lost", "left_out")  # kinds of events that are warnings
+
+
+class Trackio(Tracker):
+    """Devices' samples are at the step that they fell into, with ``seconds`` since the run began:
+    Trackio takes no time for a number. Events are its alerts."""
+
+    name, says = "trackio", "Trackio: as TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says, or locally"
+    settles_s = _SENT_S
+
+    @classmethod
+    def check(cls) -> None:
+        """See Tracker."""
+        if not any(map(os.environ.get, _ELSEWHERE)):
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would ask the hub who this is
+        _module()
+
+    def __init__(self, run: Published, memory: JsonDict) -> None:
+        """See Tracker."""
+        trackio = _module()
+        place = next(filter(None, map(os.environ.get, _ELSEWHERE)), str(trackio.utils.TRACKIO_DIR))
+        self._to = {"place": place, "project": run.project}
+        self.anew = any(memory.get(name) != value for name, value in self._to.items())
+        # There, a run is known by its name.
+        unique = f"{run.name}-{secrets.token_hex(2)}"
+        self._name = unique if self.anew else str(memory["run"])
+        self._level, self._finish = trackio.AlertLevel, trackio.finish
+        self._started, self._last = run.started, 0
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run: Any = trackio.init(
+                run.project, name=self._name, resume="never" if self.anew else "allow",
+                config=dict(run.parameters), auto_log_gpu=False, auto_log_cpu=False, embed=False,
+            )  # fmt: skip
+        self.look = f"trackio show --project {run.project}"
+
+    def memory(self) -> JsonDict:
+        """See Tracker."""
+        return {**self._to, "run": self._name}
+
+    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+        """See Tracker."""
+        for row in (*steps, *samples):
+            self._last = max(self._last, row.step or 0)
+            step = self._last if row.step is None else row.step
+            self._run.log({**row.values, "seconds": row.time - self._started}, step=step)
+        for note in notes:
+            level = self._level.WARN if note.kind in _BAD else self._level.INFO
+            with contextlib.redirect_stdout(io.StringIO()):
+                step = self._last if note.step is None else note.step
+                self._run.alert(note.kind, note.text, level=level, step=step)
+
+    def close(self, status: str) -> None:
+        """See Tracker."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._finish()  # not the run's own: it would be finished again at exit
+
+
+def _module() -> Any:
+    return import_extra("trackio", "--to trackio", where="")
+
+
+TRACKERS = (Trackio,)

@@ -1,0 +1,113 @@
+"""Weights & Biases; without a network unless WANDB_MODE says so."""
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from motley.extras import import_extra
+from motley.publish.series import Note, Row
+from motley.publish.tracker import Published, Tracker
+from motley.records.lines import JsonDict
+
+_ONLINE_S = 60.0  # in which what was told has long been sent
+_STEPPED = ("all/*", "evaluation/*", "others/*", "rank/*", "event/*")
+_TIMED = ("cpu/*", "gpu/*")
+
+
+class WandB(Tracker):
+    """Steps and evaluations are drawn over ``step``, devices over ``seconds`` since the run began.
+
+    Offline, each session of publishing is a folder of files; what a process that was killed has
+    left of one need not be whole, so that it is removed, and told again.
+    """
+
+    name, says = "wandb", "Weights & Biases: offline, or as WANDB_MODE says"
+
+    @classmethod
+    def check(cls) -> None:
+        """See Tracker."""
+        _module()
+
+    def __init__(self, run: Published, memory: JsonDict) -> None:
+        """See Tracker."""
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        offline = mode == "offline"
+        folder = Path(os.environ.get("WANDB_DIR") or run.folder.path)
+        self._to = {"mode": mode, "project": run.project}
+        self.settles_s = None if offline else _ONLINE_S
+        known = re.fullmatch("[0-9a-f]{8}", str(memory.get("run")))  # it is part of a pattern below
+        self.anew = not known or any(memory.get(name) != to for name, to in self._to.items())
+        self._id = secrets.token_hex(4) if self.anew else str(memory["run"])
+        self._whole = [] if self.anew else [str(name) for name in memory["sessions"]]  # closed
+        if offline:
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            _remove_torn(folder / "wandb", self._id, self._whole)
+        self._published, self._folder, self._run = run, folder, cast(Any, None)
+        sessions = shlex.quote(str(folder / "wandb")) + f"/*{self._id}"
+        self.look = f"wandb sync --append {sessions}" if offline else "https://wandb.ai"
+
+    def _open(self) -> Any:
+        """A session, once there is something to tell: an empty one is of no use."""
+        run, wandb = self._published, _module()
+        self._run = wandb.init(
+            project=run.project, id=self._id, name=run.name, resume="allow", mode=self._to["mode"],
+            dir=str(self._folder), config=dict(run.parameters) if self.anew else None,
+            settings=wandb.Settings(
+                console="off", silent=True, x_disable_stats=True, x_disable_meta=True,
+                disable_git=True, disable_code=True,
+            ),
+        )  # fmt: skip
+        self._run.define_metric("step")
+        self._run.define_metric("seconds")
+        for names, over in ((_STEPPED, "step"), (_TIMED, "seconds")):
+            for name in names:
+                self._run.define_metric(name, step_metric=over)
+        if self.settles_s is not None:
+            self.look = str(self._run.url)
+        return self._run
+
+    def memory(self) -> JsonDict:
+        """See Tracker."""
+        return {**self._to, "run": self._id, "sessions": self._whole}
+
+    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+        """See Tracker."""
+        self._run = self._run or self._open()
+        for row in steps:
+            self._log(row.step, row.time, row.values)
+        for row in samples:
+            self._log(None, row.time, row.values)
+        for note in notes:
+            self._log(note.step, note.time, {f"event/{note.kind}": note.text})
+
+    def _log(self, step: int | None, time: float, values: Any) -> None:
+        at = {} if step is None else {"step": step}
+        self._run.log({**values, **at, "seconds": time - self._published.started})
+
+    def close(self, status: str) -> None:
+        """See Tracker."""
+        if self._run is None:
+            return
+        session = Path(self._run.settings.sync_dir).name
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=1 if status == "failed" else 0)
+        self._whole = [*self._whole, session]
+
+
+def _remove_torn(folder: Path, run: str, whole: list[str]) -> None:
+    """Sessions of a run that nobody has closed."""
+    for session in folder.glob(f"offline-run-*-{run}"):
+        if session.name not in whole and not session.is_symlink():
+            shutil.rmtree(session)
+
+
+def _module() -> Any:
+    return import_extra("wandb", "--to wandb", where="")
+
+
+TRACKERS = (WandB,)
