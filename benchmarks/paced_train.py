@@ -26,7 +26,7 @@ from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
 from motley.tasks.task import Task
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 
 def numbers(text: str) -> list[float]:

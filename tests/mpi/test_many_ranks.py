@@ -23,4 +23,5 @@ def test_of_many_ranks_the_first_alone_writes_steps(jobs: Jobs) -> None:
     assert 0 not in {each["rank"] for each in others.values()}
     ready = first["t_data"] + first["t_compute"]
     slowest = max(ready, others["largest"]["ready_s"])
-    assert first["t_wait"] == pytest.approx(slowest - ready, abs=1e-6)
+    met = first["t_wait"] + first["t_comm"]  # whoever began late did not wait for all of it
+    assert first["t_wait"] == pytest.approx(min(met, slowest - ready), abs=1e-6)

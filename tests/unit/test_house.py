@@ -66,7 +66,7 @@ ROOMS = {
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "
         "agreement recovery rescue survivor compile_keeper evaluate save_timer command_line loop "
-        "script"
+        "start script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -1,8 +1,6 @@
-"""The one training loop. Read :func:`train` from top to bottom; engines plug in.
-
-A run is: who takes part, the data, the model, the plan; then epochs of global batches,
-each computed in micro-batches by every rank and finished by one step; a record after
-every step, an evaluation and a checkpoint after every epoch.
+"""The one training loop: epochs of global batches, each computed in micro-batches by every rank and
+finished by one step; a record after every step, an evaluation and a checkpoint after every epoch.
+Engines plug in.
 """
 
 from collections.abc import Iterator
@@ -11,37 +9,18 @@ from functools import partial
 
 import torch.distributed as dist
 
-from motley.checkpoint.initial import load_initial
-from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints
 from motley.checkpoint.transfer import save
-from motley.comm.collectives import release_groups
-from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.order import seed_of
-from motley.engines.memory import collect, release, set_aside
 from motley.engines.named_state import seed_random
-from motley.engines.protocol import EngineFactory, StepResult
+from motley.engines.protocol import StepResult
 from motley.faults import Phase
-from motley.launch.survivors import Survivors
-from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
+from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
-from motley.plan.replan import ReplanMonitor
-from motley.planner.open_model import ModelFactory, open_model
-from motley.planner.planner import plan_batch
-from motley.planner.process_group import (
-    ProcessGroup,
-    gpu_logger,
-    join_process_group,
-    leave_process_group,
-)
 from motley.records.training import EpochRecord
-from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel
 from motley.train.agreement import Agreement
-from motley.train.compile_keeper import CompileKeeper
 from motley.train.evaluate import evaluate
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
@@ -51,154 +30,10 @@ from motley.train.recovery import (
     rebalance,
     shrink_micro_batches,
 )
-from motley.train.rescue import Rescue, arm_rescue, pause
+from motley.train.rescue import Rescue, pause
 from motley.train.save_timer import SaveTimer
 from motley.train.schedule import rate_of, set_rate
-from motley.train.setup import Begun, Job, MonitorFactory, begin
-from motley.train.summary import print_summary, print_verdict, records_of
-from motley.train.survivor import Survivor
-
-_LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end
-
-
-def train(
-    world: World,
-    config: Config,
-    engine_factory: EngineFactory,
-    make_model: ModelFactory = TaskModel,
-    monitor: MonitorFactory = ReplanMonitor,
-) -> None:
-    """Train one model on all ranks of ``world``; every rank calls it with the same config.
-
-    Args:
-        engine_factory: what the user has chosen, or an engine of one's own.
-        make_model: a class of one's own, which wraps the network.
-        monitor: decides when another split is proposed.
-    """
-    run = Run.find(world, config)
-    world.supervisor.set_status(Phase.PREPARE, DATA)
-    world.once_per_node(task_of(config).prepare)
-    keeper = CompileKeeper(world, config)
-    keeper.take(world)
-    world.clock.lap("prepare")
-    survivor, survivors = Survivor(world, config), None
-    while True:
-        try:
-            return train_with(survivor, survivors, run, keeper, engine_factory, make_model, monitor)
-        except Exception as error:
-            survivors = survivor.survivors_of(error)
-
-
-def train_with(
-    survivor: Survivor,
-    survivors: Survivors | None,
-    run: Run,
-    keeper: CompileKeeper,
-    engine_factory: EngineFactory,
-    make_model: ModelFactory,
-    monitor: MonitorFactory,
-) -> None:
-    """Train to the end with all who are there.
-
-    Args:
-        survivors: of those that trained before; None: nobody is lost.
-    """
-    continuation = survivor.go_on(survivors) if survivors else None
-    world, config, traits = survivor.world, survivor.config, engine_factory.traits
-    world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
-    if continuation is not None:
-        run.of_survivors(world)
-        collect()  # what trained before was set aside
-        group = continuation.group
-    else:
-        run.divert_nccl()
-        group = join_process_group(world, config.precision, config.hosts, config.bind)
-    world.clock.lap("group")
-
-    # All that can be wrong with the options is said before the run's records are touched.
-    model = open_model(group, config, make_model)
-    notes, kept = list[str](), None
-    if continuation is not None:
-        planned, kept = continuation.planned, continuation.kept
-    else:
-        notes = [] if run.resume_from else load_initial(model, config)
-        world.clock.lap("model")
-        group, planned = plan_batch(world, run, group, model, config, traits)
-        world.clock.lap("plan")
-    run.check_leader(group.workers[0].rank)
-    begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, kept)
-    plan = begun.job.plan if begun else planned.plan
-    job = begun.job if begun else None
-    last_step = max(world.allgather(begun.job.length.last_step(begun.state) if begun else 0))
-    world.clock.lap("engine")
-    run.start(records_of(world, config, group, plan, planned, traits, job, last_step))
-    shared = run.is_shared()
-    if continuation is None:
-        print_summary(world, run, group, planned, plan, config)
-    if begun is not None:
-        begun.take_over()
-        rescue = arm_rescue(world, begun, shared)
-        survivor.ready(group, planned, rescue, shared)
-        train_begun(world, run, keeper, group, begun, rescue)
-    else:  # this rank is left out, and waits for the others
-        model = None  # its memory is of use to others
-        release()
-        survivor.ready(group, planned, None, shared)
-        with gpu_logger(world, group, run.folder, interval=config.gpu_log_interval):
-            run.finish()
-
-
-def train_begun(
-    world: World,
-    run: Run,
-    keeper: CompileKeeper,
-    group: ProcessGroup,
-    begun: Begun,
-    rescue: Rescue,
-) -> None:
-    """Train a job to its end, and record it; every rank that trains calls it."""
-    release_groups()  # those that were measured
-    job = begun.job
-    recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
-    world.supervisor.before_end(partial(last_words, recorder, job.checkpoints))
-    say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
-    profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
-    gpus = gpu_logger(world, group, run.folder, lambda: recorder.progress, interval)
-    keeper.begin(run, group, lambda: recorder.progress.step)
-    for text in keeper.take_notes():
-        recorder.note("compile_archive", text)
-    set_aside()
-    with gpus, recorder, profiler:
-        evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
-    world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
-    leave_process_group()
-    job.checkpoints.wait()
-    keeper.end()
-    if group.rank == 0:
-        run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
-        print_verdict(run)
-    run.finish()
-
-
-def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
-    """Write what this rank has not written yet."""
-    try:
-        recorder.last_words()
-    finally:
-        checkpoints.wait(_LAST_SAVE_S)
-
-
-def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
-    """Records of what follows, with the notes of what was before."""
-    job, state = begun.job, begun.state
-    recorder = Recorder(
-        run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,
-        done=state.step, total=job.length.last_step(state), compiles=job.model.is_compiled,
-        first_steps=begun.first_steps,
-    )  # fmt: skip
-    for kind, text, content in begun.notes:
-        recorder.note(kind, text, **content)
-    return recorder
+from motley.train.setup import Job
 
 
 class Loop:

@@ -3,7 +3,7 @@
 from motley.engines.strategy import chosen_strategy, engines_of, known_strategies
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 
 def train_script(package: str, description: str) -> None:

@@ -29,7 +29,7 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 FAILURES = {
     "memory": lambda: torch.empty(2**50),

@@ -11,7 +11,7 @@ import tempfile
 from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 if __name__ == "__main__":
     tempfile.tempdir = sys.argv.pop(1)

@@ -15,7 +15,7 @@ from motley.engines.ddp import DdpEngine
 from motley.launch.world import run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 SAMPLE_S = 0.02
 

@@ -13,7 +13,7 @@ from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.pause import PAUSE_SIGNAL
 from motley.launch.world import World, run
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 STEP = 7
 

@@ -16,7 +16,7 @@ from motley.launch.process import launched_rank
 from motley.launch.world import run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 SAMPLE_S = 0.5 if launched_rank() == 0 else 0.002
 

@@ -19,7 +19,7 @@ from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 SAMPLE_S = 0.004  # slow beside the real computation, whose noise then matters little
 

@@ -22,7 +22,7 @@ from motley.engines.strategies.zero import TRAITS
 from motley.launch.world import run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
 if "--stage" in sys.argv:
     from motley.engines.zero_engine import ZeroEngine as Engine

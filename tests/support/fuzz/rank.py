@@ -22,15 +22,16 @@ from torch import Tensor
 import motley.comm.power_sgd
 import motley.train.loop
 import motley.train.setup
+import motley.train.start
 from motley.data.batch import Batch
 from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.mpi import Launched
 from motley.launch.world import World, run
 from motley.plan.replan import Proposal, ReplanMonitor
 from motley.train.command_line import read_config, training_parser
-from motley.train.loop import train
+from motley.train.start import train
 
-LOOP = str(motley.train.loop.__file__)
+LOOP = {str(each.__file__) for each in (motley.train.loop, motley.train.start)}
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes (fuzz)"
 # What somebody says to rank 0 who has no token.
 STRANGERS = (b"[" * 200_000 + b"\n", b"{}\n" * 1000, b"\xff\x00" * 9000, b"[1]\nnull\n\n", b"")
@@ -170,7 +171,7 @@ class Probe:
         def look(frame: FrameType, event: str, _: Any) -> None:
             nonlocal left
             back = frame.f_back
-            if event != "return" or back is None or back.f_code.co_filename != LOOP:
+            if event != "return" or back is None or back.f_code.co_filename not in LOOP:
                 return
             step = self.world.supervisor.step
             if step is None or step < fault["step"]:

@@ -15,7 +15,7 @@ from motley.launch.mpi import Launched
 # What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
 MODULES = (
     "warm.script",
-    "motley.train.loop",
+    "motley.train.start",
     "motley.engines.ddp",
     "motley.engines.fsdp",
     "motley.engines.local_sgd",
