@@ -44,4 +44,5 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-"$bin/python" -m pytest --numprocesses 2 "$@"
+# Three on two cores: labs wait for most of their time.
+"$bin/python" -m pytest --numprocesses 3 "$@"

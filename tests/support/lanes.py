@@ -3,8 +3,8 @@
 A test with a lab waits for most of its time: for a host that is frozen, a cable that is cut, a
 processor of which a host has a third. It says how long things take, so no other of its kind runs
 beside it; and no two that start mpirun here, and say how soon all has ended, run beside each other.
-What compares two times that this machine takes has it alone, in the end, while the other worker
-waits. All others only compute. They run file after file in whichever worker of pytest-xdist is
+What compares two times that this machine takes has it alone, in the end, while the other workers
+wait. All others only compute. They run file after file in whichever worker of pytest-xdist is
 free, at a lower priority: they take what is left.
 """
 

@@ -20,6 +20,7 @@ _WORTH = 0.02  # of a step: what is less is noise
 _OFF = 0.1  # of the forecast
 _SLOWER = 1.15  # times what was measured at the start: worth a word
 _JOULES_OF_KWH = 3.6e6
+_FEW_KWH = 0.1
 # The world's mean of 2023, grams a kWh (Ember, Global Electricity Review 2024).
 CO2_PER_KWH = 480.0
 _PARTS = {
@@ -44,9 +45,10 @@ class Energy:
 
     def sentence(self, unit: str) -> str:
         """For a person."""
+        kilo, times = ("k", 1) if self.kwh >= _FEW_KWH else ("", 1000)
         return (
-            f"The GPUs took {self.kwh:.3g} kWh, {self.joules_each:.3g} J for each of the {unit}: "
-            f"{self.co2_kg:.3g} kg of CO2 at {self.co2_per_kwh:g} g a kWh."
+            f"The GPUs took {times * self.kwh:.3g} {kilo}Wh, {self.joules_each:.3g} J for each of "
+            f"the {unit}: {times * self.co2_kg:.3g} {kilo}g of CO2 at {self.co2_per_kwh:g} g a kWh."
         )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import python, write_run
+from small_runs import START, python, write_run
 
 from motley.live.training import read_training
 from motley.live.verdict import run_verdict
@@ -82,3 +82,29 @@ def test_a_report_of_one_run_opens_with_it(tmp_path: Path) -> None:
     python("plots/report.py", tmp_path / "logs")
     page = (tmp_path / "logs" / "report.html").read_text()
     assert "2 of 2 runs finished" in page and "<p>0.63 of what these machines" in page
+
+
+def test_energy_and_memory_that_grows_are_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    run.update_run(ranks=[{"rank": 0, "host": "a", "uuid": "GPU-1"}])
+    log = run.gpu_log("a")
+    for second in range(12):
+        log.write({"Timestamp": START + second, "Rank": 0, "GPU_ID": 0, "Host": "a",
+                   "GPU_UUID": "GPU-1", "Power_W": 200.0})  # fmt: skip
+    log.close()
+    training = read_training(run)
+    found = run_verdict(training, co2_per_kwh=100.0)
+    assert found.energy is not None
+    seconds = sum(40 / (250 + step % 7) for step in range(60))
+    assert found.energy.kwh == pytest.approx(200 * seconds / 3.6e6)
+    assert found.energy.co2_kg == pytest.approx(found.energy.kwh / 10)
+    assert found.energy.joules_each == pytest.approx(200 * seconds / (60 * 128))
+    assert "took 0.527 Wh, 0.247 J for each of the images: 0.0527 g" in found.sentences()[-1]
+    assert run_verdict(training, co2_per_kwh=None).energy is None
+    assert found.grows_mib is None
+    for records in training.steps.values():
+        for number, line in enumerate(records):
+            line["mem_peak_mib"] = 400.0 + 2 * number
+    growing = run_verdict(training)
+    assert growing.grows_mib == pytest.approx(2.0)
+    assert "Memory grows by 2 MiB a step, to the end of the run." in growing.sentences()
