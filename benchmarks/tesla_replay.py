@@ -156,6 +156,7 @@ class Replay:
             "wire": plan["wire"], "counts": plan["counts"],
             "hosts": [rank["host"] for rank in found["run"]["ranks"]],
             "left_out": [entry["reason"] for entry in found["run"]["left_out"]],
+            "advice": found["run"]["advice"],
         }  # fmt: skip
 
     def limit(self, n: int) -> float:
