@@ -75,14 +75,19 @@ def better_modes(
 
 
 def fewer_hosts(
-    choice: Choice, names: Sequence[str], machines: Sequence[int], links: Links | None
+    choice: Choice,
+    planned_s: float,
+    names: Sequence[str],
+    machines: Sequence[int],
+    links: Links | None,
 ) -> tuple[Advice, ...]:
     """That a step would be shorter without some hosts, which the user wants to keep.
 
     Args:
-        choice: who would train if nobody had asked for all. names, machines: of the ranks.
+        choice: who would train if nobody had asked for all. planned_s: a step with all of them.
+        names, machines: of the ranks.
     """
-    times = choice.whole.step_s / choice.chosen.step_s
+    times = planned_s / choice.chosen.step_s
     out = [rank for rank in range(len(names)) if rank not in choice.ranks]
     if not out or times < 1 / (1 - _WORTH_A_WORD):
         return ()

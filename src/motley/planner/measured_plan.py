@@ -201,12 +201,13 @@ def _better(
     """
     names, machines = [worker.host for worker in group.workers], group.machines(world)
     advice = better_modes(options, mode, names)
+    job = config.batch_size, machines, measured.speeds
+    ring = measured.wires.get(replace(mode, slow_rank=None), measured.wires[EXACT])
+    if config.hosts != "auto":
+        fewer = choose_machines(*job, ring, measured.links, world.machines[0])
+        planned_s = options[mode].chosen.step_s
+        advice += fewer_hosts(fewer, planned_s, names, machines, measured.links)
     if mode.slow_rank is None:
-        job = config.batch_size, machines, measured.speeds
-        ring = measured.wires.get(mode, measured.wires[EXACT])
-        if config.hosts != "auto":
-            fewer = choose_machines(*job, ring, measured.links, world.machines[0])
-            advice += fewer_hosts(fewer, names, machines, measured.links)
         advice += larger_batch(config.batch_size, names, *job[1:], ring, measured.links)
     return advice
 

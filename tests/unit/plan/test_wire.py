@@ -282,7 +282,8 @@ def test_who_slows_all_others_is_said_where_all_were_asked_for() -> None:
 
     def ask(wire: AllReduceCost) -> tuple[Choice, tuple[Advice, ...]]:
         choice = choose_machines(120, machines, team, wire, links)
-        return choice, fewer_hosts(choice, ["a", "b", "c"], machines, links)
+        planned_s = choice.whole.step_s
+        return choice, fewer_hosts(choice, planned_s, ["a", "b", "c"], machines, links)
 
     choice, (advice,) = ask(AllReduceCost(0.0, 1.4, size=1e6))
     assert choice.ranks == (0, 2) and advice.option == "--hosts a,c"
