@@ -114,19 +114,29 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     taken from who would be last.
     """
     speeds = Speeds(_some(tables))
-    counts = speeds.whole_in(_time_for(global_batch, speeds, len(tables))).tolist()
+    whole = speeds.whole_in(_time_for(global_batch, speeds, len(tables)))
+    counts, surplus = whole.tolist(), int(whole.sum() - global_batch) // tables[0].grain
+    took = np.where(whole > 0, speeds.seconds_of(whole.astype(float)), 0.0)
     last = [  # of equal times the largest share first: what the clock took for equal need not be
-        (-table.seconds_of(n), -n, rank)
-        for rank, (table, n) in enumerate(zip(tables, counts, strict=True))
-        if n
-    ]
+        (-tables[rank].seconds_of(counts[rank]), -counts[rank], rank)
+        for rank in _slowest(surplus, took) if counts[rank]
+    ]  # fmt: skip
     heapq.heapify(last)
-    for _ in range((sum(counts) - global_batch) // tables[0].grain):
+    for _ in range(surplus):
         *_, rank = heapq.heappop(last)
         counts[rank] -= tables[0].grain
         if n := counts[rank]:
             heapq.heappush(last, (-tables[rank].seconds_of(n), -n, rank))
     return tuple(counts)
+
+
+def _slowest(count: int, seconds: Floats) -> Sequence[int]:
+    """So many ranks that take longest, and who takes as long but for rounding."""
+    if not 0 < count < len(seconds):
+        return range(len(seconds) if count else 0)
+    least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
+    found: list[int] = np.flatnonzero(seconds >= least).tolist()
+    return found
 
 
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
