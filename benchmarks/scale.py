@@ -6,9 +6,8 @@
 Hosts, one rank on each, are unequal and connected by a modelled network; what is timed is real. A
 plan: who trains, shares, forecast, other ways, advice, and what there is to say of the links. A
 step: whether the shares still fit, as each rank asks it. Up to 1,000 ranks that only say what ranks
-say, over loopback, have the real supervisor of rank 0 hear them: what it takes of a core while
-nothing else runs there, what it leaves of Python's speed to a thread beside it, and how soon all
-stop when a rank is killed, or falls silent.
+say, over loopback, have the real supervisor of rank 0 hear them: what it takes of a core, and how
+soon all stop when a rank is killed, or falls silent.
 """
 
 import argparse
@@ -135,23 +134,12 @@ def start(lab: Lab) -> dict[str, float]:
 def watch_ranks(size: int, quick: bool) -> dict[str, Any]:
     """What rank 0's supervisor costs, and how soon it ends a job."""
     with FakeRanks(size) as ranks:
-        found = {**ranks.joined, "core": ranks.measure("watch", 5 if quick else 20)["core"]}
+        found = {**ranks.joined, "core": ranks.core(5 if quick else 20)}
         found["killed_s"], found["killed_said"] = ranks.end_by_death(size // 2)
     if size == MOST_WATCHED and not quick:
         with FakeRanks(size) as ranks:
-            found["beside"] = beside(ranks)
-        with FakeRanks(size) as ranks:
             found["silent_s"], found["silent_said"] = ranks.end_by_silence(size // 2)
     return found
-
-
-def beside(ranks: FakeRanks, pairs: int = 5, seconds: float = 2.0) -> float:
-    """The part of its speed that Python keeps in rank 0 while all are heard."""
-    ways: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(pairs):
-        for speak, rates in ways.items():
-            rates.append(ranks.measure("compute", seconds, speak)["rounds_per_s"])
-    return statistics.median(heard / alone for heard, alone in zip(*ways.values(), strict=True))
 
 
 def row(size: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -175,7 +163,7 @@ def show(each: dict[str, Any]) -> None:
             f"in {each['killed_s']:.2f} s"
         )
     if "silent_s" in each:
-        watched += f", a silent one in {each['silent_s']:.1f} s; Python keeps {each['beside']:.0%}"
+        watched += f", a silent one in {each['silent_s']:.1f} s"
     print(
         f"{each['hosts']:6,} hosts: plan {each['plan_s']:.3f} s, each step "
         f"{1e3 * each['step_s']:.2f} ms{watched}", flush=True,

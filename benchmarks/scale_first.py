@@ -1,9 +1,7 @@
 """Rank 0 of scale_ranks.py, with the real supervisor: `python benchmarks/scale_first.py RANKS`.
 
-It says its port and token, and when all have come; then it takes a command a line:
-
-    watch SECONDS      hear them while nothing else runs here: {"core": 0.03}, of a core's time
-    compute SECONDS    run Python beside: {"rounds_per_s": 51000}
+It says its port and token, and when all have come; then, for each line with a number of seconds,
+what it took of a core in these: {"core": 0.03}. Nothing else runs here.
 """
 
 import json
@@ -44,15 +42,9 @@ def main() -> None:
         files_allowed=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )  # fmt: skip
     for line in sys.stdin:
-        command, seconds = line.split()
-        begin, cpu, rounds = time.monotonic(), time.process_time(), 0
-        while (took := time.monotonic() - begin) < float(seconds):
-            if command == "watch":
-                time.sleep(float(seconds))
-            else:
-                sum(range(1000))  # some 10 us
-                rounds += 1
-        _say(core=(time.process_time() - cpu) / took, rounds_per_s=rounds / took)
+        begin, cpu = time.monotonic(), time.process_time()
+        time.sleep(float(line))
+        _say(core=(time.process_time() - cpu) / (time.monotonic() - begin))
     os._exit(0)  # the others say nothing of their end
 
 

@@ -63,17 +63,16 @@ class FakeRanks:
         for line in self._lines.values():
             line.close()
 
-    def measure(self, command: str, seconds: float, speak: bool = True) -> dict[str, Any]:
-        """What rank 0 finds meanwhile, hearing all of them or, for a while, none; see
-        scale_first.py."""
+    def core(self, seconds: float) -> float:
+        """The part of a core that rank 0 takes to hear all."""
         assert self._first.stdin is not None
-        print(command, seconds, file=self._first.stdin, flush=True)
+        print(seconds, file=self._first.stdin, flush=True)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for line in self._speak() if speak else ():
+            for line in self._speak():
                 _read(line)
             time.sleep(_PAUSE_S)
-        return self._answer()
+        return float(self._answer()["core"])
 
     def end_by_death(self, rank: int) -> tuple[float, str]:
         """Break a rank's connection: seconds until all others are told to stop; what is said."""

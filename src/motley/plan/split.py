@@ -32,16 +32,16 @@ class Speeds:
 
     def __init__(self, tables: Sequence[SpeedTable]) -> None:
         longest = max(len(table.sizes) for table in tables)
+        seconds = np.array([_filled(table.seconds, longest) for table in tables])
         self._ranks = np.arange(len(tables))
         self._last = np.array([len(table.sizes) - 1 for table in tables])
         self._sizes = np.array([_filled(table.sizes, longest) for table in tables])
         before = np.array([0.0 if table.reads_ahead else table.input_s for table in tables])
         self._beside = np.array([table.input_s if table.reads_ahead else 0.0 for table in tables])
-        self._seconds = np.array([_filled(table.rising, longest) for table in tables])
-        self._seconds += before[:, None] * np.where(np.isinf(self._sizes), 0.0, self._sizes)
         self._m = np.array([float(table.micro_batch) for table in tables])
-        self._m_s = np.array([table.micro_s(table.micro_batch) for table in tables])
-        self._m_s += before * self._m
+        self._seconds = _rising(self._sizes, seconds, self._m)
+        self._m_s = self._micro_s(self._m) + before * self._m
+        self._seconds += before[:, None] * np.where(np.isinf(self._sizes), 0.0, self._sizes)
         self.step_s = np.array([table.step_s for table in tables])
         self._grain = tables[0].grain
 
@@ -102,8 +102,17 @@ class Speeds:
         return start + (end - start) * (at - low) / width
 
 
-def _filled(values: Sequence[float], length: int) -> list[float]:
-    return [*values, *[math.inf] * (length - len(values))]
+def _filled(values: Sequence[float], length: int) -> Sequence[float]:
+    return values if len(values) == length else [*values, *[math.inf] * (length - len(values))]
+
+
+def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
+    """:attr:`SpeedTable.rising` of all, [ranks, sizes]; table by table it took half of a plan."""
+    shortest = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
+    at_m = np.where(sizes == m[:, None], shortest, np.inf).min(axis=1)
+    least = (at_m / m)[:, None] * np.where(np.isinf(sizes), 0.0, sizes)
+    rising: Floats = np.where(sizes < m[:, None], np.maximum(least, shortest), shortest)
+    return rising
 
 
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
