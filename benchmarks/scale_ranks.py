@@ -85,7 +85,9 @@ class FakeRanks:
 
     def _answer(self) -> dict[str, Any]:
         assert self._first.stdout is not None
-        answer: dict[str, Any] = json.loads(self._first.stdout.readline())
+        if not (line := self._first.stdout.readline()):
+            raise SystemExit(f"rank 0 has ended: {self._first.communicate()[1]}")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _schedule(self) -> Iterator[tuple[float, int]]:

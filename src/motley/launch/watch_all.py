@@ -40,9 +40,9 @@ _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves
 _SESSION_S = 0.2  # from the death of a rank by its daemon's to the end of the session to its host
 _HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
 ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
-# What many ranks say in a while is heard in one go: this thread wakes 50 times a second at most,
-# which costs a training that computes in this process little, and hears of a death no later.
-_GATHER_S, _GATHER_EACH_S = 0.02, 2e-4
+# What many ranks say in a while is heard in one go: this thread wakes 25 times a second at most,
+# which costs a training that computes in this process little, and hears of a death soon enough.
+_GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -135,7 +135,8 @@ class AllRanksWatch:
                 return
             if own.heartbeat_due():
                 self._judge()
-            time.sleep(min(_GATHER_S, _GATHER_EACH_S * len(self._others)))
+            if len(self._others) + 1 == own.size:  # who comes is heard at once
+                time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.size))
 
     def end_job(self, fault: Fault) -> NoReturn:
         """Record the first cause, say it, and end all ranks."""
@@ -215,7 +216,7 @@ class AllRanksWatch:
     def _read(self, line: socket.socket) -> None:
         status = self._others[line]
         try:
-            data = line.recv(65536)
+            data = os.read(line.fileno(), 65536)  # recv() would first ask whether there is any
         except OSError:
             data = b""
         status.heard = self._own.awake.seconds
