@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.facts import Interface, node_from_json
-from motley.cluster.gpus import DeviceFacts
 
 _SMI = re.compile(r"(\d+), *(\S+), *([^,]+), *([^,]+), *([^,]+), *([^,]*), *(.+)")
 

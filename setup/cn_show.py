@@ -9,7 +9,7 @@ from cn import table
 from cn_judge import Finding, Here, differences
 from cn_report import HostReport
 
-from motley.cluster.gpus import DeviceFacts
+from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.network import Network
 from motley.errors import HostTrouble
 from motley.plan.precision import best_precision

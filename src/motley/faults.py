@@ -75,9 +75,10 @@ class Phase(Enum):
     @classmethod
     def of(cls, key: str) -> "Phase":
         """The phase of a ``key``, as records have it."""
-        return next(phase for phase in cls if phase.key == key)
+        return _PHASES[key]
 
 
+_PHASES = {phase.key: phase for phase in Phase}
 _NOBODYS = (FaultKind.STOPPED, FaultKind.LAUNCHER_LOST, FaultKind.LEFT, FaultKind.PAUSED)  # faults
 
 # What the libraries below say of their failures, the first that fits. A library of CUDA's without

@@ -19,8 +19,8 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 ROOMS = {
     "root": "__init__ __main__ errors extras faults registry text",
     "cluster": (
-        "hostfile binding facts gpus network slurm partitions launcher login shell ssh fan_out "
-        "orphans processes presence"
+        "hostfile binding device_facts amd_smi gpus facts network slurm partitions launcher login "
+        "shell ssh fan_out orphans processes presence"
     ),
     "records": (
         "lines json_file folder_lock gpu_csv training trace run_folder one_run rates costs "
@@ -78,6 +78,7 @@ OWNERS = {
     "paramiko": "ssh",
     "GPUtil": "gpus",
     "pynvml": "gpus",
+    "amdsmi": "amd_smi",
     "deepspeed": "import_deepspeed",
 }
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them

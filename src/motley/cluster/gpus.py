@@ -2,54 +2,24 @@
 
 GPUtil names the GPUs, as the lab's logs always did, and stands in where NVML does not answer.
 NVML tells their load, memory, power and processes in a fraction of a millisecond, where there is a
-driver. A question that nobody answers gives None, never 0.
+driver; where there is none of NVIDIA's, amdsmi is asked for AMD's. A question that nobody answers
+gives None, never 0.
 """
 
 import contextlib
 import math
-import os
-import pwd
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import GPUtil  # type: ignore[import-untyped]
 import pynvml  # type: ignore[import-untyped]
 
+from motley.cluster.amd_smi import AmdSmi
 from motley.cluster.binding import node_of_device
+from motley.cluster.device_facts import MIB, DeviceFacts, GpuProcess, others_among, user_of
 
-MIB = 2**20
 GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """One GPU.
-
-    Attributes:
-        index: number on its machine, in PCI order as nvidia-smi counts.
-        capability: CUDA compute capability, for example (8, 6).
-        memory_total_mib, memory_used_mib: of everybody.
-        others_mib: held by other users' processes; None where the driver does not tell.
-        others: their names, for example ("alice",).
-        memory_node: the number of the memory node next to it; None: unknown.
-        load: 0 to 1. temperature_c: degrees Celsius. power_w: watts.
-    """
-
-    index: int
-    uuid: str
-    name: str
-    capability: tuple[int, int] | None
-    memory_total_mib: float | None
-    memory_used_mib: float | None
-    load: float | None
-    temperature_c: float | None
-    power_w: float | None
-    others_mib: float | None
-    others: tuple[str, ...]
-    memory_node: int | None = None
 
 
 def read_driver() -> str | None:
@@ -79,13 +49,14 @@ class GpuSampler:
     def __init__(self, gputil_every_s: float = GPUTIL_EVERY_S) -> None:
         self._every_s, self._asked = gputil_every_s, -math.inf
         self._of_gputil: dict[str, Any] = {}  # by UUID
-        self._is_open = False
+        self._is_open, self._amd = False, AmdSmi()
 
     def __enter__(self) -> "GpuSampler":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
+        self._amd.close()
 
     def sample(self) -> tuple[DeviceFacts, ...]:
         """All GPUs at this moment; () if there is none, or none answers."""
@@ -99,7 +70,8 @@ class GpuSampler:
             self._close()
         if self._of_gputil:  # of the last time: it may be as good as the driver is bad
             self._ask_gputil()
-        return tuple(_gputil_device(gpu) for gpu in self._of_gputil.values())
+            return tuple(_gputil_device(gpu) for gpu in self._of_gputil.values())
+        return self._amd.devices() if self._amd.open() else ()
 
     def _ask_gputil(self) -> None:
         self._of_gputil = {}
@@ -121,39 +93,29 @@ class GpuSampler:
                 pynvml.nvmlShutdown()
 
 
-@dataclass(frozen=True)
-class GpuProcess:
-    """A process that holds memory of a GPU.
-
-    Attributes:
-        gpu, uuid: of the GPU, as in :class:`DeviceFacts`.
-        user: its owner; "?" where that is hidden.
-        mib: memory that it holds there; None where the driver does not tell.
-    """
-
-    gpu: int
-    uuid: str
-    pid: int
-    user: str
-    mib: float | None
-
-
 def read_gpu_processes() -> tuple[GpuProcess, ...] | None:
     """Who holds memory of this machine's GPUs; None where there is no driver to ask."""
     found = []
     with _nvml() as nvml_works:
         if not nvml_works:
-            return None
+            with AmdSmi() as amd:
+                return amd.processes() if amd.open() else None
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
             uuid = str(handle and _ask(pynvml.nvmlDeviceGetUUID, handle))
             running = handle and _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
             for process in running or ():
                 held = process.usedGpuMemory
-                user = _user_name(_owner(process.pid))
                 mib = None if held is None else held / MIB
-                found.append(GpuProcess(index, uuid, process.pid, user, mib))
+                found.append(GpuProcess(index, uuid, process.pid, user_of(process.pid), mib))
     return tuple(found)
+
+
+def amd_uuid_at(place: str) -> str | None:
+    """The UUID of the AMD GPU at a place on the PCI bus, such as ``0000:c1:00.0``; None if there is
+    none."""
+    with AmdSmi() as amd:
+        return amd.uuid_at(place) if amd.open() else None
 
 
 @contextlib.contextmanager
@@ -199,7 +161,10 @@ def _nvml_device(index: int, of_gputil: Mapping[str, Any]) -> DeviceFacts | None
     celsius = _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
     milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
     processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    others_mib, others = _others(processes)
+    others_mib, others = others_among(
+        None if processes is None
+        else [(each.pid, (each.usedGpuMemory or 0) / MIB) for each in processes]
+    )  # fmt: skip
     place = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
     return DeviceFacts(
         index=index,
@@ -241,33 +206,3 @@ def _text(word: str | bytes) -> str:
 def _known(value: float) -> float | None:
     """GPUtil says NaN for what nvidia-smi does not support."""
     return None if value != value else float(value)
-
-
-def _others(processes: Iterable[Any] | None) -> tuple[float | None, tuple[str, ...]]:
-    """Memory (MiB) and names of the users, other than this one, with processes on a GPU."""
-    if processes is None:
-        return None, ()
-    used, names = 0.0, set()
-    for process in processes:
-        uid = _owner(process.pid)
-        if uid != os.getuid():
-            used += (process.usedGpuMemory or 0) / MIB
-            names.add(_user_name(uid))
-    return used, tuple(sorted(names))
-
-
-def _owner(pid: int) -> int | None:
-    """User id of a process; None where this machine hides it (another container's, say)."""
-    try:
-        return Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return None
-
-
-def _user_name(uid: int | None) -> str:
-    if uid is None:
-        return "?"
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

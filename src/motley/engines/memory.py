@@ -3,15 +3,18 @@
 import gc
 import os
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from motley.cluster.gpus import MIB, read_gpu_processes
+from motley.cluster.device_facts import MIB
+from motley.cluster.gpus import amd_uuid_at, read_gpu_processes
 from motley.errors import NoMemoryError
 from motley.faults import says_no_memory
+
+_PLACE = ("domain", "bus", "device")  # on the PCI bus
 
 Found = TypeVar("Found")
 
@@ -69,7 +72,7 @@ def shortage(error: BaseException, device: torch.device) -> str:
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
         return f"{said}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = uuid_of(device)
     found = [process for process in read_gpu_processes() or () if process.uuid == uuid]
     others = [
         f"{process.user} (pid {process.pid})"
@@ -78,6 +81,17 @@ def shortage(error: BaseException, device: torch.device) -> str:
         if process.pid != os.getpid()
     ]
     return f"{said}; others there: {', '.join(others) or 'none that the driver names'}"
+
+
+def uuid_of(device: torch.device) -> str:
+    """A GPU's UUID as its driver spells it. Of AMD's torch knows another number, so the GPU at the
+    same place on the PCI bus is asked for its own."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        numbers = [getattr(properties, f"pci_{each}_id", 0) for each in _PLACE]
+        if found := amd_uuid_at("{:04x}:{:02x}:{:02x}.0".format(*numbers)):
+            return found
+    return f"GPU-{properties.uuid}"
 
 
 def no_second_try(error: BaseException, device: torch.device, words: str, instead: str) -> NoReturn:

@@ -17,8 +17,7 @@ from motley.data.source import Source, UnreadableSample, read
 from motley.engines.memory import in_halves
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
-from motley.plan.precision import best_precision
-from motley.planner.process_group import confirmed
+from motley.planner.process_group import confirmed, promised_precision
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.task import Task
@@ -75,8 +74,7 @@ def precision_of(asked: str, device: torch.device) -> str:
     """What ``--precision`` means on this device."""
     if asked != "auto":
         return asked
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return confirmed(*best_precision(capability), device)[0]
+    return confirmed(*promised_precision(device), device)[0]
 
 
 @dataclass

@@ -7,29 +7,31 @@ and tells for how long it has heard nothing. A peer that is only busy, or stoppe
 """
 
 import contextlib
+import ctypes
+import os
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 DEAD_AFTER_S = 18.0  # without an answer, though there was something to answer
 _LEAST_TRIES = 3  # that were sent again; TCP doubles the time between two
 # Of struct tcp_info, linux/tcp.h: tcpi_retransmits; tcpi_unacked; tcpi_last_ack_recv, ms.
 _RETRANSMITS, _UNACKED, _LAST_ACK_MS = 2, 24, 56
+_INFO_BYTES = 256
+_getsockopt = ctypes.PyDLL(None).getsockopt  # which never waits, so it keeps Python's lock
 _LOCAL = ("127.", "::1", "::ffff:127.")
 
 
 def dead_peers(after_s: float = DEAD_AFTER_S) -> list[str]:
-    """Addresses of other machines that do not answer; takes a millisecond for 100 connections.
+    """Addresses of other machines that do not answer; takes two milliseconds for 1,000 connections.
 
     Args:
         after_s: seconds without an answer.
     """
     found = set()
-    for line in _connections():
-        with contextlib.suppress(OSError, struct.error):
-            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            if is_dead(info, after_s):
+    for number, info in _connections():
+        if is_dead(info, after_s):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
                 found.add(str(line.getpeername()[0]).removeprefix("::ffff:"))
     return sorted(address for address in found if not address.startswith(_LOCAL))
 
@@ -46,10 +48,15 @@ def is_dead(info: bytes, after_s: float) -> bool:
     return bool(unacked and tries >= _LEAST_TRIES and last_ack_ms > 1000 * after_s)
 
 
-def _connections() -> Iterator[socket.socket]:
-    """This process's sockets, whoever opened them; what is closed is a copy of the descriptor."""
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile, or no more can be opened
-            if str(path.readlink()).startswith("socket:"):
-                with socket.fromfd(int(path.name), socket.AF_INET, socket.SOCK_STREAM) as line:
-                    yield line
+def _connections() -> Iterator[tuple[int, bytes]]:
+    """This process's TCP sockets, whoever opened them: descriptor, and struct tcp_info.
+
+    The system is asked of every descriptor, without a socket object for each: a rank of a
+    thousand has as many connections.
+    """
+    info, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  its paths take as long as all else
+        size.value = _INFO_BYTES
+        where = ctypes.byref(info), ctypes.byref(size)
+        if not _getsockopt(int(name), socket.IPPROTO_TCP, socket.TCP_INFO, *where):
+            yield int(name), info.raw[: size.value]

@@ -117,10 +117,13 @@ class Handshakes:
             ready: sockets that can be read, as the selector says; others are ignored.
             now: seconds, by a clock that stands still while this process is frozen.
         """
-        new = set(self._accept(now)) if self._listener in ready else set()
-        for line in [line for line in self._strangers if line in ready or line in new]:
-            arrival = self._hear(line)
-            if arrival is not None:
+        # First who has come before: of too many, the one that has waited longest would go unheard.
+        for line in [line for line in self._strangers if line in ready]:
+            if arrival := self._hear(line):
+                yield arrival
+        new = list(self._accept(now)) if self._listener in ready else []
+        for line in [line for line in new if line in self._strangers]:
+            if arrival := self._hear(line):
                 yield arrival
         for line, stranger in list(self._strangers.items()):
             if now - stranger.since > TIMEOUT_S:
@@ -138,7 +141,8 @@ class Handshakes:
                     return
                 self._hang_up(next(iter(self._strangers)))
                 continue
-            if len(self._strangers) == MOST_STRANGERS:
+            # Of a thousand ranks that come at once, all are strangers for a moment.
+            if len(self._strangers) >= max(MOST_STRANGERS, len(self._awaited)):
                 self._hang_up(next(iter(self._strangers)))
             line.setblocking(False)
             self._strangers[line] = _Stranger(now)

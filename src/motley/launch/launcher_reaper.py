@@ -72,10 +72,12 @@ class LauncherReaper:
         """
         if self._process is None or self._process.stdin is None:
             return False
-        if any(self._told.get(name) != value for name, value in news.items()):
+        # Of a thousand hosts, whose names do not change, it is told once.
+        changed = {name: value for name, value in news.items() if self._told.get(name) != value}
+        if changed:
             with contextlib.suppress(OSError):
-                print(json.dumps(news), file=self._process.stdin, flush=True)
-        self._told.update(news)
+                print(json.dumps(changed), file=self._process.stdin, flush=True)
+        self._told.update(changed)
         return True
 
     def lost_session(self, names: Collection[str], limit_s: float) -> bool:

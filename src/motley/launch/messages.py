@@ -44,6 +44,6 @@ class Messages:
 
 def _decode(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line.decode())
     except (ValueError, RecursionError):
         return None

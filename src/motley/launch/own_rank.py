@@ -17,7 +17,7 @@ from motley.launch.handshakes import Listening
 from motley.launch.launcher_reaper import LauncherReaper
 from motley.launch.pause import REQUESTS, OwnPause, request_of
 from motley.launch.survivors import Survivors, machines_of
-from motley.launch.watchdog import HEARTBEAT_INTERVAL_S, AwakeClock, Heartbeat
+from motley.launch.watchdog import AwakeClock, Heartbeat, heartbeat_interval_s
 
 _LINKS_S = 2.0  # between looks at what this process's connections do
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -124,13 +124,12 @@ class OwnRank:
         """The same, of something that is void once a rank is lost; from the training's thread."""
         self.say({**message, "group": self.trains_in})
 
-    def heartbeat_message(self) -> dict[str, Any]:
+    def heartbeat_now(self) -> Heartbeat:
         """The heartbeat of now."""
         if time.monotonic() > self._look_at_links:
             self._look_at_links = time.monotonic() + _LINKS_S
             self._unanswered = dead_peers()
-        now = replace(self.heartbeat, step=self.step, unanswered=self._unanswered)
-        return now.message()
+        return replace(self.heartbeat, step=self.step, unanswered=self._unanswered)
 
     def hasten_heartbeat(self) -> None:
         """Have the next one be now."""
@@ -145,7 +144,7 @@ class OwnRank:
         """Whether it is time for one; the next is an interval later."""
         due = self.heartbeat_in() == 0.0
         if due:
-            self._next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL_S
+            self._next_heartbeat = time.monotonic() + heartbeat_interval_s(self.size)
         return due
 
     def print(self, text: str) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.cluster.launcher import launch_of
+from motley.errors import MotleyError
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
@@ -25,6 +28,10 @@ _COMPILED = {
     "MIOPEN_CUSTOM_CACHE_DIR": "miopen/kernels",
 }
 _CACHES = {**_COMPILED, "MPLCONFIGDIR": "matplotlib"}
+
+# That a rank has open besides: libraries, loader processes, shards of data.
+_LEAST_FILES, _USUAL_FILES = 64, 1024
+_GROUPS = 4  # in which gloo connects each rank with each other one
 
 _FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends with the first
 
@@ -55,6 +62,31 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         number: of the signal.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def allow_files(ranks: int, first: bool) -> None:
+    """Have this process, one of so many ranks, open as many files as it may need.
+
+    Args:
+        first: it is rank 0, to which each of the others has a connection.
+
+    Raises:
+        MotleyError: on rank 0, where the system does not let it have these.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    needed, enough = ranks + _LEAST_FILES, _GROUPS * ranks + _USUAL_FILES
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        with contextlib.suppress(ValueError, OSError):  # the kernel's fs.nr_open is less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(enough, most), hard))
+            soft = min(enough, most)
+        if first and soft < needed:
+            raise MotleyError(
+                f"a job of {ranks} ranks needs {needed} open files on its first host, "
+                f"{socket.gethostname()}, and the limit there is {soft} (ulimit -Hn); raise nofile "
+                "in /etc/security/limits.conf there, or LimitNOFILE of the service that starts it "
+                "(ssh, slurmd), and log in anew"
+            )
 
 
 def cache_folder() -> Path:

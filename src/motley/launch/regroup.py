@@ -5,7 +5,7 @@ from typing import Any
 
 from motley.faults import Fault
 from motley.launch.own_rank import OwnRank, line_of
-from motley.launch.survivors import Regrouping, Survivors
+from motley.launch.survivors import Regrouping, Survivors, parts
 from motley.launch.watchdog import RankStatus
 
 
@@ -32,6 +32,11 @@ class Regroup:
         """A rank is lost, and the others are not told yet how to go on."""
         return self._regrouping.first is not None
 
+    @property
+    def waits(self) -> bool:
+        """The others have not all gone on yet."""
+        return self._regrouping.waits
+
     def witness(self, rank: int) -> None:
         """See Regrouping."""
         self._regrouping.witness(rank)
@@ -53,8 +58,8 @@ class Regroup:
         if "kept" in message:
             self._regrouping.kept(status.rank)
         elif (values := self._regrouping.gather(status.rank, message["gather"])) is not None:
-            for value in values:
-                self._tell_all({"gathered": value})
+            for part in parts(values):
+                self._tell_all({"gathered": part})
             self._own.gathered.put(values)
         return None
 

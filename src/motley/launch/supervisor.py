@@ -1,13 +1,14 @@
 """The supervisor: every rank keeps one TCP connection to rank 0 for as long as it lives.
 
 MPI and the process group cannot say who failed first: a rank that is killed makes all
-others fail too, and NCCL waits for minutes. So each rank tells rank 0 twice a second what
-it is doing, its own failure in its own words, and that it is done. Rank 0 sees a connection
-that breaks without a word, a rank that falls silent and a job that stands still; it names
-the first cause in one line and ends the job. A rank that hears nothing of rank 0 ends itself.
+others fail too, and NCCL waits for minutes. So each rank tells rank 0 twice a second (one of a
+thousand: once) what it is doing, its own failure in its own words, and that it is done. Rank 0
+sees a connection that breaks without a word, a rank that falls silent and a job that stands still;
+it names the first cause in one line and ends the job. A rank that hears nothing of rank 0 ends
+itself.
 
     rank k (watch_first.py)               rank 0 (watch_all.py)
-    {"heartbeat": {"step": 17}}  -------> remembered; none for 15 s: see watchdog.py
+    {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see watchdog.py
                             <------------ {"heartbeat": null}, or who may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
@@ -20,7 +21,7 @@ Where all can go on without a lost rank (survivors.py), the job does not end:
 
                             <------------ {"keep": true}: the state, apart from the group
     {"kept": ""}            ------------> from all? then {"regroup": {...}}: with whom
-    {"gather": value}       ------------> from all? then {"gathered": value} of each, to all
+    {"gather": value}       ------------> from all? then {"gathered": [values]} of some, to all
 
 When it is rank 0 that is lost, the next one takes its part: all others connect to that one's port,
 and it has everybody keep the state and go on in the same way.

@@ -8,7 +8,7 @@ whoever leaves a broken collective may break that of others, who must not be rea
 import base64
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +31,7 @@ SURVIVE = {
     "PRTE_MCA_state_base_recoverable": "1", "PRTE_MCA_state_base_error_non_zero_exit": "0",
     SURVIVES: "1",
 }  # fmt: skip
+_PART_BYTES = MOST_BYTES // 16  # of what is sent in one go, where there is more
 _WITNESS_S = 1.0  # in which the host of a lost rank is heard of; mpirun ends the job without it
 _KEEP_S = 20.0  # in which all have kept their state
 _MEET_S = 60.0  # in which all have left the broken group; one may compute meanwhile
@@ -99,6 +100,19 @@ def unpacked(text: str) -> Any:
     return pickle.loads(base64.b64decode(text))
 
 
+def parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """All of them, in order, as few messages as can be: a thousand ranks are each sent a thousand
+    of them."""
+    part, size = list[str](), 0
+    for text in texts:
+        if part and size + len(text) > _PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    yield part
+
+
 class Status(Protocol):
     """What must be known of a rank; see motley.launch.watchdog.RankStatus."""
 
@@ -126,6 +140,11 @@ class Regrouping:
     def first(self) -> Fault | None:
         """The first loss, of which all others may be echoes; None: nobody is lost."""
         return next(iter(self._lost.values()), None)
+
+    @property
+    def waits(self) -> bool:
+        """A rank is lost, or not all have left the group that it has broken."""
+        return bool(self._lost) or self._meeting is not None
 
     def lose(self, fault: Fault, left: Collection[Status]) -> bool:
         """A rank is lost; whether the others can go on, as far as is known.

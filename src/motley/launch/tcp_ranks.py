@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import pickle
 import queue
 import secrets
 import socket
@@ -66,8 +67,9 @@ class TcpRanks:
         try:
             if self.rank == 0:
                 values: list[T] = [value, *(line.recv() for line in self._lines)]
+                data = pickle.dumps(values)
                 for line in self._lines:
-                    line.send(values)
+                    line.send_bytes(data)  # what recv() reads
             else:
                 self._lines[0].send(value)
                 values = self._lines[0].recv()

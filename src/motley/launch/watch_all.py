@@ -40,6 +40,9 @@ _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves
 _SESSION_S = 0.2  # from the death of a rank by its daemon's to the end of the session to its host
 _HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
 ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
+# What many ranks say in a while is heard in one go: this thread wakes 25 times a second at most,
+# which costs a training that computes in this process little, and hears of a death soon enough.
+_GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 _RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
@@ -104,31 +107,36 @@ class AllRanksWatch:
                 address = new.line.getpeername()[0]
                 status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
                 self._others[new.line] = status
-                self._tell_standby_of_crash()
+                if new.rank == self._standby:
+                    self._tell_standby_of_crash()
                 for message in new.pending:
                     self._hear(status, message)
             if self._first_lost:
                 self._await_others(self._first_lost)
-            self._regroup_or_end()
+            if self._regroup.waits:
+                self._regroup_or_end()
             # Only now: whoever knows more may have said so while this process was stopped.
             if cause := self._cause.due():
                 # A stop of mpirun's, or an error of gloo's, may well be due to a silent rank.
                 silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
                 self.end_job(silent or cause)
-            self._hear(self._me, {"heartbeat": own.heartbeat_message()})
+            self._watchdog.hear(self._me, own.heartbeat_now())
             for number in own.signals():
                 self._hear(self._me, {"signal": number})
             while own.outbox:
                 self._hear(self._me, own.outbox.pop(0))
-            self._ask_who_has_begun()
+            if self._pause.wanted:
+                self._ask_who_has_begun()
             if self._writer.error is not None:  # a full disk, say: without records no run
                 raise self._writer.error
-            if sum(status.done for status in self._statuses()) == own.size:
+            if self._all_done():
                 self._tell_all({"finish": True})
                 own.finished.set()
                 return
             if own.heartbeat_due():
                 self._judge()
+            if len(self._others) + 1 == own.size:  # who comes is heard at once
+                time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.size))
 
     def end_job(self, fault: Fault) -> NoReturn:
         """Record the first cause, say it, and end all ranks."""
@@ -197,13 +205,18 @@ class AllRanksWatch:
         """Seconds until there is something to do."""
         return self._cause.due_in(self._own.heartbeat_in())
 
+    def _all_done(self) -> bool:
+        """Whether all ranks are; looks at few of them while one is not."""
+        whole = len(self._others) + 1 == self._own.size
+        return whole and self._me.done and all(status.done for status in self._others.values())
+
     def _statuses(self) -> list[RankStatus]:
         return [self._me, *self._others.values()]
 
     def _read(self, line: socket.socket) -> None:
         status = self._others[line]
         try:
-            data = line.recv(65536)
+            data = os.read(line.fileno(), 65536)  # recv() would first ask whether there is any
         except OSError:
             data = b""
         status.heard = self._own.awake.seconds
@@ -332,6 +345,7 @@ class AllRanksWatch:
         self._writer.write(partial(self._on_event, event))
 
     def _tell_all(self, message: dict[str, Any]) -> None:
+        data = encode(message)
         for line in self._others:
             with contextlib.suppress(OSError):
-                line.sendall(encode(message))
+                line.sendall(data)

@@ -71,7 +71,7 @@ class FirstRankWatch:
                 if own.leaves.is_set():
                     own.leave(0)
                 if own.heartbeat_due():
-                    self._line.sendall(encode({"heartbeat": own.heartbeat_message()}))
+                    self._line.sendall(encode({"heartbeat": own.heartbeat_now().message()}))
             except OSError:
                 with contextlib.suppress(OSError):
                     self._hear()
@@ -131,9 +131,9 @@ class FirstRankWatch:
             if not data and not own.finished.is_set():
                 raise ConnectionError
 
-    def _take(self, text: str) -> None:
-        """One rank's value of those that are gathered; they come by rank."""
-        self._gathered.append(text)
+    def _take(self, texts: list[str]) -> None:
+        """Some ranks' values of those that are gathered; they come by rank."""
+        self._gathered += texts
         if len(self._gathered) == self._own.size:
             self._own.gathered.put(self._gathered)
             self._gathered = []

@@ -21,9 +21,11 @@ from motley.errors import MotleyError
 from motley.launch.leftovers import say_leftovers
 from motley.launch.mpi import Launched, check_slurm
 from motley.launch.process import (
+    allow_files,
     die_with_parent,
     keep_caches_local,
     launched_local_rank,
+    launched_rank,
     stop_usage,
 )
 from motley.launch.ranks import ranks_of_launch
@@ -59,6 +61,7 @@ def run(
     die_with_parent()
     keep_caches_local(os.environ)
     try:
+        allow_files(launch_of().size, launched_rank() == 0)
         watch = None if launched else StartWatch()
         world = World(launched or ranks_of_launch(), clock)
         world.connect(packages)

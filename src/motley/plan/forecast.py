@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+
 from motley.plan.links import Links
 from motley.plan.plan import apportion
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import limit_s, split
+from motley.plan.split import Speeds, limit_s, split
 from motley.plan.wire import AllReduceCost
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
@@ -100,7 +102,7 @@ def forecast(
         buckets: to send the gradient in; None: as few as do about as well as any.
     """
     total = sum(counts)
-    compute = tuple(speed.seconds_of(n) for speed, n in zip(speeds, counts, strict=True))
+    compute = tuple(Speeds(speeds).seconds_of(np.array(counts, dtype=float)).tolist())
     last = max(range(len(counts)), key=lambda rank: compute[rank])
     parts = [max(1, math.ceil(n / s.micro_batch)) for n, s in zip(counts, speeds, strict=True)]
     backward_s = speeds[last].micro_s(counts[last] / parts[last]) * 2 / 3

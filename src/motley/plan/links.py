@@ -3,6 +3,7 @@
 The measurement is in motley.measure.links.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -69,6 +70,19 @@ class Links:
             for key in (("sends", sender), ("receives", receiver)):
                 most[key] = max(most.get(key, 0.0), flow.bytes_per_s)
         return most
+
+    @cached_property
+    def _carried(self) -> list[float]:
+        """What each machine's link carries, ascending."""
+        return sorted(map(self.carries, self.hosts))
+
+    @cached_property
+    def _nearest_s(self) -> dict[int, float]:
+        nearest: dict[int, float] = {}
+        for pair, flow in self.flows.items():
+            for machine in pair if flow.latency_s else ():
+                nearest[machine] = min(nearest.get(machine, float("inf")), flow.latency_s)
+        return nearest
 
     def sends(self, machine: int) -> float:
         """Bytes a second that a machine sends to whom it sends most to."""
@@ -142,17 +156,13 @@ class Links:
 
     def latency_s(self, machine: int) -> float:
         """Of a machine to the nearest that answers; infinite if none does."""
-        return min(
-            (flow.latency_s for pair, flow in self.flows.items()
-             if machine in pair and flow.latency_s), default=float("inf"),
-        )  # fmt: skip
+        return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
         """That a machine's link is slower than the others', which way, by how much, and what is
         known of why; or nothing."""
         rate = self.carries(machine)
-        others = sorted(self.carries(other) for other in self.hosts if other != machine)
-        usual = others[len(others) // 2] if others else 0.0
+        usual = self._usual_of_others(rate)
         if not 0 < rate < _SLOWER * usual:
             return ""
         sends, receives = self.sends(machine), self.receives(machine)
@@ -165,6 +175,13 @@ class Links:
             f"{self.hosts[machine]}'s link carries {_rate(rate)}{way}, the others' {_rate(usual)}"
             f"{self._why(machine)}"
         )
+
+    def _usual_of_others(self, rate: float) -> float:
+        """What the middle one of the others carries, beside a machine of this ``rate``."""
+        others = len(self._carried) - 1
+        middle = others // 2
+        after = bisect_left(self._carried, rate) <= middle  # without it, one place later
+        return self._carried[middle + after] if others > 0 else 0.0
 
     def _why(self, machine: int) -> str:
         if (port := self.ports.get(machine)) is None:

@@ -46,6 +46,27 @@ def best_precision(capability: tuple[int, int] | None) -> tuple[str, str]:
     return "fp32", f"{label} has no fast 16-bit type"
 
 
+# Vega without bf16, of the ninth generation; all before the ninth have no fast 16-bit type.
+_VEGA = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c")
+
+
+def best_precision_of_amd(architecture: str) -> tuple[str, str]:
+    """The same of an AMD GPU.
+
+    Args:
+        architecture: as ROCm names it, such as ``gfx942:sramecc+:xnack-``: of its digits the last
+            two are hexadecimal, those before are its generation.
+    """
+    label = architecture.partition(":")[0]
+    digits = label.removeprefix("gfx")[:-2]
+    generation = int(digits) if digits.isdigit() else 0
+    if generation >= 11 or (generation == 9 and label not in _VEGA):
+        return "bf16", label
+    if generation >= 9:
+        return "fp16", f"{label} has no fast bf16"
+    return "fp32", f"{label} has no fast 16-bit type"
+
+
 def read_loss_scale(text: str) -> str | float:
     """Read ``--loss-scale``: auto, dynamic, or a number such as 65536 or 2^24."""
     if text in ("auto", "dynamic"):

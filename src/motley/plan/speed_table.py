@@ -77,10 +77,8 @@ class SpeedTable:
         place = self.sizes.index(self.micro_batch)
         shortest = [*accumulate(reversed(self.seconds), min)][::-1]
         least = shortest[place] / self.micro_batch
-        return tuple(
-            max(seconds, least * min(size, self.micro_batch))
-            for size, seconds in zip(self.sizes, shortest, strict=True)
-        )
+        below = [max(least * self.sizes[at], shortest[at]) for at in range(place)]
+        return (*below, *shortest[place:])
 
     def micro_s(self, samples: float) -> float:
         """Seconds of one micro-batch, between measured sizes on a straight line; 0 for none."""

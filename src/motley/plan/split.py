@@ -32,16 +32,16 @@ class Speeds:
 
     def __init__(self, tables: Sequence[SpeedTable]) -> None:
         longest = max(len(table.sizes) for table in tables)
+        seconds = np.array([_filled(table.seconds, longest) for table in tables])
         self._ranks = np.arange(len(tables))
         self._last = np.array([len(table.sizes) - 1 for table in tables])
         self._sizes = np.array([_filled(table.sizes, longest) for table in tables])
         before = np.array([0.0 if table.reads_ahead else table.input_s for table in tables])
         self._beside = np.array([table.input_s if table.reads_ahead else 0.0 for table in tables])
-        self._seconds = np.array([_filled(table.rising, longest) for table in tables])
-        self._seconds += before[:, None] * np.where(np.isinf(self._sizes), 0.0, self._sizes)
         self._m = np.array([float(table.micro_batch) for table in tables])
-        self._m_s = np.array([table.micro_s(table.micro_batch) for table in tables])
-        self._m_s += before * self._m
+        self._seconds = _rising(self._sizes, seconds, self._m)
+        self._m_s = self._micro_s(self._m) + before * self._m
+        self._seconds += before[:, None] * np.where(np.isinf(self._sizes), 0.0, self._sizes)
         self.step_s = np.array([table.step_s for table in tables])
         self._grain = tables[0].grain
 
@@ -102,8 +102,17 @@ class Speeds:
         return start + (end - start) * (at - low) / width
 
 
-def _filled(values: Sequence[float], length: int) -> list[float]:
-    return [*values, *[math.inf] * (length - len(values))]
+def _filled(values: Sequence[float], length: int) -> Sequence[float]:
+    return values if len(values) == length else [*values, *[math.inf] * (length - len(values))]
+
+
+def _rising(sizes: Floats, seconds: Floats, m: Floats) -> Floats:
+    """:attr:`SpeedTable.rising` of all, [ranks, sizes]; table by table it took half of a plan."""
+    shortest = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
+    at_m = np.where(sizes == m[:, None], shortest, np.inf).min(axis=1)
+    least = (at_m / m)[:, None] * np.where(np.isinf(sizes), 0.0, sizes)
+    rising: Floats = np.where(sizes < m[:, None], np.maximum(least, shortest), shortest)
+    return rising
 
 
 def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
@@ -114,19 +123,29 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
     taken from who would be last.
     """
     speeds = Speeds(_some(tables))
-    counts = speeds.whole_in(_time_for(global_batch, speeds, len(tables))).tolist()
+    whole = speeds.whole_in(_time_for(global_batch, speeds, len(tables)))
+    counts, surplus = whole.tolist(), int(whole.sum() - global_batch) // tables[0].grain
+    took = np.where(whole > 0, speeds.seconds_of(whole.astype(float)), 0.0)
     last = [  # of equal times the largest share first: what the clock took for equal need not be
-        (-table.seconds_of(n), -n, rank)
-        for rank, (table, n) in enumerate(zip(tables, counts, strict=True))
-        if n
-    ]
+        (-tables[rank].seconds_of(counts[rank]), -counts[rank], rank)
+        for rank in _slowest(surplus, took) if counts[rank]
+    ]  # fmt: skip
     heapq.heapify(last)
-    for _ in range((sum(counts) - global_batch) // tables[0].grain):
+    for _ in range(surplus):
         *_, rank = heapq.heappop(last)
         counts[rank] -= tables[0].grain
         if n := counts[rank]:
             heapq.heappush(last, (-tables[rank].seconds_of(n), -n, rank))
     return tuple(counts)
+
+
+def _slowest(count: int, seconds: Floats) -> Sequence[int]:
+    """So many ranks that take longest, and who takes as long but for rounding."""
+    if not 0 < count < len(seconds):
+        return range(len(seconds) if count else 0)
+    least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
+    found: list[int] = np.flatnonzero(seconds >= least).tolist()
+    return found
 
 
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:

@@ -1,5 +1,6 @@
 """Decides where the plan comes from: ``--shares``, the run that is continued, or measurements."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from motley.plan.ramp import ramp_of
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import Planned, measure_and_plan
-from motley.planner.process_group import ProcessGroup, kept_workers, shrink_group
+from motley.planner.process_group import ProcessGroup, Worker, kept_workers, shrink_group
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task
@@ -88,7 +89,7 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
     """MotleyError if the engine cannot do these ranks, or it or they what ``--wire`` asks for."""
     if group.is_mixed and not traits.mixed:
         raise MotleyError(
-            f"{traits.words}; GPUs and CPUs together cannot. Leave out one kind with --hosts, or "
+            f"{traits.words}; {group.kinds} together cannot. Leave out one kind with --hosts, or "
             "train with torch_dist/train_vit.py --strategy ddp"
         )
     if asked is not None and not traits.can(asked):
@@ -98,7 +99,7 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
         )
     if asked is not None and group.is_mixed and not asked.mixes_devices:
         raise MotleyError(
-            f"--wire {asked} is not for GPUs and CPUs together; choose exact, bf16 or fp16, or "
+            f"--wire {asked} is not for {group.kinds} together; choose exact, bf16 or fp16, or "
             "leave out one kind with --hosts"
         )
     if asked is not None and asked.slow_rank is not None and not asked.slow_rank < group.size > 2:
@@ -106,6 +107,14 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
             f"--wire {asked}: {group.size} ranks take part; /leafK spares rank K, from 0, of 3 or "
             "more; leave it to the plan with --wire exact"
         )
+
+
+def _are(workers: Sequence[Worker], before: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether they are those of a run, as its run.json has them; what an older one does not say of
+    them, it does not say."""
+    pairs = zip(workers, before, strict=False)
+    alike = all(old.items() <= asdict(worker).items() for worker, old in pairs)
+    return alike and len(workers) == len(before)
 
 
 def _plan_before(
@@ -120,7 +129,7 @@ def _plan_before(
     kept = {rank["rank"] for rank in ranks}
     workers = kept_workers(group.workers, kept)
     started = kept | {rank["rank"] for rank in left_out} == set(range(world.size))
-    if not ranks or not started or ranks != [asdict(worker) for worker in workers]:
+    if not ranks or not started or not _are(workers, ranks):
         return None
     same = config.as_json(Decides.SPEED | Decides.PLAN) | task_of(config).identity()
     if any(old.get(key) != value for key, value in same.items()):

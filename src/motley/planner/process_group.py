@@ -11,16 +11,23 @@ import torch.distributed as dist
 
 from motley.cluster.binding import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
+from motley.engines.memory import uuid_of
 from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
 from motley.plan.per_rank import PerRank, named_hosts
 from motley.plan.plan import Candidate, LeftOut, choose_participants
-from motley.plan.precision import PRECISIONS, best_precision, read_precisions
+from motley.plan.precision import (
+    PRECISIONS,
+    best_precision,
+    best_precision_of_amd,
+    read_precisions,
+)
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 
+_RCCL = "RCCL "
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 # Of a collective. The supervisor ends the job long before, and can name the rank.
 _TIMEOUT = timedelta(seconds=2 * PROGRESS_TIMEOUT_S)
@@ -37,6 +44,7 @@ class Worker:
         uuid: of its GPU; empty without one.
         why: why this precision.
         cores: that it is kept on, in words; empty: any.
+        maker: of its GPU, NVIDIA or AMD; empty without one.
     """
 
     rank: int
@@ -47,6 +55,7 @@ class Worker:
     precision: str
     why: str
     cores: str = ""
+    maker: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,17 @@ class ProcessGroup:
 
     @property
     def is_mixed(self) -> bool:
-        """Some ranks have a GPU, and some have not."""
-        return len({bool(worker.uuid) for worker in self.workers}) > 1
+        """Some ranks have a GPU and some have not, or GPUs of two makers: none can send from its
+        GPU's memory to all others'."""
+        return len({worker.maker for worker in self.workers}) > 1
+
+    @property
+    def kinds(self) -> str:
+        """Of devices, in words."""
+        makers = sorted({worker.maker for worker in self.workers})
+        if len(makers) < 3 and "" in makers:
+            return "GPUs and CPUs"
+        return " and ".join(f"{maker} GPUs" if maker else "CPUs" for maker in makers[::-1])
 
     def machines(self, world: World) -> list[int]:
         """Which machine each rank is on; names of hosts may be alike."""
@@ -120,14 +138,16 @@ def join_process_group(
 ) -> ProcessGroup:
     """Decide who trains and join the process group; every launched rank calls it.
 
-    NCCL where every participant owns a GPU, gloo for all otherwise.
+    NCCL where every participant owns a GPU, all of one maker (RCCL is AMD's, and torch calls it
+    NCCL too); gloo for all otherwise.
 
     Args:
         precision: as ``--precision`` says it; None: auto. hosts: as ``--hosts`` says it.
         bind: keep ranks on the cores next to their GPUs.
     """
     check_nccl(world)
-    gpus = tuple(_uuid(index) for index in range(torch.cuda.device_count()))
+    known = range(torch.cuda.device_count())
+    gpus = tuple(uuid_of(torch.device("cuda", index)) for index in known)
     machine = world.machines[world.rank]
     candidates = world.allgather(Candidate(world.rank, world.host, machine, world.local_rank, gpus))
     named = named_hosts(hosts, [candidate.host for candidate in candidates])
@@ -159,7 +179,7 @@ def _connect(
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
     world.allgather(None)  # who knocks before somebody listens tries again half a second later
-    if not all(worker.uuid for worker in workers):
+    if {worker.maker for worker in workers} not in ({"NVIDIA"}, {"AMD"}):
         if rank is not None:
             dist.init_process_group("gloo", timeout=_TIMEOUT)
         return "gloo"
@@ -206,13 +226,14 @@ def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
 
 
 def check_nccl(world: World) -> None:
-    """Raise MotleyError unless all ranks with a GPU have the same NCCL: others cannot talk.
+    """Raise MotleyError unless all ranks with a GPU of one maker have the same NCCL: others cannot
+    talk.
 
     It is torch's own, and may differ between builds of one release.
     """
     found = world.allgather(nccl_version())
     ranks = {version: rank for rank, version in reversed(list(enumerate(found))) if version}
-    if len(ranks) > 1:
+    if len(ranks) > len({version.startswith(_RCCL) for version in ranks}):
         listed = ", ".join(
             f"{version} on {world.nodes[rank].host}" for version, rank in sorted(ranks.items())
         )
@@ -223,15 +244,11 @@ def check_nccl(world: World) -> None:
 
 
 def nccl_version() -> str:
-    """As in ``2.27.3``; empty without a GPU."""
+    """As in ``2.27.3``, of AMD's ``RCCL 2.22.3``; empty without a GPU."""
     if not torch.cuda.is_available():
         return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-
-
-def _uuid(index: int) -> str:
-    """A GPU's UUID as the driver spells it."""
-    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    maker = _RCCL if torch.version.hip else ""
+    return maker + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def leave_process_group() -> None:
@@ -263,7 +280,8 @@ def _bind(world: World, device: torch.device) -> str:
     """Keep this rank next to its device; says where that is, nothing where it may be anywhere."""
     has_gpu, near = device.type == "cuda", None
     if has_gpu:
-        own = [each for each in world.nodes[world.rank].devices if each.uuid == _uuid(device.index)]
+        uuid = uuid_of(device)
+        own = [each for each in world.nodes[world.rank].devices if each.uuid == uuid]
         near = own[0].memory_node if own else None
     node = choose_node(
         memory_nodes(), near, has_gpu, world.local_rank, world.local_size, os.sched_getaffinity(0)
@@ -275,14 +293,13 @@ def _bind(world: World, device: torch.device) -> str:
 
 
 def _worker(rank: int, world: World, device: torch.device, wanted: str, cores: str) -> Worker:
-    name, uuid, capability = "cpu", "", None
+    name, uuid, maker = "cpu", "", ""
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, uuid = f"{device} {properties.name}", _uuid(device.index)
-        capability = (properties.major, properties.minor)
+        name = f"{device} {torch.cuda.get_device_properties(device).name}"
+        uuid, maker = uuid_of(device), "AMD" if torch.version.hip else "NVIDIA"
     precision, why = wanted, "asked for"
     if wanted == "auto":
-        precision, why = confirmed(*best_precision(capability), device)
+        precision, why = confirmed(*promised_precision(device), device)
     speed = kernel_speed(device, precision, seconds=0.02)
     if speed.tflops is None:
         able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
@@ -294,7 +311,17 @@ def _worker(rank: int, world: World, device: torch.device, wanted: str, cores: s
         raise MotleyError(
             f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
         )
-    return Worker(world.rank, rank, world.host, name, uuid, precision, why, cores)
+    return Worker(world.rank, rank, world.host, name, uuid, precision, why, cores, maker)
+
+
+def promised_precision(device: torch.device) -> tuple[str, str]:
+    """The precision that a device should run fast, by what its maker calls it, and why."""
+    if device.type != "cuda":
+        return best_precision(None)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:  # whose "compute capability" is another number
+        return best_precision_of_amd(properties.gcnArchName)
+    return best_precision((properties.major, properties.minor))
 
 
 def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from motley.launch.world import World
 from motley.live.training import read_training
 from motley.live.verdict import run_verdict
 from motley.plan.engine_traits import EngineTraits
+from motley.plan.forecast import Forecast
 from motley.plan.plan import Plan
 from motley.plan.ramp import growth, ramp_of
 from motley.planner.measured_plan import Planned
@@ -96,6 +97,20 @@ def _measured_earlier(planned: Planned) -> float | None:
     return memory.figures.measured if memory and memory.is_old else None
 
 
+def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
+    """Why GPUs do not send from their own memory, and what that costs."""
+    costs = ""
+    if predicted:
+        costs = (
+            f"; that takes {predicted.wire_s:.3g} s, of which nothing hides "
+            f"{predicted.exposed_s:.3g} s of each step ({predicted.step_s:.3g} s)"
+        )
+    return (
+        f"{group.kinds} have no library in common (NCCL, RCCL): gradients travel through the "
+        f"hosts' memory{costs}"
+    )
+
+
 def print_summary(
     world: World, run: Run, group: ProcessGroup, planned: Planned, plan: Plan, config: Config
 ) -> None:
@@ -124,6 +139,8 @@ def print_summary(
         print(f"  {line}")
     counts = " + ".join(map(str, plan.counts))
     print(f"  a step is {plan.global_batch} samples = {counts}, over {group.backend}, {plan.wire}")
+    if len({worker.maker for worker in group.workers if worker.maker}) > 1:
+        print(f"  {_of_two_makers(group, predicted)}")
     for line in growth(ramp_of(config.batch_size)):
         print(f"  {line}")
     if predicted:

@@ -2,9 +2,12 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from project import ROOT, environment
 
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
@@ -30,6 +33,31 @@ from motley.launch.world import (
 )
 def test_rank_from_the_launchers_environment(environ: dict[str, str], rank: int) -> None:
     assert launched_rank(environ) == rank
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "allowed", "said"),
+    [(5, 0, 1044, ""), (500, 1, 3024, ""), (3900, 1, 4096, ""), (5000, 0, 4096, ""),
+     (5000, 1, 4096, "needs 5064 open files")],
+)  # fmt: skip
+def test_a_rank_may_open_as_many_files_as_there_are_ranks(
+    ranks: int, first: int, allowed: int, said: str
+) -> None:
+    script = (
+        "import resource, sys; from motley.launch.process import allow_files; "
+        "from motley.errors import MotleyError\n"
+        f"try: allow_files({ranks}, bool({first}))\n"
+        "except MotleyError as error: print(error, file=sys.stderr)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    soft = "64" if ranks == 5 else "1024"
+    command = ["bash", "-c", f'ulimit -Sn {soft}; ulimit -Hn 4096; exec "$@"', "-"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env=environment(PYTHONPATH=str(ROOT / "src")),
+    )  # fmt: skip
+    assert said in done.stderr and bool(done.stderr) == bool(said)
+    assert int(done.stdout) == allowed
 
 
 def test_what_the_user_set_is_not_overwritten() -> None:

@@ -4,13 +4,16 @@ import socket
 import struct
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from motley.faults import Fault, FaultKind
 from motley.launch.dead_links import dead_peers, is_dead
 from motley.launch.handshakes import Listening
 from motley.launch.leftovers import words
+from motley.launch.messages import MOST_BYTES, encode
 from motley.launch.own_rank import OwnRank
-from motley.launch.survivors import Survivors
+from motley.launch.survivors import Survivors, parts
 
 
 def info(unacked: int, tries: int, last_ack_s: float) -> bytes:
@@ -48,6 +51,14 @@ def test_leftovers_are_said_with_their_processes_and_the_fix() -> None:
     said = words("b", [4711, 4712])
     assert "b still has 2 ranks of earlier runs (processes 4711, 4712)" in said
     assert said.endswith("end them with: bash setup/clean_cn.sh")
+
+
+@given(st.lists(st.integers(0, MOST_BYTES // 2).map(lambda size: size * "x"), max_size=5))
+def test_what_is_gathered_travels_in_few_messages_that_fit(texts: list[str]) -> None:
+    made = [*parts(texts)]
+    assert [text for part in made for text in part] == texts
+    assert all(len(encode({"gathered": part})) <= MOST_BYTES for part in made)
+    assert len([*parts(1000 * ["x" * 60])]) == 1
 
 
 def test_what_is_said_of_the_broken_group_is_void_even_if_the_others_went_on_meanwhile() -> None:

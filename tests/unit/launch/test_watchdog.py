@@ -5,7 +5,9 @@ import time
 import pytest
 
 from motley.faults import FaultKind, Phase
+from motley.launch.messages import Messages, encode
 from motley.launch.watchdog import (
+    HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
     SETTLED_S,
     SUSPECT_AFTER_S,
@@ -13,6 +15,7 @@ from motley.launch.watchdog import (
     Heartbeat,
     RankStatus,
     Watchdog,
+    heartbeat_interval_s,
     step_timeout_s,
 )
 
@@ -39,6 +42,19 @@ def hear(clock: Hand, at: float, *statuses: RankStatus) -> None:
     clock.seconds = at
     for status in statuses:
         status.heard = at
+
+
+def test_many_ranks_say_that_they_live_less_often_yet_far_more_often_than_one_is_missed() -> None:
+    assert heartbeat_interval_s(5) == HEARTBEAT_INTERVAL_S
+    assert 1000 / heartbeat_interval_s(1000) <= 1000
+    assert heartbeat_interval_s(100_000) <= SUSPECT_AFTER_S / 4
+
+
+@pytest.mark.parametrize("more", [{}, {"detail": "measuring links"}, {"unanswered": ["10.0.0.3"]}])
+def test_a_heartbeat_arrives_as_it_was(more: dict[str, object]) -> None:
+    sent = Heartbeat(17, Phase.ALL_REDUCE, 3, 120.0, **more)  # type: ignore[arg-type]
+    (said,) = Messages().feed(encode({"heartbeat": sent.message()}))
+    assert Heartbeat.read(said["heartbeat"]) == sent
 
 
 def test_silence_is_judged_after_the_limit_and_names_all_of_a_switch() -> None:

@@ -45,6 +45,17 @@ def test_a_slow_port_is_named_and_which_way_it_is_slow() -> None:
     assert links({"a": 1e8, "b": 1e8}).remarks() == [] == Links({0: "a"}, {}).remarks()
 
 
+@given(st.lists(st.sampled_from((1e8, 2e8, 3e8, 9e8)), min_size=2, max_size=9))
+def test_a_link_is_compared_with_the_middle_one_of_the_others(rates: list[float]) -> None:
+    lab = links({str(machine): (rate, rate) for machine, rate in enumerate(rates)})
+    for machine in lab.hosts:
+        others = sorted(lab.carries(other) for other in lab.hosts if other != machine)
+        usual = others[len(others) // 2]
+        assert bool(lab.remark(machine)) == (lab.carries(machine) < 0.7 * usual)
+        if said := lab.remark(machine):
+            assert said.endswith(f"the others' {usual / 1e6:,.0f} MB/s")
+
+
 def test_what_does_not_pass_is_said() -> None:
     lab = links({"a": 1e8, "b": 1e8, "c": 1e8})
     lab = replace(lab, flows={**lab.flows, (1, 2): Flow(0.0, 1e-4, "large ones do not")})

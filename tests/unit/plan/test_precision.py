@@ -9,6 +9,7 @@ from motley.errors import MotleyError
 from motley.plan.precision import (
     LossScale,
     best_precision,
+    best_precision_of_amd,
     read_loss_scale,
     read_precisions,
     start_scale,
@@ -85,3 +86,13 @@ def test_reading_precisions() -> None:
 )
 def test_the_best_precision_of_a_device(capability: tuple[int, int] | None, name: str) -> None:
     assert best_precision(capability)[0] == name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("gfx803", "fp32"), ("gfx906:sramecc+:xnack-", "fp16"), ("gfx90c", "fp16"),
+     ("gfx908", "bf16"), ("gfx90a:sramecc+:xnack-", "bf16"), ("gfx942", "bf16"),
+     ("gfx1030", "fp16"), ("gfx1100", "bf16"), ("gfx1201", "bf16"), ("", "fp32")],
+)  # fmt: skip
+def test_what_amd_calls_a_gpu_is_no_compute_capability(architecture: str, name: str) -> None:
+    assert best_precision_of_amd(architecture)[0] == name

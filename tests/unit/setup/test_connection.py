@@ -7,8 +7,8 @@ import pytest
 from cn_judge import Here, judge, judge_networks
 from cn_report import Asked, HostReport, parse
 
+from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.facts import Interface
-from motley.cluster.gpus import DeviceFacts
 
 # -- judges
 
