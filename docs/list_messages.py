@@ -42,6 +42,7 @@ PLACES = {  # in the order in which a user meets them
     "torch_dist": "Using what was trained",
     "src/motley/sweep": "Comparing ways to train",
     "src/motley/live": "Looking",
+    "src/motley/publish": "Publishing to trackers",
     "plots": "Looking",
 }
 HEAD = (

@@ -149,8 +149,10 @@ def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> F
 def read_steps(text: str) -> tuple[int, int]:
     """``FROM:TO``; TO is the first step that is not drawn."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 100 to 103")
+    if int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} ends before it begins")
     return int(found[1]), int(found[2])
 
 
@@ -167,7 +169,10 @@ def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What only this picture has."""
     parser.add_argument(
-        "--steps", type=read_steps, metavar="FROM:TO", help="default: around the longest"
+        "--steps",
+        type=read_steps,
+        metavar="FROM:TO",
+        help="from 0, without TO; default: around the longest",
     )
 
 

@@ -188,7 +188,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
             str(config.get("batch_size") or ""), str((about.get("plan") or {}).get("wire") or ""),
             middle, mean, "" if best is None else style.metric(headline, best),
         ])  # fmt: skip
-        if failure:
+        if failure and about.get("status") != "stopped":
             where = f"rank {failure.get('rank')} on {failure.get('host')}"
             if failure.get("step") is not None:
                 where += f", step {failure['step']}"

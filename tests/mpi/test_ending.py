@@ -105,7 +105,7 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     assert job.returncode != 0
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
     assert re.search(
-        r"stopped by you \(.*\), when .* at step \d+; continue with --resume auto", line
+        r"stopped by you \(.*, while .*\) at step \d+; continue with --resume auto", line
     )
     wait_until(lambda: not processes_of(str(jobs.logs)), 10)
     run = status(jobs)

@@ -185,14 +185,15 @@ def _main() -> None:
             told.fault = asdict(_why_gone(told, sessions))
         if told.supervisor and not (launcher_first or told.ended):
             _witness(told.rank, told.host, *told.supervisor)
+        if told.line:  # before mpirun ends, and a shell says that it waits for the next command
+            print(told.line, file=sys.stderr, flush=True)
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher, told.timeout_s)
         fault = Fault.read(told.fault) if told.fault else None
         if told.folder:
             _record(RunFolder(told.folder), fault or died(told.rank, told.host, told.step))
-        if told.line or fault:
-            line = told.line or (f"motley: {fault.line()}" if fault else "")
-            print(line, file=sys.stderr, flush=True)
+        if fault and not told.line:
+            print(f"motley: {fault.line()}", file=sys.stderr, flush=True)
         if _gone(launcher, 0):
             session = told.session or session_folder(launcher.pid, os.environ)
             remove(told.segments, session)

@@ -320,7 +320,7 @@ class AllRanksWatch:
         _, where = whereabouts(self._statuses())
         if 0 in self._signalled or len(self._signalled) > 1:
             slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
-            by = f"you{slurm} ({name} from the launcher), when {where}"
+            by = f"you{slurm} ({name} from the launcher, while {where})"
             return stopped(self._last_step(), number, by)
         return Fault(
             status.rank, status.host, self._last_step(),
