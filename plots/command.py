@@ -43,6 +43,8 @@ def run_script(
     where_to = [given.pop("out")] if draws else []
     try:
         for path in paths:
+            if path.name == "run.json":
+                raise MotleyError(f"{path} is a file; name the run's folder: {path.parent}")
             if not path.exists():
                 raise MotleyError(f"there is no {path}: {TRAIN}")
         return draw(paths, *where_to, **given)

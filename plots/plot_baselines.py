@@ -19,12 +19,11 @@ import style
 from baseline_logs import OldRun, old_runs
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plot_runs import draw_losses
+from plot_runs import Losses, draw_losses, losses
 from style import PARTS, Part
 
 from motley.errors import MotleyError
-from motley.records.lines import JsonDict
-from motley.records.rates import lead
+from motley.live.training import read_training
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
@@ -167,13 +166,15 @@ def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
     style.legend_above(ax)
 
 
-def steps_of_cells(folder: BaselineFolder) -> dict[str, Sequence[JsonDict]]:
-    """The steps of the first run of each cell that is done."""
-    done = {
-        cell.name: [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        for cell in folder.matrix_cells()
-    }
-    return {name: lead(runs[0].read_steps()) for name, runs in done.items() if runs}
+def losses_of_cells(folder: BaselineFolder) -> dict[str, Losses]:
+    """Of the first run of each cell that is done, where it tells any."""
+    found = {}
+    for cell in folder.matrix_cells():
+        done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
+        told = losses(read_training(done[0])) if done else None
+        if told and len(told.loss):
+            found[cell.name] = told
+    return found
 
 
 def draw_folder(folder: BaselineFolder) -> Figure:
@@ -189,7 +190,7 @@ def draw_folder(folder: BaselineFolder) -> Figure:
     draw_rates(parts[0].subplots(), rows)
     if series:
         draw_scaling(parts[1].subplots(), series)
-    draw_losses(parts[-1].subplots(1, 2, sharey=True), steps_of_cells(folder))
+    draw_losses(parts[-1].subplots(1, 2, sharey=True), losses_of_cells(folder))
     return figure
 
 

@@ -24,11 +24,14 @@ from run_steps import title
 from motley.errors import MotleyError
 from motley.live.training import Training, read_training
 from motley.records.lines import JsonDict
+from motley.records.rates import pauses, without_pauses
 from motley.records.run_folder import find_runs
 
 _AROUND = 2  # steps before the longest, and after it
 _WARM = 3  # steps, at most half of them, of which the longest says nothing
 _FEW_RANKS = 64
+
+Pauses = Sequence[tuple[float, float]]  # see motley.records.rates.pauses
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,10 @@ class Span:
     end: float
 
 
-def spans(steps: dict[int, list[JsonDict]], first: int, end: int) -> list[Span]:
-    """What each rank did from step ``first`` on, before ``end``.
+def spans(
+    steps: dict[int, list[JsonDict]], first: int, end: int, paused: Pauses = ()
+) -> list[Span]:
+    """What each rank did from step ``first`` on, before ``end``, ``paused`` left out.
 
     Clocks of hosts differ; but all ranks end their part of an all-reduce together, so that is where
     their clocks are laid over each other. Steps that do not tell of one leave clocks as they are.
@@ -65,7 +70,8 @@ def spans(steps: dict[int, list[JsonDict]], first: int, end: int) -> list[Span]:
         ]
         offset = float(np.median(late)) if late else 0.0
         for step, line in lines.items():
-            at = line["time"] - offset - sum(line.get(part) or 0.0 for part in style.PARTS)
+            ended = without_pauses(line["time"] - offset, paused)
+            at = ended - sum(line.get(part) or 0.0 for part in style.PARTS)
             for part in style.PARTS:
                 seconds = line.get(part) or 0.0
                 found.append(Span(rank, step, part, at, at + seconds))
@@ -128,7 +134,7 @@ def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> F
         first, end = max(0, middle - _AROUND), middle + _AROUND + 1
     else:
         (first, end), words = asked, f"steps {asked[0]} to {asked[1] - 1}"
-    found = spans(training.steps, first, end)
+    found = spans(training.steps, first, end, pauses(training.lead, training.starts))
     if not found:
         last = training.lead[-1]["step"]
         raise MotleyError(

@@ -68,11 +68,12 @@ def draw_loss(ax: Axes, training: Training) -> None:
 
 def draw_time(ax: Axes, training: Training) -> None:
     """Loss against time."""
-    ends = training.values("time")
-    seconds = ends - ends[0] + sum(training.lead[0].get(part) or 0.0 for part in style.PARTS)
+    first_s = sum(training.lead[0].get(part) or 0.0 for part in style.PARTS)
+    seconds = training.running_s() + first_s
     unit, per_unit = style.time_unit(seconds[-1])
     draw_curve(ax, seconds / per_unit, training.values("loss"), "loss")
-    style.label_axes(ax, f"time since the first step began ({unit})", "loss", zero=True)
+    without = ", pauses left out" if training.starts else ""
+    style.label_axes(ax, f"time since the first step began{without} ({unit})", "loss", zero=True)
     style.legend_above(ax)
 
 

@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from plot_baselines import draw_folder as draw_matrix
 from plot_gpu import draw_folder as draw_machines
-from plot_runs import draw_runs, steps_of
+from plot_runs import draw_runs, losses_of
 from plot_timeline import draw_timeline
 from plot_training import draw_run
 from report_words import verdict
@@ -202,7 +202,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
         return Section("run", said, [], head, rows, failed, pictures, each)
     together = picture(
-        "loss of each run against samples and against time", lambda: draw_runs(steps_of(runs))
+        "loss of each run against samples and against time", lambda: draw_runs(losses_of(runs))
     )
     return Section("runs", said, [], head, rows, failed, together, each)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from motley.errors import MotleyError
 from motley.records.lines import JsonDict
-from motley.records.rates import lead, mean_rate
+from motley.records.rates import lead, mean_rate, pauses, without_pauses
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
 
@@ -42,6 +42,12 @@ class Training:
     def unit(self) -> str:
         """What a rate counts: images, tokens."""
         return str((self.run.get("task") or {}).get("unit", "samples"))
+
+    def running_s(self) -> Array:
+        """Seconds since the end of the first step, at the end of each, of time in which it ran."""
+        paused = pauses(self.lead, self.starts)
+        ends = [without_pauses(line["time"], paused) for line in self.lead]
+        return np.array(ends) - ends[0]
 
     def counted(self) -> Array:
         """The global batch of every step, in :attr:`unit`."""

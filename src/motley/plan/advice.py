@@ -185,9 +185,11 @@ def bound_by_input(
         readers = speed.readers or 0
         who = f"{readers} loader processes" if readers > 1 else "one process"
         more = f", or --workers {readers + 1} if it has cores to spare" if not readers else ""
+        meanwhile = "" if readers else ", and computes nothing meanwhile"
         sentences[name] = (
             f"{name} waits for its samples: {who} a rank can read {1 / speed.input_s:,.0f} a "
-            f"second, and a rank could compute {n / speed.computing().seconds_of(n):,.0f}; what "
-            f"helps is --dataset packed (see setup/stage_cn.sh -h){more}"
+            f"second{meanwhile}, where a rank could compute "
+            f"{n / speed.computing().seconds_of(n):,.0f}; for images, what helps is --dataset "
+            f"packed (see setup/stage_cn.sh -h){more}"
         )
     return tuple(Advice(text, "--dataset packed") for text in sentences.values())

@@ -30,6 +30,26 @@ def mean_rate(
     return amount / seconds if seconds > 0 else None
 
 
+def pauses(steps: Sequence[JsonDict], starts: Sequence[float]) -> list[tuple[float, float]]:
+    """When a job went on from a checkpoint, seconds since the epoch, and for how many seconds
+    nothing had run before; ascending.
+
+    Args:
+        steps: of one rank, in order. starts: when a job went on.
+    """
+    found = []
+    for before, step in pairwise(steps):
+        if began := [at for at in starts if before["time"] < at < step["time"]]:
+            own = step["n_global"] / step["samples_per_s"] if step["samples_per_s"] else 0.0
+            found.append((max(began), max(0.0, step["time"] - before["time"] - own)))
+    return found
+
+
+def without_pauses(moment: float, paused: Sequence[tuple[float, float]]) -> float:
+    """A moment on a clock that stood still in pauses; see :func:`pauses`."""
+    return moment - sum(seconds for at, seconds in paused if at <= moment)
+
+
 def lead(steps: Mapping[int, Sequence[JsonDict]]) -> Sequence[JsonDict]:
     """Step records of the rank that has the most; none if there are none."""
     return max(steps.values(), key=len, default=())

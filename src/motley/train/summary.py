@@ -122,7 +122,7 @@ def print_summary(
         run.event("left_out", **dataclasses.asdict(entry))
     task = task_of(config)
     print(task.title())
-    name = run.folder.path.name
+    name = shlex.quote(run.folder.path.name)
     print(f"  records in {run.folder.path}; if it is stopped: --run {name} --resume auto")
     for worker in group.workers:
         number = worker.group_rank

@@ -5,7 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from small_runs import python, write_run
+from small_runs import START, python, write_run
+
+from motley.records.run_folder import RunFolder
 
 CODE = """
 import json, sys
@@ -67,6 +69,29 @@ def test_runs_are_drawn_together_and_one_without_a_step_is_said(tmp_path: Path) 
     assert (tmp_path / "runs.png").stat().st_size > 20_000
     done = python("plots/plot_runs.py", tmp_path / "empty")
     assert done.returncode == 2 and "train first" in done.stderr
+
+
+def test_each_task_has_a_row_and_a_run_that_was_stopped_no_gap(tmp_path: Path) -> None:
+    for name, task in (("one", "digits"), ("two", "digits"), ("three", "text")):
+        write_run(tmp_path / name).update_run(task={"title": task})
+    resumed = {"time": START + 3.15, "event": "resume"}
+    RunFolder(tmp_path / "one").events_file.write_text(json.dumps(resumed) + "\n")
+    code = """
+import json, pathlib, sys
+sys.path.insert(0, "plots")
+from matplotlib.text import Text
+from motley.records.run_folder import find_runs
+from plot_runs import draw_runs, losses_of
+found = losses_of(list(find_runs([pathlib.Path(sys.argv[1])])))
+figure = draw_runs(found)
+print(json.dumps([[text.get_text() for text in figure.findobj(Text)],
+                  {name: run.seconds[-1] for name, run in found.items()}]))
+"""
+    done = python("-c", code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    texts, seconds = json.loads(done.stdout)
+    assert {"digits: 2 runs", "text: 1 run"} <= set(texts)
+    assert seconds["one"] <= seconds["two"] == pytest.approx(0.16 * 59)
 
 
 def test_a_verdict_is_told_on_a_terminal_and_to_a_program(tmp_path: Path) -> None:

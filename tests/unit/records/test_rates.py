@@ -4,8 +4,11 @@ import statistics
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from motley.records.rates import lead, mean_rate
+from motley.records.lines import JsonDict
+from motley.records.rates import lead, mean_rate, pauses, without_pauses
 
 
 def lines(ends: list[float], n: int = 10) -> list[dict[str, float]]:
@@ -31,3 +34,20 @@ def test_one_step_has_no_mean() -> None:
     assert mean_rate(lines([1.0])) is mean_rate([]) is None
     assert mean_rate(lines([1.0, 1.0])) is None, "a clock that stood still"
     assert [*lead({})] == [] and lead({0: [{}], 3: [{}, {}]}) == [{}, {}]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30))
+def test_a_clock_that_stands_still_in_pauses_has_the_steps_own_time(kinds: list[int]) -> None:
+    """Steps of a second; before some of them the run was stopped for 100 seconds."""
+    now, steps, starts, ran = 1e9, list[JsonDict](), list[float](), list[float]()
+    for number, kind in enumerate(kinds):
+        if number and kind == 0:
+            now += 100.0
+            starts.append(now)
+        now += 1.0
+        steps.append({"time": now, "n_global": 8, "samples_per_s": 8.0})
+        ran.append(number)
+    paused = pauses(steps, starts)
+    assert [seconds for _, seconds in paused] == pytest.approx([100.0] * len(starts))
+    begun = without_pauses(steps[0]["time"], paused)
+    assert [without_pauses(step["time"], paused) - begun for step in steps] == pytest.approx(ran)
