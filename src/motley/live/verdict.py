@@ -18,6 +18,7 @@ from motley.records.run_folder import RunFolder
 
 _WORTH = 0.02  # of a step: what is less is noise
 _OFF = 0.1  # of the forecast
+_UNSURE = 1.5  # times off, and what a plan advises is too
 _SLOWER = 1.15  # times what was measured at the start: worth a word
 _JOULES_OF_KWH = 3.6e6
 _FEW_KWH = 0.1
@@ -84,7 +85,7 @@ class RunVerdict:
     def sentences(self) -> list[str]:
         """For a person, the most important first."""
         said = [self._reached(), self._where_it_went(), self._who_is_slower()]
-        said += [_sentence(each, self.unit) for each in self.advice]
+        said += [_sentence(each, self.unit, self._how_far_off()) for each in self.advice]
         if self.grows_mib:
             said.append(f"Memory grows by {self.grows_mib:.3g} MiB a step, to the end of the run.")
         if self.energy:
@@ -100,6 +101,14 @@ class RunVerdict:
         if self.forecast_s and abs(self.step_s / self.forecast_s - 1) > _OFF:
             words += f", where the plan foresaw {self.forecast_s:.3g}"
         return f"{words}."
+
+    def _how_far_off(self) -> str:
+        """Of the plan that advises; empty where it was about right."""
+        if not (self.step_s and self.forecast_s):
+            return ""
+        times = self.forecast_s / self.step_s
+        times = max(times, 1 / times)
+        return f" by a plan that was {times:.1f} times off" if times > _UNSURE else ""
 
     def _where_it_went(self) -> str:
         why = {_PARTS["t_comm"]: f" ({self.link})" if self.link else ""}
@@ -215,12 +224,12 @@ def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
     return tuple(sorted(known, key=lambda each: -(each.times or 0.0)))
 
 
-def _sentence(advice: Advice, unit: str) -> str:
-    """As in ``--wire powersgd:8: +52 %; it is inexact: ...``."""
+def _sentence(advice: Advice, unit: str, off: str) -> str:
+    """As in ``--wire powersgd:8: +52 %; it is inexact: ...``; ``off``: how far the plan was."""
     if advice.times is None:
         return f"{advice.text[0].upper()}{advice.text[1:]}."
     price = f"; {advice.price}" if advice.price else ""
-    return f"{advice.option}: {advice.times - 1:+.0%} {unit}/s, as foreseen{price}."
+    return f"{advice.option}: {advice.times - 1:+.0%} {unit}/s, as foreseen{off}{price}."
 
 
 def _known(value: float) -> float | None:

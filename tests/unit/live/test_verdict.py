@@ -67,6 +67,8 @@ def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -
         "The model cannot be compiled.",
     ]
     assert [each["times"] for each in found["advice"]] == [1.5, 1.2, None]
+    planned(run, step_s=0.4)
+    assert "as foreseen by a plan that was 2.5 times off; it is" in " ".join(verdict(run)[0])
     run.update_run(advice=[{"of": "another version"}])
     assert verdict(run)[1]["advice"] == []
 
