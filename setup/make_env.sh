@@ -77,6 +77,12 @@ find_python() { # PYTHON alone, if set
   [ -n "$any" ] && echo "$any"
 }
 
+say_instead() { # TOPIC TEXT: of Open MPI's own words
+  local words="$venv/share/prte/help-prun.txt"
+  [ ! -f "$words" ] || sed -i -e "/^\\[prun:$1\\]$/,/^\\[/{/^\\[/!d}" \
+    -e "s/^\\[prun:$1\\]$/&\\n\\n$2\\n/" "$words"
+}
+
 settle_mpi() {
   install -m 755 "$launcher/mpirun.sh" "$venv/bin/mpirun"
   install -m 755 "$launcher/ssh.sh" "$venv/bin/motley_ssh"
@@ -93,9 +99,9 @@ settle_mpi() {
     grep -qxF "$line" "$venv/etc/prte-mca-params.conf" || echo "$line" >>"$venv/etc/prte-mca-params.conf"
   done
   # What mpirun says after a rank that failed has the last word on a terminal: it points to ours.
-  local words="$venv/share/prte/help-prun.txt"
-  [ ! -f "$words" ] || sed -i -e '/^\[prun:non-zero-exit\]$/,/^\[/{/^\[/!d}' \
-    -e 's/^\[prun:non-zero-exit\]$/&\n\n%s: all ranks were ended, because %s ended with status %d.\nWhy is in the line above that begins with "motley:".\n/' "$words"
+  local ours='Why is in the line above that begins with "motley:".'
+  say_instead non-zero-exit "%s: all ranks were ended, because %s ended with status %d.\\n$ours"
+  say_instead proc-exit-no-sync "%s: rank %lu, process %lu on %s, left before all ended.\\n$ours"
 }
 
 # What the environment was made for, a line each; one with the tests' packages, or with
