@@ -227,7 +227,7 @@ def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
 def _sentence(advice: Advice, unit: str, off: str) -> str:
     """As in ``--wire powersgd:8: +52 %; it is inexact: ...``; ``off``: how far the plan was."""
     if advice.times is None:
-        return f"{advice.text[0].upper()}{advice.text[1:]}."
+        return f"{advice.text}."  # which may begin with a host's name
     price = f"; {advice.price}" if advice.price else ""
     return f"{advice.option}: {advice.times - 1:+.0%} {unit}/s, as foreseen{off}{price}."
 

@@ -64,7 +64,7 @@ def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -
     assert sentences[2:] == [
         "--wire powersgd:8: +50% images/s, as foreseen; it is inexact.",
         "--hosts a: +20% images/s, as foreseen.",
-        "The model cannot be compiled.",
+        "the model cannot be compiled.",
     ]
     assert [each["times"] for each in found["advice"]] == [1.5, 1.2, None]
     planned(run, step_s=0.4)

@@ -2,9 +2,11 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from project import ROOT, environment
 from small_runs import START, python, write_run
 
 from motley.records.run_folder import RunFolder
@@ -19,6 +21,16 @@ print(json.dumps([[vars(span) for span in found], longest(steps[0])]))
 """
 
 
+def run(code: str, content: object) -> str:
+    """What a program prints that reads something."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(content), capture_output=True, text=True,
+        cwd=ROOT, env=environment(PYTHONPATH=str(ROOT / "src")), timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def line(step: int, ends: float, compute: float, wait: float, late: float) -> dict[str, float]:
     """A step that ends after an optimizer's 0.01 s; ``late``: of this host's clock."""
     return {"step": step, "t_data": 0.0, "t_compute": compute, "t_wait": wait, "t_comm": 0.05,
@@ -31,10 +43,7 @@ def test_clocks_are_laid_over_each_other_where_all_ranks_meet() -> None:
         0: [line(n, end, 0.2, 2.0 if n == 2 else 0.1, 0.0) for n, end in enumerate(ends)],
         1: [line(n, end, 2.2 if n == 2 else 0.3, 0.0, 77.0) for n, end in enumerate(ends)],
     }
-    done = subprocess.run(
-        ["python", "-c", CODE], input=json.dumps(steps), capture_output=True, text=True, check=True
-    )
-    found, longest = json.loads(done.stdout)
+    found, longest = json.loads(run(CODE, steps))
     assert longest == 2 and {each["step"] for each in found} == {1, 2, 3}
     assert min(each["start"] for each in found) == 0
     at = {(each["rank"], each["step"], each["part"]): (each["start"], each["end"])
@@ -133,7 +142,4 @@ CASES = [
 
 
 def test_no_legend_is_cut_off_or_lies_over_another() -> None:
-    done = subprocess.run(
-        ["python", "-c", LEGEND], input=json.dumps(CASES), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run(LEGEND, CASES)
