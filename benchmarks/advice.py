@@ -26,6 +26,8 @@ from motley.plan.advice import Advice
 
 _FACTS = result.ROOT / "lab" / "tesla_lab.json"
 _PLAIN = "as it was"
+_FIRST_STEPS = 10  # fewer say nothing of a run
+_LAST_LINES = 9  # of a run: what it reached, and what it advises
 
 
 def carried_out(case: Case, option: str) -> Case:
@@ -47,8 +49,9 @@ def advice_of(run: dict[str, Any], most: int) -> list[Advice]:
 def measure(lab: BenchLab, replay: Replay, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for the plain run, and one a piece of advice."""
     plain = Case(options.batch_size, "--hosts all --wire exact")
-    first = replay.run(lab, plain, "first", options.steps)
+    first = replay.run(lab, plain, "first", _FIRST_STEPS)
     advice = advice_of(first, options.most)
+    print("".join(first["said"][-_LAST_LINES:]), end="")
     print("\n".join(f"advice: {each.option}: {each.times:.2f} times" for each in advice))
     cases = {_PLAIN: plain, **{each.option: carried_out(plain, each.option) for each in advice}}
     rates = defaultdict[str, list[float]](list)

@@ -135,15 +135,14 @@ class Replay:
         hosts = re.search(r"--hosts (ecetesla\S+)", case.words)
         kept = hosts[1].split(",") if hosts else HOSTS
         given = [p for p, host in zip(precisions, HOSTS, strict=True) if host in kept]
-        for _ in lab.train(
+        said = list(lab.train(
             "benchmarks/paced_train.py", "--rates", ",".join(map(str, rates)), "--optimizer-s",
             ",".join(map(str, opt)), "--slower", self.slower, *case.words.split(),
             "--batch-size", case.n, "--no-augment", "--precision", ",".join(given),
             "--logs", "~/logs", "--run", name,
             "--epochs", 1000, "--max-steps", steps + _WARM,
             "--save-every", 10**6,
-        ):  # fmt: skip
-            pass
+        ))  # fmt: skip
         found = lab.records(name)
         full = [step for step in found["steps"][_WARM:] if step["n_global"] == case.n]
         seconds = [step["n_global"] / step["samples_per_s"] for step in full]
@@ -156,7 +155,7 @@ class Replay:
             "wire": plan["wire"], "counts": plan["counts"],
             "hosts": [rank["host"] for rank in found["run"]["ranks"]],
             "left_out": [entry["reason"] for entry in found["run"]["left_out"]],
-            "advice": found["run"]["advice"],
+            "advice": found["run"]["advice"], "said": said,
         }  # fmt: skip
 
     def limit(self, n: int) -> float:
