@@ -53,6 +53,14 @@ def run_script(
         return 2
 
 
+def add_collect(parser: argparse.ArgumentParser) -> None:
+    """Whether other hosts' records are wanted too."""
+    parser.add_argument(
+        "--collect", action="store_true",
+        help="also read, by ssh, the records of hosts that have logs/ on a disk of their own",
+    )  # fmt: skip
+
+
 def draw_all(
     folders: Collection[Path], picture: "Callable[[Path], Figure]", name: str, out: Path | None
 ) -> int:

@@ -9,7 +9,7 @@ Exit code: 0, or 2 if there is nothing to draw.
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,9 @@ import numpy as np
 import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from run_steps import read_or_say
 
-from motley.errors import MotleyError
-from motley.live.training import Training, read_training
+from motley.live.training import Training
 from motley.records.run_folder import RunFolder, find_runs
 
 _DASHES = ("-", "--", ":", "-.")
@@ -78,28 +78,21 @@ def draw_runs(runs: Mapping[str, Losses]) -> Figure:
     return figure
 
 
-def losses_of(folders: Sequence[RunFolder]) -> dict[str, Losses]:
+def losses_of(trainings: Iterable[Training]) -> dict[str, Losses]:
     """Of each run by its folder's name; one that tells no loss is said and left out."""
     found: dict[str, Losses] = {}
-    for folder in folders:
-        name = folder.path.resolve().name
-        if name in found:
-            name = "/".join(folder.path.resolve().parts[-2:])
-        try:
-            told = losses(read_training(folder))
-        except MotleyError as error:
-            command.warn(error)
-            continue
+    for training in trainings:
+        path, told = training.path.resolve(), losses(training)
         if len(told.loss):
-            found[name] = told
+            found[path.name if path.name not in found else "/".join(path.parts[-2:])] = told
         else:
-            command.warn(f"{folder.path} tells no loss; left out")
+            command.warn(f"{training.path} tells no loss; left out")
     return found
 
 
 def draw(paths: list[Path], out: Path | None) -> int:
     """Draw all runs together; return the exit code."""
-    runs = losses_of(list(find_runs(paths)))
+    runs = losses_of(filter(None, map(read_or_say, find_runs(paths))))
     if not runs:
         raise command.nothing("run", paths)
     beside = Path(os.path.commonpath([path.resolve() for path in paths]))

@@ -16,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-from command import warn
+from command import add_collect, warn
 
 from motley.errors import MotleyError
 from motley.live.collect import Collector
@@ -43,10 +43,7 @@ def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
     parser.add_argument(
         "--project", default=PROJECT, help=f"the tracker's project or experiment, default {PROJECT}"
     )
-    parser.add_argument(
-        "--collect", action="store_true",
-        help="also read, by ssh, the records of hosts that have logs/ on a disk of their own",
-    )  # fmt: skip
+    add_collect(parser)
     return parser.parse_args()
 
 

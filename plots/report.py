@@ -28,12 +28,12 @@ from plot_runs import draw_runs, losses_of
 from plot_timeline import draw_timeline
 from plot_training import draw_run
 from report_words import verdict
-from run_steps import title
+from run_steps import read_or_say, title
 from traces import words
 from verdict import add_co2
 
 from motley.errors import MotleyError
-from motley.live.training import Training, median, read_training
+from motley.live.training import Training, median
 from motley.live.verdict import run_verdict
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.run_folder import RunFolder, find_runs
@@ -98,12 +98,15 @@ def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
     return [Picture(base64.b64encode(buffer.getvalue()).decode(), alt)]
 
 
-def details(run: RunFolder, colours: dict[str, str], co2: float, name: str = "") -> Details:
+def details(
+    run: RunFolder, training: Training | None, colours: dict[str, str], co2: float, name: str = ""
+) -> Details:
     """A run's pictures, and what was profiled."""
     pictures: list[Picture] = []
     said: list[str] = []
-    try:
-        training = read_training(run)
+    if training is None:
+        summary = f"{run.path.name}: no training step"
+    else:
         summary, said = title(training), run_verdict(training, co2).sentences()
         pictures += picture(
             f"training of {run.path.name}: loss and rate, and how each rank spends a step",
@@ -113,9 +116,6 @@ def details(run: RunFolder, colours: dict[str, str], co2: float, name: str = "")
             f"what each rank of {run.path.name} did around the step that took longest",
             lambda: draw_timeline(training),
         )
-    except MotleyError as error:
-        summary = f"{run.path.name}: no training step"
-        command.warn(error)
     if logs := find_gpu_logs([run.path]):
         pictures += picture(
             f"load, memory, temperature and power of the machines of {run.path.name}",
@@ -143,7 +143,8 @@ def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Se
         [(row.name, ", ".join(filter(None, (row.outcome, row.when))), row.error)
          for row in rows if row.outcome != DONE],
         picture(f"ways to train, {name}", lambda: draw_matrix(folder)),
-        [details(run, colours, co2, f"{cell}: {_rate(rows, cell)}") for cell, run in runs.items()],
+        [details(run, read_or_say(run), colours, co2, f"{cell}: {_rate(rows, cell)}")
+         for cell, run in runs.items()],
     )  # fmt: skip
 
 
@@ -168,7 +169,8 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
     head = ["run", "status", "task", "ranks", "batch", "wire", "median rate", "mean rate",
             "result"]  # fmt: skip
     rows, failed = [], []
-    for run in runs:
+    trainings = [read_or_say(run) for run in runs]
+    for run, training in zip(runs, trainings, strict=True):
         try:
             about = run.read_run()
         except MotleyError as error:
@@ -177,10 +179,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
             continue
         config, result = about.get("config") or {}, about.get("result") or {}
         failure = about.get("failure") or {}
-        try:
-            middle, mean, headline = rates(read_training(run))
-        except MotleyError:
-            middle = mean = headline = ""
+        middle, mean, headline = rates(training) if training else ("", "", "")
         best = result.get(headline)
         rows.append([
             run.path.name, str(about.get("status", "")),
@@ -194,7 +193,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
                 where += f", step {failure['step']}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
-    each = [details(run, colours, co2) for run in runs]
+    each = [details(*pair, colours, co2) for pair in zip(runs, trainings, strict=True)]
     said = [f"{finished} of {len(rows)} runs finished."]
     if len(each) == 1:  # then the page is about it
         (alone,) = each
@@ -202,7 +201,8 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
         return Section("run", said, [], head, rows, failed, pictures, each)
     together = picture(
-        "loss of each run against samples and against time", lambda: draw_runs(losses_of(runs))
+        "loss of each run against samples and against time",
+        lambda: draw_runs(losses_of(filter(None, trainings))),
     )
     return Section("runs", said, [], head, rows, failed, together, each)
 

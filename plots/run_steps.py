@@ -3,13 +3,25 @@
 from collections import Counter
 from dataclasses import dataclass
 
+import command
 import numpy as np
 import style
 
-from motley.live.training import Training, column, median
+from motley.errors import MotleyError
+from motley.live.training import Training, column, median, read_training
 from motley.records.gpu_csv import device_name
+from motley.records.run_folder import RunFolder
 
 UNFINISHED = ("failed", "running", "stopped")
+
+
+def read_or_say(folder: RunFolder) -> Training | None:
+    """A run's records; None, and a word on stderr, where there is nothing to draw."""
+    try:
+        return read_training(folder)
+    except MotleyError as error:
+        command.warn(error)
+        return None
 
 
 def title(training: Training) -> str:

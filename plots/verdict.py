@@ -13,10 +13,8 @@ import sys
 from pathlib import Path
 
 import command
-from run_steps import title
+from run_steps import read_or_say, title
 
-from motley.errors import MotleyError
-from motley.live.training import read_training
 from motley.live.verdict import CO2_PER_KWH, run_verdict
 from motley.records.run_folder import find_runs
 
@@ -25,10 +23,7 @@ def tell_all(paths: list[Path], json_lines: bool, co2: float) -> int:
     """Print the verdict of every run; return the exit code."""
     code = 2
     for folder in find_runs(paths):
-        try:
-            training = read_training(folder)
-        except MotleyError as error:
-            command.warn(error)
+        if (training := read_or_say(folder)) is None:
             continue
         verdict = run_verdict(training, co2)
         if json_lines:

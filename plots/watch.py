@@ -20,7 +20,7 @@ from pathlib import Path
 
 import watch_page
 import watch_terminal
-from command import TRAIN, warn
+from command import TRAIN, add_collect, warn
 
 from motley.errors import MotleyError
 from motley.live.collect import Collector
@@ -38,10 +38,7 @@ def parse() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--once", action="store_true", help="print it, and end")
     parser.add_argument("--serve", metavar="HOST:PORT", help="a page in place of the terminal")
-    parser.add_argument(
-        "--collect", action="store_true",
-        help="also read, by ssh, the records of hosts that have logs/ on a disk of their own",
-    )  # fmt: skip
+    add_collect(parser)
     return parser.parse_args()
 
 

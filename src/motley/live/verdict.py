@@ -78,7 +78,7 @@ class RunVerdict:
     slower: str
     slower_times: float | None
     grows_mib: float | None
-    energy: "Energy | None"
+    energy: Energy | None
     advice: tuple[Advice, ...]
     unit: str
 

@@ -91,7 +91,8 @@ sys.path.insert(0, "plots")
 from matplotlib.text import Text
 from motley.records.run_folder import find_runs
 from plot_runs import draw_runs, losses_of
-found = losses_of(list(find_runs([pathlib.Path(sys.argv[1])])))
+from run_steps import read_or_say
+found = losses_of(map(read_or_say, find_runs([pathlib.Path(sys.argv[1])])))
 figure = draw_runs(found)
 print(json.dumps([[text.get_text() for text in figure.findobj(Text)],
                   {name: run.seconds[-1] for name, run in found.items()}]))
