@@ -51,6 +51,9 @@ def run_script(
     except MotleyError as error:
         warn(error)
         return 2
+    except BrokenPipeError:  # into head, say: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:

@@ -113,6 +113,11 @@ def test_a_verdict_is_told_on_a_terminal_and_to_a_program(tmp_path: Path) -> Non
     told = [json.loads(each) for each in done.stdout.splitlines()]
     assert [Path(each["run"]).name for each in told] == ["one", "two"]
     assert all(each["step_s"] == pytest.approx(0.158, abs=0.01) for each in told)
+    cut = subprocess.run(
+        f"{sys.executable} plots/verdict.py {tmp_path} | true", shell=True, cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT / "src")), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (cut.returncode, cut.stderr) == (0, "")
 
 
 LEGEND = """
