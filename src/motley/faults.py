@@ -220,15 +220,15 @@ def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
     )  # fmt: skip
 
 
-def stopped(step: int | None, number: int, by: str) -> Fault:
+def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
     """The launcher was told to end, and has told the ranks.
 
     Args:
         number: of the signal that came to the ranks; ``by``: its name, who may have sent it,
-            and what the ranks were at.
+            and what the ranks were at. remedy: how to go on.
     """
     return Fault(
-        0, "", step, f"stopped by {by}", "continue with --resume auto",
+        0, "", step, f"stopped by {by}", remedy,
         kind=FaultKind.STOPPED, signal=number, echo=True,
     )  # fmt: skip
 

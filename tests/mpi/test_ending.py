@@ -98,6 +98,8 @@ def test_the_first_cause_is_named_and_not_its_echo(
 @pytest.mark.parametrize("stop", ["TERM", "HUP", "INT", "INT INT"])
 def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     job = start(jobs, DDP, ranks=2)
+    saved = jobs.logs / "long" / "checkpoints"
+    wait_until(lambda: any(saved.glob("step_*")), 30)  # of the first epoch
     for name in stop.split():
         job.send_signal(signal.Signals[f"SIG{name}"])  # as Ctrl-C does, to mpirun
         time.sleep(0.1)
@@ -105,7 +107,9 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     assert job.returncode != 0
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
     assert re.search(
-        r"stopped by you \(.*, while .*\) at step \d+; continue with --resume auto", line
+        r"stopped by you \(.*, while .*\) at step \d+; "
+        r"saved as of step \d+: continue with --run long --resume auto$",
+        line,
     )
     wait_until(lambda: not processes_of(str(jobs.logs)), 10)
     run = status(jobs)

@@ -73,7 +73,7 @@ def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) 
             assert parts == pytest.approx(step["n_global"] / step["samples_per_s"], rel=1e-6)
 
 
-RESNET = "--model resnet18 --img-size 32 --bn-group 4"
+RESNET = "--model test_resnet --img-size 32 --bn-group 4"
 
 
 @pytest.mark.parametrize(

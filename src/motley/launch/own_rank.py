@@ -36,6 +36,7 @@ class OwnRank:
         reaper: on the lowest rank of each machine.
         rescue: saves what this rank knows before it ends, and says what it did; None: it cannot.
         last_words: writes what this rank has not written yet, before it ends with the job.
+        how_to_continue: a run that somebody stops, as far as this rank knows; for people.
         held: rank 0 waits for a rescue, and ends this rank after it.
         keep: keeps the state apart from the group, to go on without a lost rank; None: it cannot.
         free: has the training's thread leave a collective that waits for the lost rank.
@@ -64,6 +65,7 @@ class OwnRank:
         self.reaper: LauncherReaper | None = None
         self.rescue: Callable[[], str] | None = None
         self.last_words: Callable[[], None] = lambda: None
+        self.how_to_continue: Callable[[], str] = lambda: "continue with --resume auto"
         self.held = threading.Event()
         self.keep: Callable[[], None] | None = None
         self.free: Callable[[], None] = lambda: None

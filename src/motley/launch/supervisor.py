@@ -247,10 +247,12 @@ class Supervisor:
             if own.reaper:
                 own.reaper.dismiss()
 
-    def before_end(self, last_words: Callable[[], None]) -> None:
-        """Have what this rank has not written be written before it ends with the job; from another
-        thread, while its own may be stuck."""
-        self._own.last_words = last_words
+    def before_end(
+        self, last_words: Callable[[], None], how_to_continue: Callable[[], str]
+    ) -> None:
+        """Have what this rank has not written be written before it ends with the job, and whoever
+        stops it be told how it goes on; from another thread, while its own may be stuck."""
+        self._own.last_words, self._own.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:
         """Have the state be saved before the job ends by another rank's fault.

@@ -321,7 +321,7 @@ class AllRanksWatch:
         if 0 in self._signalled or len(self._signalled) > 1:
             slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
             by = f"you{slurm} ({name} from the launcher, while {where})"
-            return stopped(self._last_step(), number, by)
+            return stopped(self._last_step(), number, by, self._own.how_to_continue())
         return Fault(
             status.rank, status.host, self._last_step(),
             f"stopped by {name}, which came to this rank alone, when {where}",

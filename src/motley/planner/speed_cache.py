@@ -25,7 +25,8 @@ from motley.tasks.model import TaskModel
 
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _LOOKS = 6  # passes at most; to measure anew takes many times as long
-_FAR_SLOWER = 4.0  # with one image: then a whole micro-batch could take minutes
+_FAR_SLOWER = 4.0  # with a small micro-batch: then a large one could take minutes
+_LARGER = 8  # times, from one such to the next
 
 
 def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int) -> SpeedTable:
@@ -54,10 +55,11 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
 def _still_holds(model: TaskModel, speed: SpeedTable) -> bool:
     """Whether the device is about as fast as remembered. What else starts beside this rank can
     disturb a look, which is a few milliseconds; so one of some is enough."""
-    one, most = speed.sizes[0], speed.micro_batch
-    seconds, _ = time_micro_batch(model, one)
-    if seconds >= _FAR_SLOWER * speed.micro_s(one):
-        return False
+    size, most = speed.sizes[0], speed.micro_batch
+    while size < most:
+        if min(passes(model, size, 2)) >= _FAR_SLOWER * speed.micro_s(size):
+            return False
+        size *= _LARGER
     looks = (seconds / speed.micro_s(most) for seconds in passes(model, most, _LOOKS))
     return any(1 / _CHANGED < look < _CHANGED for look in looks)
 

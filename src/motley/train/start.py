@@ -8,7 +8,7 @@ from functools import partial
 
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints
+from motley.checkpoint.store import Checkpoints, step_of
 from motley.comm.collectives import release_groups
 from motley.config.options import Config
 from motley.engines.memory import collect, release, set_aside
@@ -139,7 +139,10 @@ def train_begun(
     release_groups()  # those that were measured
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
-    world.supervisor.before_end(partial(last_words, recorder, job.checkpoints))
+    world.supervisor.before_end(
+        partial(last_words, recorder, job.checkpoints),
+        partial(how_to_continue, run.folder.path.name, job.checkpoints, job.length.save_every),
+    )
     say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
     profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
     gpus = gpu_logger(world, group, run.folder, lambda: recorder.progress, interval)
@@ -165,6 +168,16 @@ def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
         recorder.last_words()
     finally:
         checkpoints.wait(_LAST_SAVE_S)
+
+
+def how_to_continue(run: str, checkpoints: Checkpoints, save_every: int | None) -> str:
+    """What is saved of a run that is stopped, and how it is continued; for people."""
+    if save_every == 0:
+        return "nothing of it is saved, for this task keeps no checkpoints"
+    steps = [step for folder in checkpoints.found() if (step := step_of(folder)) is not None]
+    if not steps:
+        return "nothing of it is saved yet; --save-every N saves it every N steps"
+    return f"saved as of step {steps[0]}: continue with --run {run} --resume auto"
 
 
 def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:

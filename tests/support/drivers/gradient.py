@@ -3,7 +3,7 @@ r"""On every rank: unequal splits give the gradient of one process.
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py ddp
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py zero
     mpirun -np 3 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/gradient.py ddp \
-      --model resnet18 --img-size 32 --bn-group 4
+      --model test_resnet --img-size 32 --bn-group 4
 
 Prints the largest relative difference over random shares and micro-batches: in fp64
 through DDP, in fp32 through DeepSpeed, which refuses to reduce fp64 gradients.

@@ -72,8 +72,15 @@ def test_a_processors_share_is_timed_beyond_what_was_alone(
 
 @pytest.mark.parametrize(
     ("factors", "timed", "kept"),
-    [([1.2, 1.2], [1, 64], True), ([2.0] * 7, [1, *[64] * 6], False), ([100.0], [1], False),
-     ([2.0, 2.0, 1.1], [1, 64, 64], True), ([0.5] * 7, [1, *[64] * 6], False)],
+    [
+        ([1.2] * 5, [1, 1, 8, 8, 64], True),
+        ([2.0] * 10, [1, 1, 8, 8, *[64] * 6], False),
+        ([100.0] * 2, [1, 1], False),
+        ([9.0, 1.2, 2.0, 2.0, 2.0, 1.1], [1, 1, 8, 8, 64, 64], True),
+        ([0.5] * 10, [1, 1, 8, 8, *[64] * 6], False),
+        # Remembered with a busy processor, one sample hides what each takes now.
+        ([3.0, 3.0, 15.0, 15.0], [1, 1, 8, 8], False),
+    ],
 )  # fmt: skip
 def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch: pytest.MonkeyPatch, factors: list[float], timed: list[int], kept: bool
@@ -81,14 +88,11 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     remembered, anew = SpeedTable((1, 64), (0.01, 0.3), 0.0), SpeedTable((1,), (1.0,), 0.0)
     tried = []
 
-    def time_micro_batch(_: object, size: int) -> tuple[float, None]:
-        tried.append(size)
-        return factors[len(tried) - 1] * remembered.micro_s(size), None
-
     def passes(_: object, size: int, count: int) -> Iterator[float]:
-        return (time_micro_batch(None, size)[0] for _ in range(count))
+        for _ in range(count):
+            tried.append(size)
+            yield factors[len(tried) - 1] * remembered.micro_s(size)
 
-    monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
     monkeypatch.setattr(speeds, "passes", passes)
     monkeypatch.setattr(speeds, "_place", lambda *_: (None, {}))
     monkeypatch.setattr(speeds, "read_speed", lambda *_: remembered)
