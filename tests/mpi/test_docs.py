@@ -75,6 +75,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_task_that_is_shown_is_the_one_that_is_there() -> None:
+    shown = dict(BLOCK.findall((DOCS / "your_model.md").read_text(encoding="utf-8")))["python"]
+    assert shown == (ROOT / "examples" / "my_task.py").read_text(encoding="utf-8")
+
+
 def test_every_field_is_told_and_every_message() -> None:
     told = set(re.findall(r"`([\w.<>/]+)`", (DOCS / "records.md").read_text(encoding="utf-8")))
     assert {each.name for each in fields(StepRecord)} <= told

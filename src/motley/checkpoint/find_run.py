@@ -53,13 +53,13 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
         return named or run_of(found[0]) or _by_time(logs), found
     if named:
         return named, checkpoints_at(named)
-    return _newest_stopped(logs) or (_by_time(logs), [])
+    return _newest_stopped(logs, config.task) or (_by_time(logs), [])
 
 
-def _newest_stopped(logs: Path) -> tuple[Path, list[Path]] | None:
-    """The run that was started last of those that have not finished, and have a checkpoint; one
-    that is in use is refused when it is taken."""
-    stopped: list[tuple[float, Path]] = []
+def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
+    """The run of this task that was started last of those that have not finished, and have a
+    checkpoint; one that is in use is refused when it is taken."""
+    stopped: list[tuple[float, Path, str]] = []
     for run in find_runs([logs]) if logs.exists() else []:
         try:
             content = run.read_run()
@@ -71,10 +71,15 @@ def _newest_stopped(logs: Path) -> tuple[Path, list[Path]] | None:
             continue
         started = content.get("started")
         if content.get("status") != "finished":
-            stopped.append((started if isinstance(started, int | float) else 0.0, run.path))
-    for _, path in sorted(stopped, reverse=True):
-        if found := checkpoints_at(path):
+            learns = content.get("config", {}).get("task", task)
+            started = started if isinstance(started, int | float) else 0.0
+            stopped.append((started, run.path, str(learns)))
+    for _, path, learns in sorted(stopped, reverse=True):
+        if not (found := checkpoints_at(path)):
+            continue
+        if Path(learns).name == Path(task).name:
             return path, found
+        print(f"motley: {path} learns --task {learns}; --resume auto passes it over")
     return None
 
 

@@ -21,10 +21,12 @@ def config(logs: Path, *words: str) -> Config:
     return read_config(training_parser("test"), ["--logs", str(logs), *words])
 
 
-def make_run(logs: Path, name: str, started: float, status: str, step: int = 3) -> Path:
+def make_run(
+    logs: Path, name: str, started: float, status: str, step: int = 3, **more: object
+) -> Path:
     folder = RunFolder(logs / name)
     folder.create()
-    folder.write_run({"status": status, "started": started})
+    folder.write_run({"status": status, "started": started, **more})
     if step:
         Checkpoints(folder.checkpoints, 2).save({"model.x": torch.ones(1)}, {"step": step})
     return folder.path
@@ -37,6 +39,18 @@ def test_auto_is_the_newest_unfinished_run_whatever_its_name(tmp_path: Path) -> 
     make_run(tmp_path, "b-without", 3.0, "failed", step=0)
     path, checkpoints = find_run(config(tmp_path, "--resume", "auto"))
     assert path == wanted and checkpoints[0].parent.parent == wanted
+
+
+def test_auto_passes_over_what_learns_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = make_run(tmp_path, "images", 1.0, "failed", config={"task": "image"})
+    own = make_run(tmp_path, "own", 2.0, "stopped", config={"task": "/home/me/sums.py"})
+    assert find_run(config(tmp_path, "--resume", "auto"))[0] == images
+    assert f"{own} learns --task /home/me/sums.py" in capsys.readouterr().out
+    for task, wanted in (("./sums.py", own), ("image", images)):
+        again = Config(logs=str(tmp_path), resume="auto", task=task)
+        assert find_run(again)[0] == wanted
 
 
 def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
