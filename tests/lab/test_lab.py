@@ -46,7 +46,7 @@ def test_down_clears_what_a_killed_up_left(door: Door, made: int) -> None:
     before = machine()
     job = door.start("up", "--profile", TESLA)
     folder = Path("/var/lib/motley-lab", door.name)
-    wait_until(lambda: folder.exists() and len(door.processes()) >= made, 10)
+    wait_until(lambda: folder.exists() and len(door.processes()) >= made, 30)
     job.kill()
     job.communicate()
     own = namespaces(door.processes()) - namespaces([os.getpid()])

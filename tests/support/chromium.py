@@ -97,9 +97,9 @@ class Chromium:
         return str(self.run("document.body ? document.body.innerText : ''"))
 
     def await_text(self, said: str, limit: float = 15) -> str:
-        """Wait until it is on the page; all that is there."""
+        """Wait until it is on the page, which has come as a whole; all that is there."""
         deadline = time.monotonic() + limit
-        while said not in (text := self.text()):
+        while said not in (text := self.text()) or not self.run("document.readyState=='complete'"):
             assert time.monotonic() < deadline, (text, self.said)
             time.sleep(0.1)
         return text

@@ -16,6 +16,8 @@ import pytest
 from project import ROOT, environment
 from warm.ranks import WarmRanks, keep_place
 
+_LIMIT_S = 480.0  # for what hangs: at the lowest priority a job may take ten times as long
+
 
 @dataclass(frozen=True)
 class Done:
@@ -60,7 +62,7 @@ class Jobs:
         self._started.append(job)
         return job
 
-    def wait(self, job: subprocess.Popen[str], limit: float = 240) -> Done:
+    def wait(self, job: subprocess.Popen[str], limit: float = _LIMIT_S) -> Done:
         """Wait for a job; the test fails if it takes longer than ``limit`` seconds."""
         start = time.monotonic()
         output, _ = job.communicate(timeout=limit)
@@ -80,7 +82,7 @@ class Jobs:
         """
         start = time.monotonic()
         folder = folder or Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
-        ended = self._ranks.run(ranks, "warm.script:main", [*map(str, words)], folder, 240.0)
+        ended = self._ranks.run(ranks, "warm.script:main", [*map(str, words)], folder, _LIMIT_S)
         assert not ended.timed_out, ended.output
         code = next((code for code in ended.codes if code), 0)
         return Done(code, ended.output, time.monotonic() - start)
