@@ -49,11 +49,18 @@ class Bucket:
 
 
 class Reducer:
-    """The exact one: fp32. What the others do besides is for what they keep between steps."""
+    """The exact one: fp32. What the others do besides is for what they keep between steps.
+
+    Args:
+        group: whose ranks add up; None: all.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """Begin to sum a bucket over all ranks, in place."""
-        work = dist.all_reduce(bucket.flat, async_op=True)
+        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         return work.get_future().then(first)
 
     def begin_at_once(self) -> None:
@@ -97,6 +104,7 @@ class RoundingReducer(Reducer):
     is divided after it is rounded; a sum that overflows is seen in the norm."""
 
     def __init__(self, dtype: str) -> None:
+        super().__init__()
         self._dtype = DTYPES[dtype]
 
     def send(self, bucket: Bucket) -> Future[Tensor]:

@@ -4,24 +4,28 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from motley.comm.reducer import Bucket, buckets_of
+from motley.comm.collectives import leave_group
+from motley.comm.modes.numbers import EXACT
+from motley.comm.reducer import Bucket, Reducer, buckets_of
 from motley.measure.device import wait_for
-from motley.plan.wire import AllReduceCost, WireMode
+from motley.plan.wire import AllReduceCost, FewerCost, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 TRIES = 3  # of which the median counts
 _ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
-_PART_S = 1.0  # that sending a part of the gradient should take at most
+_PART_S = 1.0  # that sending a part of the gradient should take at most, if it is no pair
 
 
 def measure_wire(
-    parameters: Sequence[torch.Tensor], mode: WireMode, tries: int = TRIES
+    parameters: Sequence[torch.Tensor], mode: WireMode, tries: int = TRIES, group: Any = None
 ) -> AllReduceCost:
     """Time what it takes to add up next to nothing, and the gradient of these parameters; of a
     wire so slow that this takes seconds, a part of it.
@@ -29,20 +33,21 @@ def measure_wire(
     All ranks of the process group must call it, and get the same answer.
 
     Args:
-        tries: of each, at most.
+        tries: of each, at most. group: whose ranks alone do it, in the exact mode; None: all.
     """
     device = parameters[0].device
+    send_s = _Sender(mode, tries, device, group).seconds
     total = sum(parameter.numel() for parameter in parameters)
     pieces = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # As many small ones as pieces: a GPU is told of the next while it works on one.
     side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
     # Who comes last did not wait for others.
-    nothing_s = _send_s(mode, buckets_of(tiny, side**2), tries, dist.ReduceOp.MIN, warm=True)
+    nothing_s = send_s(buckets_of(tiny, side**2), dist.ReduceOp.MIN, warm=True)
     latency_s = nothing_s / len(pieces)
-    first_s = _send_s(mode, pieces[:1], tries)
-    part = pieces[: max(1, min(len(pieces), int(_PART_S / first_s)))]
-    part_s = _send_s(mode, part, tries) if len(part) > 1 else first_s
+    first_s = send_s(pieces[:1])
+    part = pieces[: max(2, min(len(pieces), int(_PART_S / first_s)))]  # one alone has no slope
+    part_s = send_s(part) if len(part) > 1 else first_s
     size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
     first, share = (
         mode.bytes_of([tuple(g.shape) for bucket in sent for g in bucket.grads]) / size
@@ -54,6 +59,21 @@ def measure_wire(
     )
     transfer_s = max(0.0, part_s + rest_s - latency_s * len(part) / share)
     return cost_of(parameters, mode, latency_s, transfer_s)
+
+
+def measure_fewer(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> FewerCost:
+    """Time what the gradient of these parameters takes among some ranks alone, exactly.
+
+    All ranks of the process group must call it, and get the same answer.
+    """
+    device, group = parameters[0].device, dist.new_group(list(ranks))
+    seconds = torch.zeros(1, dtype=torch.float64, device=device)
+    if dist.get_rank() in ranks:
+        seconds += measure_wire(parameters, EXACT, TRIES, group).transfer_s
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    if dist.get_rank() in ranks:
+        leave_group(group)
+    return FewerCost(tuple(ranks), seconds.item())
 
 
 def cost_of(
@@ -74,52 +94,55 @@ def _tensors(parameters: Sequence[torch.Tensor], mode: WireMode) -> tuple[tuple[
     return tuple((math.prod(shape) / numbers, mode.bytes_of([shape]) / size) for shape in shapes)
 
 
-def _send_s(
-    mode: WireMode,
-    buckets: Sequence[Bucket],
-    tries: int,
-    whose: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX,
-    warm: bool = False,
-) -> float:
-    """Seconds of adding up buckets, the same on all ranks.
+@dataclass(frozen=True)
+class _Sender:
+    """Times how long buckets take to be added up. See :func:`measure_wire`."""
 
-    Args:
-        whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast links
-            are done before what they sent has come through a slow one. MIN: the fastest rank's,
-            which excludes waiting for the others to begin.
-        warm: once before it is timed, to make the connections.
-    """
-    device = buckets[0].flat.device
-    reducer = mode.reducer(device)
-    reducer.begin_at_once()
+    mode: WireMode
+    tries: int
+    device: torch.device
+    group: Any
 
-    def send() -> None:
-        for future in [reducer.send(bucket) for bucket in buckets]:
-            future.wait()
+    def seconds(
+        self,
+        buckets: Sequence[Bucket],
+        whose: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX,
+        warm: bool = False,
+    ) -> float:
+        """The same on all ranks.
 
-    if warm:
-        send()
-    seconds = _together_s(send, tries, device, whose)
-    reducer.close()
-    return seconds
+        Args:
+            whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast
+                links are done before what they sent has come through a slow one. MIN: the fastest
+                rank's, which excludes waiting for the others to begin.
+            warm: once before it is timed, to make the connections.
+        """
+        reducer = self.mode.reducer(self.device) if self.group is None else Reducer(self.group)
+        reducer.begin_at_once()
 
+        def send() -> None:
+            for future in [reducer.send(bucket) for bucket in buckets]:
+                future.wait()
 
-def _together_s(
-    run: Callable[[], None], most: int, device: torch.device, whose: dist.ReduceOp.RedOpType
-) -> float:
-    """Seconds of what all ranks do together: the median of some tries, the same on all ranks.
+        if warm:
+            send()
+        seconds = self._together_s(send, whose)
+        reducer.close()
+        return seconds
 
-    Args:
-        most: tries. whose: MAX or MIN; see :func:`_send_s`.
-    """
-    tries: list[float] = []
-    while len(tries) < most and sum(tries) < _ENOUGH_S:
-        dist.all_reduce(torch.zeros(1, device=device))  # they begin together
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        wait_for(device)
-        spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(spent, whose)
-        tries.append(spent.item())
-    return statistics.median(tries)
+    def _together_s(self, run: Callable[[], None], whose: dist.ReduceOp.RedOpType) -> float:
+        """Seconds of what all ranks do together: the median of some tries."""
+        tries: list[float] = []
+        while len(tries) < self.tries and sum(tries) < _ENOUGH_S:
+            # They begin together.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            wait_for(self.device)
+            start = time.perf_counter()
+            run()
+            wait_for(self.device)
+            spent = torch.tensor(
+                time.perf_counter() - start, dtype=torch.float64, device=self.device
+            )
+            dist.all_reduce(spent, whose, group=self.group)
+            tries.append(spent.item())
+        return statistics.median(tries)

@@ -141,6 +141,18 @@ class WireMode(ABC):
 
 
 @dataclass(frozen=True)
+class FewerCost:
+    """What the same takes among some of the ranks alone, as measured.
+
+    Attributes:
+        ranks: those, ascending. transfer_s: as of AllReduceCost.
+    """
+
+    ranks: tuple[int, ...]
+    transfer_s: float
+
+
+@dataclass(frozen=True)
 class AllReduceCost:
     """How long all ranks take to add up their gradients, as measured.
 
@@ -156,6 +168,7 @@ class AllReduceCost:
             and travel where parameters do.
         tensors: of each gradient, in the order of a backward pass, its part of all numbers (in
             proportion to which it is computed, too) and of all bytes; empty: any cut is possible.
+        fewer: without the rank behind the one slow link; None: there is none, or it is not known.
     """
 
     latency_s: float
@@ -168,6 +181,7 @@ class AllReduceCost:
     allreduces_per_micro_step: float = 0.0
     frozen: float = 0.0
     tensors: tuple[tuple[float, float], ...] = ()
+    fewer: FewerCost | None = None
 
     @property
     def likes_long_batches(self) -> bool:
@@ -217,24 +231,38 @@ class AllReduceCost:
         if computed:
             yield computed, sent
 
+    def among_fewer(self, fewer: FewerCost | None, exact: "AllReduceCost") -> "AllReduceCost":
+        """The same where it is known what the exact mode takes among fewer ranks: each byte as
+        long."""
+        if fewer is None or exact.size == 0:
+            return self
+        own_s = fewer.transfer_s * self.size / exact.size
+        return dataclasses.replace(self, fewer=FewerCost(fewer.ranks, own_s))
+
     def among(
         self, machines: Sequence[int], ranks: Sequence[int], links: Links | None
     ) -> "AllReduceCost":
         """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
         over each link. What the slowest link does not account for, such as the processors' own
-        work, shrinks with n alone.
+        work, shrinks with n alone. The nearest measurement that holds all of them counts: beside
+        one slow link it does not show what the others can.
 
         Args:
             machines: of all ranks. ranks: those left.
             links: of the machines; None: all alike.
         """
         if len(ranks) == 1:
-            return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0)
-        share = (1 - 1 / len(ranks)) / (1 - 1 / len(machines))
+            return dataclasses.replace(self, latency_s=0.0, transfer_s=0.0, fewer=None)
+        if len(ranks) == len(machines):
+            return self
+        known = FewerCost(tuple(range(len(machines))), self.transfer_s)
+        if self.fewer and set(ranks) <= set(self.fewer.ranks):
+            known = self.fewer
+        share = (1 - 1 / len(ranks)) / (1 - 1 / len(known.ranks))
         before = after = 0.0
         if links is not None:
-            before = min(links.ring_s(self.size, len(machines)), self.transfer_s)
-            left = {machines[rank] for rank in ranks}
+            met, left = ({machines[rank] for rank in some} for some in (known.ranks, ranks))
+            before = min(links.ring_s(self.size, len(known.ranks), met), known.transfer_s)
             after = min(links.ring_s(self.size, len(ranks), left), before)
-        transfer_s = after + (self.transfer_s - before) * share
-        return dataclasses.replace(self, transfer_s=transfer_s)
+        transfer_s = after + (known.transfer_s - before) * share
+        return dataclasses.replace(self, transfer_s=transfer_s, fewer=None)

@@ -11,7 +11,7 @@ from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.measure.all_reduce import TRIES, cost_of, measure_wire
+from motley.measure.all_reduce import TRIES, cost_of, measure_fewer, measure_wire
 from motley.measure.device import has_room
 from motley.measure.links import Traffic, known_links, measure_links
 from motley.measure.loader import with_reading
@@ -20,7 +20,7 @@ from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import Addition, AllReduceCost, WireMode
+from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
 from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import speed_of, with_sizes
 from motley.planner.wire_cache import WireFigures
@@ -96,15 +96,32 @@ def measure_between(
     wires = wires_of(world, group, model, [EXACT], traits, remembered=kept)
     exact = arrange(config.batch_size, speeds, wires[EXACT])[2]
     part = exact.wire_s / exact.limit_s
-    others = _other_modes(group, asked, traits, part, _slow_rank(group.machines(world), links))
+    slow = _slow_rank(group.machines(world), links)
+    others = _other_modes(group, asked, traits, part, slow)
     for taken in (True, False):  # what is for the user's ears alone need not be as sure
         some = [mode for mode in others if may_take(mode, asked, group.precisions) == taken]
         tries = TRIES if taken else 1
         wires = wires_of(world, group, model, some, traits, wires, kept, tries)
+    if slow is not None:
+        kept = replace(kept, fewer=kept.fewer or _without(world, group, model, slow))
+        wires = {mode: cost.among_fewer(kept.fewer, wires[EXACT]) for mode, cost in wires.items()}
     world.clock.lap("wires")
     # Beside others' traffic a link carried less than it can.
     lasts = group.size > 1 and not (links and links.in_use())
     return Measured(speeds, wires, links, kept.with_wires(wires) if lasts else None)
+
+
+def _without(
+    world: World, group: ProcessGroup, model: TaskModel | None, slow: int
+) -> FewerCost | None:
+    """What the exact wire takes without one rank; every launched rank calls it."""
+    own = None
+    if model is not None and group.rank is not None:
+        name = group.workers[slow].host
+        world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring without {name}")
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        own = measure_fewer(parameters, [rank for rank in range(group.size) if rank != slow])
+    return next((each for each in world.allgather(own) if each is not None), None)
 
 
 def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:

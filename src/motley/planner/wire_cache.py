@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from motley.errors import MotleyError
 from motley.launch.process import cache_folder
 from motley.launch.world import World
 from motley.plan.links import Flow
-from motley.plan.wire import AllReduceCost, WireMode
+from motley.plan.wire import AllReduceCost, FewerCost, WireMode
 from motley.planner.process_group import ProcessGroup, nccl_version
 from motley.planner.speed_cache import digest_of
 from motley.records.json_file import read_json, write_json
@@ -42,12 +42,14 @@ class WireFigures:
         measured: when, seconds since the epoch; of the oldest of them.
         steps_took: what the first steps of the run that measured took, in forecasts made of them:
             what a machine does besides is in none.
+        fewer: of AllReduceCost, in the exact mode.
     """
 
     flows: Mapping[tuple[int, int], Flow] = field(default_factory=dict)
     wires: Mapping[WireMode, tuple[float, float]] = field(default_factory=dict)
     measured: float = field(default_factory=time.time)
     steps_took: float = 1.0
+    fewer: FewerCost | None = None
 
     def with_wires(self, wires: Mapping[WireMode, AllReduceCost]) -> "WireFigures":
         """The same with what these modes cost, but for those that follow from another."""
@@ -63,6 +65,7 @@ class WireFigures:
             "measured": self.measured, "steps_took": self.steps_took,
             "flows": [[*pair, f.bytes_per_s, f.latency_s] for pair, f in self.flows.items()],
             "wires": {str(mode): list(costs) for mode, costs in self.wires.items()},
+            "fewer": self.fewer and asdict(self.fewer),
         }  # fmt: skip
 
     @classmethod
@@ -86,8 +89,13 @@ class WireFigures:
             if (mode := parse_wire(text)) is None or str(mode) != text:
                 raise ValueError(f"{text} is no wire mode")
             wires[mode] = _number(latency_s), _number(transfer_s)
+        fewer = content["fewer"]
+        if fewer is not None:
+            if not set(fewer["ranks"]) < set(range(len(machines))):
+                raise ValueError("other ranks")
+            fewer = FewerCost(tuple(fewer["ranks"]), _number(fewer["transfer_s"]))
         steps_took = _number(content["steps_took"], above=0.0)
-        return cls(flows, wires, _number(content["measured"]), steps_took)
+        return cls(flows, wires, _number(content["measured"]), steps_took, fewer)
 
 
 def _number(value: object, above: float = -1.0) -> float:

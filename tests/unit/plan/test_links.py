@@ -13,7 +13,7 @@ from motley.measure import links as traffic
 from motley.plan.forecast import choose_machines
 from motley.plan.links import Flow, Links, Port, rounds
 from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import AllReduceCost
+from motley.plan.wire import AllReduceCost, FewerCost
 
 WORD = b"0123456789abcdef"
 
@@ -82,6 +82,14 @@ def test_the_real_lab_goes_without_the_host_on_the_slow_port() -> None:
     choice = choose_machines(80, range(5), speeds, wire, lab)
     assert 3 not in choice.ranks and {1, 2, 4} <= set(choice.ranks)
     assert choice.whole.step_s > 4.8 and choice.chosen.step_s < 0.9
+    # What the four take alone was measured: the slow link does not tell.
+    known = replace(wire, fewer=FewerCost((0, 1, 2, 4), 0.7))
+    assert known.among(range(5), [0, 1, 2, 4], lab).transfer_s == pytest.approx(0.7)
+    two = known.among(range(5), [1, 2], lab).transfer_s
+    assert two == pytest.approx(0.346 + (0.7 - 0.519) * (1 / 2) / (3 / 4))
+    assert known.among(range(5), [1, 3], lab) == wire.among(range(5), [1, 3], lab)
+    half = replace(wire, size=173e6).among_fewer(known.fewer, known)
+    assert half.fewer == FewerCost((0, 1, 2, 4), 0.35)
     # Without a look at the links, one host alone seems best.
     assert len(choose_machines(80, range(5), speeds, wire).ranks) == 1
 

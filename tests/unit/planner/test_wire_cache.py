@@ -19,7 +19,7 @@ from motley.comm.modes.local_sgd import LocalSgd
 from motley.comm.modes.numbers import BF16, EXACT
 from motley.comm.modes.power_sgd import PowerSgd
 from motley.plan.links import Flow, rounds
-from motley.plan.wire import AllReduceCost
+from motley.plan.wire import AllReduceCost, FewerCost
 from motley.planner import measured_plan, wire_cache
 from motley.planner.wire_cache import WireCache, WireFigures, WireMemory
 
@@ -28,7 +28,10 @@ FLOWS = {
     pair: Flow(1e6 * (1 + sum(pair)), 1e-4)
     for meet in rounds(MACHINES) for a, b in meet for pair in ((a, b), (b, a))
 }  # fmt: skip
-FIGURES = WireFigures(FLOWS, {EXACT: (1e-3, 0.5), replace(EXACT, slow_rank=2): (2e-3, 0.25)})
+FIGURES = WireFigures(
+    FLOWS, {EXACT: (1e-3, 0.5), replace(EXACT, slow_rank=2): (2e-3, 0.25)},
+    fewer=FewerCost((0, 1), 0.125),
+)  # fmt: skip
 
 
 def cache_in(folder: Path, key: str = "a") -> WireCache:
@@ -80,6 +83,9 @@ def change(*path: object, to: object) -> Callable[[Any], None]:
         change("figures", "wires", "exakt", to=[0.0, 1.0]),
         change("figures", "wires", "exact", to=[0.0]),
         change("figures", "wires", "exact", to=[0.0, None]),
+        change("figures", "fewer", to=[0, 1]), change("figures", "fewer", "ranks", to=[0, 3]),
+        change("figures", "fewer", "ranks", to=[0, 1, 2]),
+        change("figures", "fewer", "transfer_s", to="x"),
     ],
 )  # fmt: skip
 def test_a_file_with_something_else_in_it_is_nothing(
@@ -133,10 +139,13 @@ SECONDS = st.floats(0, 1e6)
     rates=st.lists(st.floats(1e-3, 1e12), min_size=6, max_size=6),
     wires=st.dictionaries(MODES, st.tuples(SECONDS, SECONDS)),
     took=st.floats(1e-3, 1e3),
+    fewer=st.none() | st.builds(FewerCost, st.just((0, 2)), SECONDS),
 )
-def test_figures_come_back_as_they_were(rates: list[float], wires: Any, took: float) -> None:
+def test_figures_come_back_as_they_were(
+    rates: list[float], wires: Any, took: float, fewer: FewerCost | None
+) -> None:
     flows = {pair: Flow(rate, 1e-5) for pair, rate in zip(FLOWS, rates, strict=True)}
-    figures = WireFigures(flows, wires, 1.5e9, took)
+    figures = WireFigures(flows, wires, 1.5e9, took, fewer)
     again = WireFigures.from_json(json.loads(json.dumps(figures.as_json())), MACHINES)
     assert again == figures
     assert all(parse_wire(str(mode)) == mode for mode in again.wires)
