@@ -28,7 +28,8 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import balance
 from motley.planner.process_group import ProcessGroup
-from motley.planner.profile import Measured, refine
+from motley.planner.profile import Measured
+from motley.planner.refine import refine
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, build_net, set_matmul_precision
 from motley.train.command_line import read_config, training_parser

@@ -60,8 +60,8 @@ ROOMS = {
     "checkpoint": "tensor_file store read transfer find_run run initial verify",
     "measure": "device all_reduce links loader",
     "planner": (
-        "process_group open_model speed_cache wire_cache profile compile_trial measured_plan "
-        "planner"
+        "process_group open_model speed_cache wire_cache profile refine compile_trial "
+        "measured_plan planner"
     ),
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "

@@ -31,9 +31,9 @@ from motley.planner.profile import (
     may_take,
     measure_between,
     measure_speeds,
-    refine,
     wires_of,
 )
+from motley.planner.refine import refine
 from motley.planner.speed_cache import remember
 from motley.planner.wire_cache import WireMemory, recall, wire_cache
 from motley.tasks.model import TaskModel

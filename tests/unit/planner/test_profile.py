@@ -13,7 +13,8 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.split import split
 from motley.plan.wire import AllReduceCost
 from motley.planner import speed_cache as speeds
-from motley.planner.profile import Measured, refine
+from motley.planner.profile import Measured
+from motley.planner.refine import refine
 
 
 @dataclass
