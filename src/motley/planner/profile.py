@@ -100,7 +100,11 @@ def measure_between(
         wires = wires_of(world, group, model, some, traits, wires, kept, tries)
     if slow is not None:
         kept = replace(kept, fewer=kept.fewer or _without(world, group, model, slow))
-        wires = {mode: cost.among_fewer(kept.fewer, wires[EXACT]) for mode, cost in wires.items()}
+        wires = {
+            mode: cost if mode.addition is Addition.BUCKETS  # which compute besides
+            else cost.among_fewer(kept.fewer, wires[EXACT])
+            for mode, cost in wires.items()
+        }  # fmt: skip
     world.clock.lap("wires")
     # Beside others' traffic a link carried less than it can.
     lasts = group.size > 1 and not (links and links.in_use())
