@@ -191,12 +191,15 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
         shared: options of all cells.
     """
 
+    def wrong(message: str) -> NoReturn:
+        raise MotleyError(message)
+
     def refuse(message: str) -> NoReturn:
-        raise MotleyError(f"cell {cell.name}: {message}")
+        wrong(f"cell {cell.name}: {message}")
 
     strategies = known_strategies(known_cells()[cell.strategy][0])
     parser = training_parser(cell.script, strategies)
-    parser.error = refuse  # type: ignore[method-assign]
+    parser.error = wrong  # type: ignore[method-assign]
     try:
         # A script may know more.
         config = read_config(parser, [*cell.words[1:], *shared], strict=False)

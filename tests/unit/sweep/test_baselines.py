@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import baseline_measure
 import pytest
 from matrices import KNOWN, matrix_file, measure
 from project import ROOT
@@ -23,6 +25,21 @@ from motley.sweep.table import markdown
 
 HOSTS = (Host("a", 2), Host("b"), Host("c"))
 PRESETS = ROOT / "torch_dist" / "presets"
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What baseline_measure.py says of words that it does not take, without a Python of its own."""
+
+    def say(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["baseline_measure.py", *map(str, words)])
+        with pytest.raises((MotleyError, SystemExit)) as error:
+            baseline_measure.main()
+        return str(error.value) + capsys.readouterr().err
+
+    return say
 
 
 def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
@@ -273,10 +290,10 @@ def test_a_table_is_written_by_one_at_a_time(tmp_path: Path) -> None:
     ],
 )
 def test_a_task_outside_of_slurm_is_refused(
-    tmp_path: Path, words: tuple[str, ...], says: str
+    tmp_path: Path, words: tuple[str, ...], says: str, refused: Callable[..., str]
 ) -> None:
-    done = measure("--matrix", "strong", "--out", tmp_path / "out", *words)
-    assert done.returncode == 2 and says in done.stderr and not (tmp_path / "out").exists()
+    assert says in refused("--matrix", "strong", "--out", tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -298,12 +315,18 @@ def test_a_task_outside_of_slurm_is_refused(
     ],
 )
 def test_options_that_no_run_could_take_are_refused_before_the_first(
-    tmp_path: Path, cell: str, says: str
+    tmp_path: Path, cell: str, says: str, refused: Callable[..., str]
 ) -> None:
     path = matrix_file(tmp_path, f'[[cell]]\nname = "x"\n{cell}\n')
-    done = measure("--matrix", path, "--out", tmp_path / "out")
-    assert done.returncode == 2 and says in done.stderr
+    assert says in refused("--matrix", path, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused_is_one_line_and_status_2(tmp_path: Path) -> None:
+    path = matrix_file(tmp_path, '[[cell]]\nname = "x"\noptions = "--epochs 0"\n')
+    done = measure("--matrix", path, "--out", tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("motley: cell x: argument --epochs: 0 is not a whole number")
 
 
 def test_the_table_says_what_failed(tmp_path: Path) -> None:
