@@ -174,10 +174,10 @@ def how_to_continue(run: str, checkpoints: Checkpoints, save_every: int | None) 
     """What is saved of a run that is stopped, and how it is continued; for people."""
     if save_every == 0:
         return "nothing of it is saved, for this task keeps no checkpoints"
-    steps = [step for folder in checkpoints.found() if (step := step_of(folder)) is not None]
-    if not steps:
+    found = checkpoints.found()
+    if not found:
         return "nothing of it is saved yet; --save-every N saves it every N steps"
-    return f"saved as of step {steps[0]}: continue with --run {run} --resume auto"
+    return f"saved as of step {step_of(found[0])}: continue with --run {run} --resume auto"
 
 
 def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:

@@ -37,6 +37,7 @@ def refused(
         monkeypatch.setattr(sys, "argv", ["baseline_measure.py", *map(str, words)])
         with pytest.raises((MotleyError, SystemExit)) as error:
             baseline_measure.main()
+        assert isinstance(error.value, MotleyError) or error.value.code == 2
         return str(error.value) + capsys.readouterr().err
 
     return say
