@@ -1,4 +1,4 @@
-"""What a checkpoint a minute costs: ViT-B on two CPU ranks, with saves and without.
+"""What a checkpoint a minute costs: ViT-L on a GPU, or ViT-B on two CPU ranks; with saves, without.
 
     .venv/bin/python benchmarks/checkpoint_cost.py --json benchmarks/results/checkpoint_cost.json
     .venv/bin/python benchmarks/checkpoint_cost.py --quick --json /tmp/checkpoint_cost.json
@@ -13,6 +13,7 @@ the run's own median step, in place of a neighbour's, which another program may 
 """
 
 import argparse
+import importlib
 import os
 import shutil
 import statistics
@@ -24,6 +25,7 @@ from typing import Any
 
 import result
 from real_run import lines_of, real_run
+from single_gpu import machine
 
 MINUTE_S = 60.0
 
@@ -31,8 +33,9 @@ MINUTE_S = 60.0
 def train(options: argparse.Namespace, every: int, logs: Path) -> list[float]:
     """One run, saved after every so many steps: when each step ended, seconds."""
     folder = real_run(
-        2, "torch_dist/train_vit.py", logs, "--dataset", "synthetic", "--model", options.model,
-        "--batch-size", options.n, "--precision", "fp32", "--wire", "exact", "--shares", "equal",
+        options.ranks, "torch_dist/train_vit.py", logs, "--dataset", "synthetic",
+        "--model", options.model, "--batch-size", options.n, "--precision", options.precision,
+        "--wire", "exact", "--shares", "equal", "--compile", "off", "--lr", 1e-5,
         "--eval-images", 2, "--max-steps", options.steps, "--save-every", every,
     )  # fmt: skip
     shutil.rmtree(folder / "checkpoints")  # gigabytes
@@ -77,7 +80,8 @@ def row(pairs: list[dict[str, float]], every: int, options: argparse.Namespace) 
     shares = [pair["of_a_minute"] for pair in pairs]
     return {
         "mode": f"--save-every {every}", "engine": "torch", "link": "loopback",
-        "n": options.n, "model": options.model, **middle,
+        "n": options.n, "model": options.model, "precision": options.precision,
+        "ranks": options.ranks, **middle,
         "images_per_s": options.n / middle["step_s"],
         "images_per_s_without": options.n / middle["step_without_s"],
         "mean_of_a_minute": statistics.mean(shares), "spread": max(shares) - min(shares),
@@ -105,14 +109,14 @@ def main() -> None:
         f"{found_row['stopped_s']:.2f} s more than a usual one, the wait for it included"
     )
     if options.json:
-        result.write(options.json, [found_row], started, load_before=load)
+        result.write(options.json, [found_row], started, load_before=load, machine=machine())
 
 
 def show(pair: int, each: dict[str, float], pairs: int) -> None:
     """A line for a terminal."""
     print(
-        f"pair {pair + 1} of {pairs}: a step {each['step_s']:.2f} s, without saves "
-        f"{each['step_without_s']:.2f} s; a checkpoint {each['checkpoint_s']:.2f} s, "
+        f"pair {pair + 1} of {pairs}: a step {each['step_s']:.3f} s, without saves "
+        f"{each['step_without_s']:.3f} s; a checkpoint {each['checkpoint_s']:.2f} s, "
         f"{each['of_a_minute']:.2%} of a minute; by its own median step "
         f"{each['checkpoint_by_own_median_s']:.2f} s, {each['of_a_minute_by_own_median']:.2%}",
         flush=True,
@@ -120,22 +124,28 @@ def show(pair: int, each: dict[str, float], pairs: int) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """The command line; what is not given depends on whether there is a GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    gpu = importlib.import_module("torch").cuda.is_available()
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="one pair of a smaller model")
-    parser.add_argument("--model", default="vit_base_patch32_224", help="timm name, default "
+    parser.add_argument("--quick", action="store_true", help="one pair; on CPUs of a smaller model")
+    parser.add_argument("--model", help="timm name, default vit_large_patch16_224; on CPUs "
                         "vit_base_patch32_224: of ViT-B/16's size, with shorter steps")  # fmt: skip
-    parser.add_argument("--n", type=int, default=4, help="global batch, default 4")
-    parser.add_argument("--every", type=float, default=20.0, metavar="SECONDS",
-                        help="between saves, default 20")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=70, help="of each run, default 70")
+    parser.add_argument("--ranks", type=int, default=1 if gpu else 2)
+    parser.add_argument("--precision", default="bf16" if gpu else "fp32", choices=("bf16", "fp32"))
+    parser.add_argument("--n", type=int, default=128 if gpu else 4, help="global batch")
+    parser.add_argument("--every", type=float, default=12.0 if gpu else 20.0, metavar="SECONDS",
+                        help="between saves")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=330 if gpu else 70, help="of each run")
     parser.add_argument("--pairs", type=int, default=2, help="default 2")
     options = parser.parse_args()
+    options.model = options.model or f"vit_{'large_patch16' if gpu else 'base_patch32'}_224"
     if options.quick:
-        options.model, options.every, options.pairs = "vit_small_patch32_224", 6.0, 1
+        options.pairs = 1
+        if not gpu:
+            options.model, options.every = "vit_small_patch32_224", 6.0
     return options
 
 
