@@ -48,8 +48,9 @@ ROOMS = {
         "loader_memory keyed loader"
     ),
     "tasks": (
-        "ghost_batch_norm compiled blocks task classifiers corpus gpt hf_model hf_tokens lora "
-        "hf_text states netcdf aurora_net builtin/* find model check scores"
+        "ghost_batch_norm recording deferred block_by_block compiled blocks task classifiers "
+        "corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net builtin/* find model "
+        "build check scores"
     ),
     "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
     "engines": (

@@ -35,13 +35,14 @@ from motley.tasks.model import AUTOCAST, TaskModel
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
 _PIECES = 6
+_MOST = 2**28  # numbers in a piece of several blocks: some are gathered at a time, and take memory
 
 
-def _pieces(blocks: list[nn.Module]) -> Iterator[Any]:
-    """Of neighbours; a block alone as itself."""
-    size = -(-len(blocks) // _PIECES)
-    for first in range(0, len(blocks), size or 1):
-        yield blocks[first] if size == 1 else blocks[first : first + size]
+def pieces_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Neighbours that are gathered together."""
+    most = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=1)
+    size = max(1, min(-(-len(blocks) // _PIECES), _MOST // most))
+    return [[*blocks[first : first + size]] for first in range(0, len(blocks), size)]
 
 
 class FsdpEngine(SynchronousEngine):
@@ -77,8 +78,11 @@ class FsdpEngine(SynchronousEngine):
         self._sharding = Sharding(
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
-        for together in _pieces(list(model.task.blocks(model.net).values())):
-            fully_shard(together, **options)
+        for piece in pieces_of(list(model.task.blocks(model.net).values())):
+            model.fill(*piece)
+            # A block alone as itself.
+            fully_shard(piece[0] if len(piece) == 1 else piece, **options)
+        model.fill(model.net)
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
         traits = self.optimizer_traits

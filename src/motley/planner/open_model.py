@@ -7,9 +7,10 @@ from torch import nn
 
 from motley.config.options import Config
 from motley.planner.process_group import ProcessGroup
+from motley.tasks.build import build
 from motley.tasks.check import check_task
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net, set_attention, set_matmul_precision
+from motley.tasks.model import TaskModel, set_attention, set_matmul_precision
 from motley.tasks.task import Task
 
 # Wraps a task's network, in a precision, on a device.
@@ -24,9 +25,12 @@ def open_model(
         return None
     task, precision = task_of(config), group.precisions[group.rank]
     set_matmul_precision(precision)
-    net = build_net(task, config)
+    net, by_blocks = build(task, config)
+    if by_blocks:
+        by_blocks.fold(group.device)
     check_task(TaskModel(task, net, "fp32", group.device))
     set_attention(net, config.attention)
     model = make(task, net, precision, group.device)
+    model.by_blocks = by_blocks
     model.try_attention(config.attention)
     return model

@@ -181,6 +181,7 @@ def assemble(
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
+    model.unfold()
     numbers = sum(value.numel() for value in model.net.state_dict().values())
     shapes = [tuple(each.shape) for each in model.net.parameters() if each.requires_grad]
     trained, whole = sum(map(math.prod, shapes)), sum(p.numel() for p in model.net.parameters())
@@ -191,6 +192,8 @@ def assemble(
             f"{gradient_bytes / 1e6:.3g} MB"
         )
         notes.append(("frozen", text, {"trained": trained, "parameters": whole}))
+    if not engine_factory.traits.fills_model:
+        model.fill(model.net)
     engine = engine_factory(  # some leave no rank a whole parameter
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
-    shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
+    shards_optimizer=True, fills_model=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
     gathers_per_micro_step=0.5, narrow_parameters=True,
     words="FSDP gathers parameters and scatters gradients in each micro-batch",
     others={"--strategy ddp, if memory allows,": EngineTraits()},
