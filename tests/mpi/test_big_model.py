@@ -41,4 +41,14 @@ def test_any_ranks_draw_the_same_numbers(module_jobs: Jobs, alone: Trained, name
     run = module_jobs.train(ranks, script, name, *GPT, *STILL, *options)
     assert parameters_of(run) == parameters_of(alone)
     assert run.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert len(run.run["result"]["memory_peak_mib"]) == ranks
     assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-5)
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(jobs: Jobs) -> None:
+    wide = ("--task", "text", "--width", 24576, "--depth", 96, "--heads", 96)
+    done = jobs.fork(2, DDP, *wide, "--strategy", "fsdp", "--logs", jobs.logs)
+    assert done.code != 0 and done.seconds < 60
+    assert "the model does not fit: 2 ranks on" in done.output, done.output
+    assert "--reshard-after-forward, or a smaller model" in done.output
+    assert not jobs.logs.exists()

@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
-        "ramp length take_back"
+        "ramp length take_back memory"
     ),
     "live": (
         "tail track follow every_record waiting words headline rows snapshot runs collect training "
@@ -61,8 +61,8 @@ ROOMS = {
     "checkpoint": "tensor_file store read transfer find_run run initial verify",
     "measure": "device all_reduce links loader",
     "planner": (
-        "process_group open_model speed_cache wire_cache profile refine compile_trial "
-        "measured_plan planner"
+        "process_group speed_cache wire_cache profile refine compile_trial measured_plan foresee "
+        "open_model planner"
     ),
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "

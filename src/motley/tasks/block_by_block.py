@@ -86,6 +86,16 @@ class BlockByBlock:
                 made[which] = _ready(self._recording.value(self._held[which].tensor), held, device)
             held.put(made[which])
 
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Have what it is folded with be in 16 bits, as where parameters are gathered in them."""
+        made: dict[int, Tensor] = {}
+        for held in self._held.values():
+            _, table, name = held.places[0]
+            if isinstance(now := table[name], nn.Parameter):
+                if id(now) not in made:
+                    made[id(now)] = nn.Parameter(now.detach().to(dtype), now.requires_grad)
+                held.put(made[id(now)])
+
     def unfold(self) -> None:
         """Let go of what it was folded with: all that has no numbers yet waits for them."""
         for held in self._waiting.values():

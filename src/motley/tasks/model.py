@@ -167,6 +167,8 @@ class TaskModel(nn.Module):
         score_names: of what :meth:`forward` gives of held-out samples, in order.
         by_blocks: gives the network its numbers, if it has not got all of them; until an engine is
             built it is folded.
+        held_mib: that training holds on the device besides activations, where that is more than is
+            there now; 0: no more.
         statistics: of batch norms, if it has any.
     """
 
@@ -185,6 +187,7 @@ class TaskModel(nn.Module):
             )
         self.statistics = GroupStatistics(net, task.grain) if norms else None
         self.by_blocks: BlockByBlock | None = None
+        self.held_mib = 0.0
         self._compiled: Compiled | None = None
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
@@ -197,11 +200,6 @@ class TaskModel(nn.Module):
     def every_parameter(self) -> list[Tensor]:
         """One for each that the network has, like it in shape, also while it is folded."""
         return self.by_blocks.parameters() if self.by_blocks else list(self.net.parameters())
-
-    def unfold(self) -> None:
-        """What was timed is of no use any more: an engine is built now."""
-        if self.by_blocks:
-            self.by_blocks.unfold()
 
     def fill(self, *parts: nn.Module) -> None:
         """Give modules of the network their initial numbers, on its device, if they have none

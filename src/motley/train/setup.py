@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from motley.comm.collectives import all_gather_object
 from motley.config.numbers import Duration
 from motley.config.options import Config
 from motley.data.loader import Loader
+from motley.engines.memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.errors import MotleyError
 from motley.plan.length import Length, TrainState
@@ -124,18 +126,21 @@ def begin(
     if group.rank is None or model is None:
         return None
     check_samples(config, group.workers)
-    fresh = not run.resume_from and kept is None
+    fresh, took_s = not run.resume_from and kept is None, 0.0
     job = assemble(run, group, planned, config, engine_factory, model, monitor, fresh)
     if kept is not None:
         state, notes = go_on(job.engine, kept)
     else:
+        began = time.monotonic()
         state, notes = job.resume(run.resume_from)
+        took_s = time.monotonic() - began
     check_profile(config, group.workers, job.length.last_step(state))
     budget = budget_of(job, state, planned) if group.rank == 0 and kept is None else None
     if budget is not None:
         budget.check()
-    said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
-    notes_of_all = [*((kind, text, {}) for kind, text in said), *job.notes]
+    said: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
+    said += [("initial", note, {}) for note in initial]
+    notes_of_all = [*said, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
     return Begun(job, state, notes_of_all, budget, watched)
 
@@ -181,7 +186,9 @@ def assemble(
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
-    model.unfold()
+    if model.by_blocks:
+        model.by_blocks.unfold()
+        release()
     numbers = sum(value.numel() for value in model.net.state_dict().values())
     shapes = [tuple(each.shape) for each in model.net.parameters() if each.requires_grad]
     trained, whole = sum(map(math.prod, shapes)), sum(p.numel() for p in model.net.parameters())
