@@ -1,10 +1,16 @@
 """A model that no rank holds whole, in small: the same numbers on any ranks, by any engine."""
 
 import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from jobs import Jobs, Trained
-from project import DDP, ZERO
+from project import DDP, ROOT, ZERO
+
+from motley.checkpoint.read import load_checkpoint
 
 pytestmark = pytest.mark.mpi
 
@@ -25,8 +31,12 @@ RUNS = {
 
 
 def parameters_of(run: Trained) -> str:
-    (path,) = run.folder.glob("checkpoints/step_*/model.safetensors")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    (path,) = run.folder.glob("checkpoints/step_*")
+    tensors, _ = load_checkpoint(path, only=("model",))
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +62,75 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(jobs: J
     assert "the model does not fit: 2 ranks on" in done.output, done.output
     assert "--reshard-after-forward, or a smaller model" in done.output
     assert not jobs.logs.exists()
+
+
+STEPS = (*GPT, "--lr", 1e-3, "--save-every", 3, "--keep", 9)
+FSDP = (DDP, "--strategy", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def whole(module_jobs: Jobs) -> Trained:
+    """Without a stop, on one rank."""
+    return module_jobs.train(1, DDP, "whole", *STEPS, "--max-steps", 9)
+
+
+@pytest.fixture(scope="module")
+def parts(module_jobs: Jobs) -> Trained:
+    """Stopped after 6 steps, saved by three ranks, each what it holds."""
+    words = (*FSDP, "parts", *STEPS, "--max-steps", 6, "--shares", "2,0,1")
+    run = module_jobs.train(3, words[0], "parts", *words[1:3], *words[4:])
+    files = {path.name for path in (run.folder / "checkpoints/step_00000006").iterdir()}
+    each = {f"part_0000{rank}.{kind}" for rank in range(3) for kind in ("json", "safetensors")}
+    assert files == {*each, "manifest.json", "progress.json"}
+    return run
+
+
+def copy_of(run: Trained, folder: Path) -> Path:
+    return Path(shutil.copytree(run.folder / "checkpoints", folder / "copy" / "checkpoints")).parent
+
+
+RESUMED = {
+    "FSDP on 2": (2, *FSDP, "--shares", "3,1"), "FSDP on 5": (5, *FSDP, "--shares", "equal"),
+    "DDP": (1, DDP), "DeepSpeed 3": (2, ZERO, "--stage", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_parts_are_read_by_any_number_of_ranks_and_the_other_engine(
+    module_jobs: Jobs, whole: Trained, parts: Trained, name: str
+) -> None:
+    ranks, script, *options = RESUMED[name]
+    place = parts.folder / "checkpoints/step_00000006"
+    run = module_jobs.train(ranks, script, f"on {name}", *STEPS, "--max-steps", 9, *options,
+                            "--resume", place)  # fmt: skip
+    assert len(run.losses) == 3 and run.losses == pytest.approx(whole.losses[6:], rel=5e-6)
+    assert parts.losses == pytest.approx(whole.losses[:6], rel=5e-6)
+
+
+@pytest.mark.parametrize("what", ["a bit", "a part", "an index"])
+def test_a_part_that_is_damaged_is_named_and_the_one_before_is_used(
+    jobs: Jobs, whole: Trained, parts: Trained, tmp_path: Path, what: str
+) -> None:
+    run = copy_of(parts, tmp_path)
+    part = run / "checkpoints/step_00000006/part_00001.safetensors"
+    if what == "a bit":
+        content = bytearray(part.read_bytes())
+        content[-1000] ^= 4
+        part.write_bytes(content)
+    elif what == "a part":
+        part.unlink()
+    else:
+        part = part.with_suffix(".json")
+        part.write_text(part.read_text().replace("1", "2", 1))
+    checked = subprocess.run(
+        [sys.executable, "torch_dist/verify.py", run], cwd=ROOT, text=True, capture_output=True,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert checked.returncode and f"{part} is damaged" in checked.stdout, checked.stdout
+    assert checked.stdout.count("whole, step") == 1
+    resumed = jobs.train(
+        2, *FSDP[:1], "again", *FSDP[1:], *STEPS, "--max-steps", 9, "--resume", run
+    )
+    (event,) = [each for each in resumed.events if "not used" in str(each)]
+    assert f"{part} is damaged" in str(event)
+    assert resumed.losses == pytest.approx(whole.losses[3:], rel=5e-6)

@@ -58,7 +58,7 @@ ROOMS = {
         "memory step_timer protocol base synchronous alone ddp fsdp local_sgd zero_config "
         "zero_state zero_engine import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "tensor_file store read transfer find_run run initial verify",
+    "checkpoint": "tensor_file part_files store read transfer resume find_run run initial verify",
     "measure": "device all_reduce links loader",
     "planner": (
         "process_group speed_cache wire_cache profile refine compile_trial measured_plan foresee "

@@ -6,7 +6,7 @@ micro-batch communicates, and all ranks take equally many.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def pieces_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 class FsdpEngine(SynchronousEngine):
-    """Implements Engine.
+    """Implements Engine, and HoldsParts.
 
     FSDP averages gradients over ranks, so each loss carries a factor W/N. They are scattered in
     what the wire mode says. Parameters are gathered in 16 bits where all ranks compute in the same,
@@ -143,21 +143,78 @@ class FsdpEngine(SynchronousEngine):
         with self._put_together():
             super().load_state(self._share(self._model.net, state))
 
+    def part(self) -> State:
+        """See HoldsParts."""
+        cut: set[int] = set()
+
+        def keep(value: Tensor) -> Tensor:
+            own = snapshot(value.to_local() if isinstance(value, DTensor) else value)
+            if isinstance(value, DTensor):
+                cut.add(id(own))
+            return own
+
+        with self._put_together():
+            state = self.whole_state(keep)
+        first = self._context.rank == 0
+        tensors = {key: each for key, each in state.tensors.items() if first or id(each) in cut}
+        return State(tensors, state.plain)
+
+    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+        """See HoldsParts."""
+        own = _parameter_of(name, self._named)
+        if not isinstance(own, DTensor) or own.shape != torch.Size(shape):
+            return None
+        rows = -(-shape[0] // self._context.size)  # as torch.chunk cuts
+        first = min(self._context.rank * rows, shape[0])
+        return first, min(first + rows, shape[0])
+
+    def load_part(self, state: State) -> None:
+        """See HoldsParts. The model first: what is loaded need not lie beside all of the rest."""
+
+        def shared(kinds: Sequence[str]) -> State:
+            found = {}
+            for name, value in state.tensors.items():
+                if name.partition(".")[0] in kinds:
+                    found[name] = self._as_held(value, _parameter_of(name, self._named))
+            return State(found, state.plain)
+
+        with self._put_together():
+            self._load_model(shared(("model", "ema", "ema_numbers")))
+            self.memory.load(shared(("optimizer",)))
+
+    def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
+        """Rows as this rank holds them of a parameter."""
+        if not isinstance(own, DTensor) or value.shape != own.to_local().shape:
+            return value
+        return DTensor.from_local(
+            value.to(own.device), self._mesh, own.placements, run_check=False, shape=own.shape,
+            stride=own.stride(),
+        )  # fmt: skip
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        # By all names: a tied one has two, and the state both.
+        return dict(self._model.net.named_parameters(remove_duplicate=False))
+
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
         """The optimizer knows of whole parameters meanwhile."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
         """Whole tensors cut as the parameters of ``net`` are."""
-        # By all names: a tied one has two, and the state both.
         parameters = dict(net.named_parameters(remove_duplicate=False))
 
         def share(key: str, value: Tensor) -> Tensor:
-            kind, _, name = key.partition(".")
-            own = parameters.get(name.rpartition(".")[0] if kind == "optimizer" else name)
+            own = _parameter_of(key, parameters)
             if not isinstance(own, DTensor) or own.shape != value.shape:
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
             return part.to(own.device)
 
         return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)
+
+
+def _parameter_of(key: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """What a tensor of a state is of, or beside; None: of no parameter."""
+    kind, _, name = key.partition(".")
+    return parameters.get(name.rpartition(".")[0] if kind == "optimizer" else name)

@@ -10,9 +10,10 @@ from typing import Any
 
 from timm.scheduler.scheduler import Scheduler
 
+from motley.checkpoint.resume import resume
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
-from motley.checkpoint.transfer import Kept, go_on, resume
+from motley.checkpoint.transfer import Kept, go_on
 from motley.comm.collectives import all_gather_object
 from motley.config.numbers import Duration
 from motley.config.options import Config
@@ -75,7 +76,7 @@ class Job:
         """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
         Returns:
-            As motley.checkpoint.transfer.resume.
+            As motley.checkpoint.resume.resume.
         """
         position, notes = resume(
             self.engine, folders, self.config, self.saved_config, self.engine.device
@@ -98,8 +99,13 @@ class Begun:
     budget: Budget | None
     first_steps: FirstSteps
 
-    def take_over(self) -> None:
-        """Make the run's folder this run's, on the rank that writes."""
+    def take_over(self, shared: bool) -> None:
+        """Make the run's folder this run's, on the rank that writes.
+
+        Args:
+            shared: all ranks see its disk.
+        """
+        self.job.checkpoints.in_parts = shared and self.job.model.by_blocks is not None
         place = self.job.checkpoints.path = self.job.run.folder.checkpoints  # since it has begun
         if self.budget is not None:
             print(f"  {dataclasses.replace(self.budget, folder=place).sentence()}", flush=True)

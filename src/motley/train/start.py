@@ -115,7 +115,7 @@ def train_with(
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)
     if begun is not None:
-        begun.take_over()
+        begun.take_over(shared)
         rescue = arm_rescue(world, begun, shared)
         survivor.ready(group, planned, rescue, shared)
         train_begun(world, run, keeper, group, begun, rescue)
