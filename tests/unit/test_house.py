@@ -28,7 +28,7 @@ ROOMS = {
     ),
     "plan": (
         "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
-        "ramp length take_back"
+        "ramp length take_back memory"
     ),
     "live": (
         "tail track follow every_record waiting words headline rows snapshot runs collect training "
@@ -48,8 +48,9 @@ ROOMS = {
         "loader_memory keyed loader"
     ),
     "tasks": (
-        "ghost_batch_norm compiled blocks task classifiers corpus gpt hf_model hf_tokens lora "
-        "hf_text states netcdf aurora_net builtin/* find model check scores"
+        "ghost_batch_norm recording deferred block_by_block compiled blocks task classifiers "
+        "corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net builtin/* find model "
+        "build check scores"
     ),
     "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
     "engines": (
@@ -57,11 +58,11 @@ ROOMS = {
         "memory step_timer protocol base synchronous alone ddp fsdp local_sgd zero_config "
         "zero_state zero_stage3 zero_engine import_deepspeed strategy strategies/*"
     ),
-    "checkpoint": "tensor_file store read transfer find_run run initial verify",
+    "checkpoint": "tensor_file part_files store read transfer resume find_run run initial verify",
     "measure": "device all_reduce links loader",
     "planner": (
-        "process_group open_model speed_cache wire_cache profile refine compile_trial "
-        "measured_plan planner"
+        "process_group speed_cache wire_cache profile refine compile_trial measured_plan foresee "
+        "open_model planner"
     ),
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "

@@ -108,7 +108,7 @@ def read_weights(asked: str, trust: bool) -> Weights:
     flag = f"--initial-checkpoint {asked}"
     path = Path(asked.removeprefix(_LOCAL))
     if not asked.startswith(_LOCAL) and (found := checkpoints_at(path)):
-        folder, content, progress, _ = newest_whole(found)
+        folder, content, progress, _ = newest_whole(found, only=("model",))
         return Weights(part_of(content, "model"), folder, progress.get("config", {}))
     if path.is_dir():
         inside = [path / name for name in _IN_FOLDERS if (path / name).is_file()]

@@ -9,25 +9,68 @@ import hashlib
 import json
 import stat
 from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load
 from torch import Tensor
 
+from motley.checkpoint.part_files import Parts, is_index, part_names
 from motley.checkpoint.store import MORE, PARTS, Checkpoints, step_of
 from motley.errors import MotleyError
 
 _FILES = {*(f"{part}.safetensors" for part in PARTS), "progress.json"}
 _MORE_FILES = {f"{part}.safetensors" for part in MORE}
-_MOST_MANIFEST = 65_536  # bytes; one has 500
+_MOST_MANIFEST = 1 << 20  # bytes; one has 500, and 120 more a part
 _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
 
 
-def load_checkpoint(
-    folder: Path, needs: Collection[str] = ()
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read one checkpoint; what is loaded are the very bytes whose hashes were compared.
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint of which no tensor is read yet.
+
+    Attributes:
+        parts: of one that no rank put together; None: it is whole.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Mapping[str, Any]]
+    progress: dict[str, Any]
+    parts: Parts | None
+
+    def read(self, only: Collection[str] = ()) -> dict[str, Tensor]:
+        """All tensors, put together; what is loaded are the very bytes whose hashes were compared.
+
+        Args:
+            only: these parts, as ``model``; empty: all.
+
+        Raises:
+            MotleyError: names the file that is damaged.
+        """
+        wanted = [part for part in (*PARTS, *MORE) if part in (only or (*PARTS, *MORE))]
+        if self.parts is not None:
+            names = [each for each in self.parts.shapes() if each.partition(".")[0] in wanted]
+            return {name: self.parts.whole(name) for name in names}
+        tensors: dict[str, Tensor] = {}
+        for part in wanted:
+            path = self.folder / f"{part}.safetensors"
+            if path.name not in self.manifest:
+                continue
+            with _reading(path):
+                content = load(_read_vouched(path, self.manifest[path.name]))
+            tensors |= {f"{part}.{name}": tensor for name, tensor in content.items()}
+        return tensors
+
+    def check(self) -> int:
+        """Compare all hashes; returns the bytes of all tensors. Raises as :meth:`read`."""
+        if self.parts is not None:
+            return self.parts.check()
+        return sum(tensor.nbytes for tensor in self.read().values())
+
+
+def open_checkpoint(folder: Path, needs: Collection[str] = ()) -> Opened:
+    """Look at one checkpoint.
 
     Args:
         needs: what the progress must tell, besides the step.
@@ -36,28 +79,33 @@ def load_checkpoint(
         MotleyError: names the file that is missing or damaged.
     """
     manifest = _read_manifest(folder / "manifest.json")
-    tensors: dict[str, Tensor] = {}
-    for part in (*PARTS, *MORE):
-        path = folder / f"{part}.safetensors"
-        if path.name not in manifest:
-            continue
-        with _reading(path):
-            content = load(_read_vouched(path, manifest[path.name]))
-        tensors |= {f"{part}.{name}": tensor for name, tensor in content.items()}
     path = folder / "progress.json"
     with _reading(path):
         progress = json.loads(_read_vouched(path, manifest[path.name]))
         _check_progress(progress, needs)
-    return tensors, progress
+    indexes = []
+    for name in sorted(filter(is_index, manifest)):
+        with _reading(folder / name):
+            indexes.append(json.loads(_read_vouched(folder / name, manifest[name])))
+    parts = Parts(folder, indexes, _reading) if indexes else None
+    return Opened(folder, manifest, progress, parts)
+
+
+def load_checkpoint(
+    folder: Path, needs: Collection[str] = (), only: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read one checkpoint; see :func:`open_checkpoint` and :meth:`Opened.read`."""
+    opened = open_checkpoint(folder, needs)
+    return opened.read(only), opened.progress
 
 
 def newest_whole(
-    folders: list[Path], needs: Collection[str] = ()
+    folders: list[Path], needs: Collection[str] = (), only: Collection[str] = ()
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[str]]:
     """Load the first of ``folders`` that is whole.
 
     Args:
-        needs: as for :func:`load_checkpoint`.
+        needs, only: as for :func:`load_checkpoint`.
 
     Returns:
         It, its content, and what was wrong with those before it.
@@ -65,7 +113,7 @@ def newest_whole(
     problems: list[str] = []
     for folder in folders:
         try:
-            return folder, *load_checkpoint(folder, needs), problems
+            return folder, *load_checkpoint(folder, needs, only), problems
         except MotleyError as error:
             problems.append(str(error))
     raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
@@ -89,12 +137,20 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     with _reading(path):
         _check_size(path, range(_MOST_MANIFEST))
         manifest: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(manifest, dict) or manifest.keys() - _MORE_FILES != _FILES:
+        if not isinstance(manifest, dict) or not (
+            manifest.keys() - _MORE_FILES == _FILES or _are_parts(manifest.keys())
+        ):
             raise ValueError(f"it does not list {', '.join(sorted(_FILES))}, and these alone")
         for name, described in manifest.items():
             if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
                 raise ValueError(f"it does not give size and SHA-256 of {name}")
     return manifest
+
+
+def _are_parts(names: Collection[str]) -> bool:
+    """All parts of a checkpoint that no rank put together, and its progress."""
+    indexes = {part_names(rank)[1] for rank in range(len(names) - 1)}
+    return len(names) > 1 and {*names} == {*indexes, "progress.json"}
 
 
 def _read_vouched(path: Path, expected: Mapping[str, Any]) -> bytes:

@@ -8,6 +8,8 @@
         ranks.safetensors       <rank>.<what that rank alone holds>
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
+        part_00000.safetensors, part_00000.json, ...    in place of all tensors above, of a model
+                                that no rank holds whole: see motley.checkpoint.part_files
       latest                    the name of the newest folder, written last, for people
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
@@ -17,20 +19,22 @@ A checkpoint is written to a hidden folder, hashed on its way there, flushed to 
 renamed. How they are read is in motley.checkpoint.read.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from motley.checkpoint.tensor_file import write_tensors
+from motley.checkpoint.part_files import part_names, telling, wait_for_parts, write_part
+from motley.checkpoint.tensor_file import sync, write_tensors
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.records.lines import fix_for
@@ -47,10 +51,14 @@ class Checkpoints:
     Args:
         path: the folder ``checkpoints/``.
         keep: newest ones that stay on the disk.
+
+    Attributes:
+        in_parts: each rank sees this disk, and writes what it holds.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path, self._keep = path, keep
+        self.in_parts = False
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Path] | None = None
 
@@ -88,33 +96,112 @@ class Checkpoints:
         Raises:
             MotleyError: the disk is full or not writable; nothing is left behind.
         """
-        final = self.path / f"step_{progress['step']:08d}"
+        size = sum(tensor.nbytes for tensor in tensors.values())
         # A thread's own: a state may be rescued while it is saved.
-        temporary = self.path / f".{final.name}.{os.getpid()}.{threading.get_ident()}"
-        try:
+        with self._new(progress["step"], size, threading.get_ident()) as temporary:
+            self._write(temporary, tensors, progress)
+        return self._final(progress["step"])
+
+    def begin_parts(self, step: int) -> Path:
+        """A folder for all ranks to write their parts to; of rank 0. Waits for the one before."""
+        self.wait()
+        temporary = self._temporary(step, 0)
+        with self._saying(step, 0):
             self.path.mkdir(parents=True, exist_ok=True)
             self.sweep()
+            shutil.rmtree(temporary, ignore_errors=True)  # of this step, before going back to it
             temporary.mkdir()
-            self._write(temporary, tensors, progress)
-            if final.exists():  # the same step again, after a resume
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _sync(self.path)
-            self._point_to(final)
-        except Exception as error:
+        return temporary.absolute()
+
+    def save_part_behind(
+        self, folder: Path, rank: int, tensors: Mapping[str, Tensor], step: int
+    ) -> None:
+        """Write a rank's part, while training goes on.
+
+        Args:
+            folder: of :meth:`begin_parts`. tensors: see motley.checkpoint.part_files.
+
+        Raises:
+            MotleyError: why the one before could not be saved.
+        """
+        self.wait()
+        self._writing = self._writer.submit(self._write_part, folder, rank, tensors, step)
+
+    def save_parts_behind(
+        self, folder: Path, ranks: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
+    ) -> None:
+        """Write rank 0's part, wait for those of so many ranks, and have the checkpoint be there,
+        while training goes on."""
+        self._writing = self._writer.submit(self._unite, folder, ranks, tensors, progress)
+
+    def _write_part(
+        self, folder: Path, rank: int, tensors: Mapping[str, Tensor], step: int
+    ) -> Path:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with self._saying(step, size), telling(folder, rank):
+            write_part(folder, rank, tensors)
+        return folder
+
+    def _unite(
+        self, folder: Path, ranks: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]
+    ) -> Path:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with self._new(progress["step"], size, 0, folder):
+            self._write_part(folder, 0, tensors, progress["step"])
+            wait_for_parts(folder, ranks)
+            manifest = {}
+            for name in (part_names(rank)[1] for rank in range(ranks)):
+                manifest[name] = _vouch((folder / name).read_bytes())
+            self._write_manifest(folder, manifest, progress)
+        return self._final(progress["step"])
+
+    def _final(self, step: int) -> Path:
+        return self.path / f"step_{step:08d}"
+
+    def _temporary(self, step: int, thread: int) -> Path:
+        return self.path / f".{self._final(step).name}.{os.getpid()}.{thread}"
+
+    @contextlib.contextmanager
+    def _new(self, step: int, size: int, thread: int, begun: Path | None = None) -> Iterator[Path]:
+        """A folder to write a checkpoint to, which is in its place afterwards, or gone.
+
+        Args:
+            size: bytes of tensors. begun: it is there already.
+        """
+        final, temporary = self._final(step), begun or self._temporary(step, thread)
+        try:
+            with self._saying(step, size):
+                if begun is None:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    self.sweep()
+                    temporary.mkdir()
+                yield temporary
+                if final.exists():  # the same step again, after a resume
+                    shutil.rmtree(final)
+                temporary.rename(final)
+                sync(self.path)
+                self._point_to(final)
+        except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
-            size, free = sum(t.nbytes for t in tensors.values()), free_bytes(self.path)
+            raise
+        for old in self.found(step)[self._keep :]:
+            shutil.rmtree(old)
+
+    @contextlib.contextmanager
+    def _saying(self, step: int, size: int) -> Iterator[None]:
+        """What the disk says is said of the checkpoint."""
+        try:
+            yield
+        except OSError as error:
+            free = free_bytes(self.path)
             room = (
                 f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free; free some "
                 "disk, or choose another with --logs DIR"
             )
-            wrong = f"cannot save the checkpoint {final}: {error}; {fix_for(error, room)}"
+            wrong = (
+                f"cannot save the checkpoint {self._final(step)}: {error}; {fix_for(error, room)}"
+            )
             raise MotleyError(f"{wrong}, then continue with --resume") from None
-        for old in self.found(progress["step"])[self._keep :]:
-            shutil.rmtree(old)
-        return final
 
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps to ``aside_...``: those of a branch that a
@@ -146,19 +233,23 @@ class Checkpoints:
                 continue
             name = f"{part}.safetensors"
             manifest[name] = write_tensors(folder / name, chosen)
+        self._write_manifest(folder, manifest, progress)
+
+    def _write_manifest(
+        self, folder: Path, manifest: dict[str, Any], progress: Mapping[str, Any]
+    ) -> None:
         text = (json.dumps(progress, indent=1) + "\n").encode()
         (folder / "progress.json").write_bytes(text)
-        digest = hashlib.sha256(text).hexdigest()
-        manifest["progress.json"] = {"bytes": len(text), "sha256": digest}
+        manifest["progress.json"] = _vouch(text)
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
         for file in folder.iterdir():
-            _sync(file)
-        _sync(folder)
+            sync(file)
+        sync(folder)
 
     def _point_to(self, final: Path) -> None:
         pointer = self.path / f".latest.{os.getpid()}"
         pointer.write_text(final.name + "\n")
-        _sync(pointer)
+        sync(pointer)
         pointer.replace(self.path / "latest")
 
     def sweep(self) -> None:
@@ -175,13 +266,8 @@ def step_of(path: Path) -> int | None:
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _vouch(content: bytes) -> dict[str, Any]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def free_bytes(path: Path) -> int:

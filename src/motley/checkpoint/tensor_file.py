@@ -6,6 +6,8 @@ In pieces of 256 KiB: the kernel takes eight times as long to copy 4 MiB at once
 
 import hashlib
 import json
+import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,30 +26,39 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], each: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Write a new file that safetensors reads.
 
     Args:
         tensors: on the CPU; such as share memory are each written.
+        each: gets the SHA-256 of each tensor, by name.
 
     Returns:
-        ``bytes`` and ``sha256`` of what was to be written.
+        ``bytes`` and ``sha256`` of what was to be written; where ``each`` is given, the hash is of
+        all that is before the first tensor.
 
     Raises:
         OSError: the disk is full, say. TypeError: of a type that the format does not know.
     """
-    digest, size = hashlib.sha256(), 0
+    digests, size = defaultdict[str | None, Any](hashlib.sha256), 0
     with file.open("xb") as out:
-        for piece in _content(tensors):
+        for name, piece in _content(tensors):
             out.write(piece)
-            digest.update(piece)
+            digests[None if each is None else name].update(piece)
             size += len(piece)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    if each is not None:
+        each.update({name: digests[name].hexdigest() for name in tensors})
+    return {"bytes": size, "sha256": digests[None].hexdigest()}
 
 
-def _content(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The length of the header, the header, and the tensors, the widest numbers first, so that
-    each lies where a number of its kind may."""
+def _content(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, bytes | memoryview]]:
+    """The length of the header, the header, and the tensors by name, the widest numbers first, so
+    that each lies where a number of its kind may."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {}
     end = 0
@@ -59,10 +70,19 @@ def _content(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
                         "data_offsets": [begin, end]}  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for _, tensor in ordered:
+    yield None, len(text).to_bytes(8, "little")
+    yield None, text
+    for name, tensor in ordered:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         content = flat.numpy().data
         for start in range(0, len(content), _PIECE):
-            yield content[start : start + _PIECE]
+            yield name, content[start : start + _PIECE]
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley.checkpoint.read import checkpoints_at, load_checkpoint
+from motley.checkpoint.read import checkpoints_at, open_checkpoint
 from motley.errors import MotleyError
 from motley.records.lines import read_json_lines
 from motley.records.run_folder import RunFolder
@@ -73,10 +73,10 @@ def _of_lines(file: Path) -> Finding:
 
 def _of_checkpoint(folder: Path) -> Finding:
     try:
-        tensors, progress = load_checkpoint(folder)
+        opened = open_checkpoint(folder)
+        size = opened.check() / 2**20
     except MotleyError as error:
         if not folder.exists():
             return Finding(f"{folder}: removed meanwhile, for a newer one")
         return Finding(str(error), damaged=True)
-    size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
-    return Finding(f"{folder}: whole, step {progress['step']}, {size:,.1f} MiB")
+    return Finding(f"{folder}: whole, step {opened.progress['step']}, {size:,.1f} MiB")

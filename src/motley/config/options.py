@@ -48,6 +48,12 @@ class ModelOptions:
         "", NOTHING, "image", metavar="NAME|FILE.py",
         usual="image (default), text, weather, or your own",
     )  # fmt: skip
+    build: str = option(
+        "how a model gets its initial numbers: whole, on each rank; blocks, one block after "
+        "another, each cut by --strategy fsdp before the next, so that no rank holds all; auto "
+        "(default): blocks where more than a billion parameters begin with random numbers",
+        NUMBERS | SPEED, "auto", choices=("auto", "whole", "blocks"),
+    )  # fmt: skip
     compile: str = option(
         "torch.compile the model, block by block: auto (default) where that is going to save a GPU "
         "more of the run than it takes; on, also where no value is given; off",

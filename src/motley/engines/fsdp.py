@@ -6,7 +6,7 @@ micro-batch communicates, and all ranks take equally many.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +35,18 @@ from motley.tasks.model import AUTOCAST, TaskModel
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
 _PIECES = 6
+_MOST = 2**28  # numbers in a piece of several blocks: some are gathered at a time, and take memory
 
 
-def _pieces(blocks: list[nn.Module]) -> Iterator[Any]:
-    """Of neighbours; a block alone as itself."""
-    size = -(-len(blocks) // _PIECES)
-    for first in range(0, len(blocks), size or 1):
-        yield blocks[first] if size == 1 else blocks[first : first + size]
+def pieces_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Neighbours that are gathered together."""
+    most = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=1)
+    size = max(1, min(-(-len(blocks) // _PIECES), _MOST // most))
+    return [[*blocks[first : first + size]] for first in range(0, len(blocks), size)]
 
 
 class FsdpEngine(SynchronousEngine):
-    """Implements Engine.
+    """Implements Engine, and HoldsParts.
 
     FSDP averages gradients over ranks, so each loss carries a factor W/N. They are scattered in
     what the wire mode says. Parameters are gathered in 16 bits where all ranks compute in the same,
@@ -77,8 +78,11 @@ class FsdpEngine(SynchronousEngine):
         self._sharding = Sharding(
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
-        for together in _pieces(list(model.task.blocks(model.net).values())):
-            fully_shard(together, **options)
+        for piece in pieces_of(list(model.task.blocks(model.net).values())):
+            model.fill(*piece)
+            # A block alone as itself.
+            fully_shard(piece[0] if len(piece) == 1 else piece, **options)
+        model.fill(model.net)
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
         traits = self.optimizer_traits
@@ -139,21 +143,78 @@ class FsdpEngine(SynchronousEngine):
         with self._put_together():
             super().load_state(self._share(self._model.net, state))
 
+    def part(self) -> State:
+        """See HoldsParts."""
+        cut: set[int] = set()
+
+        def keep(value: Tensor) -> Tensor:
+            own = snapshot(value.to_local() if isinstance(value, DTensor) else value)
+            if isinstance(value, DTensor):
+                cut.add(id(own))
+            return own
+
+        with self._put_together():
+            state = self.whole_state(keep)
+        first = self._context.rank == 0
+        tensors = {key: each for key, each in state.tensors.items() if first or id(each) in cut}
+        return State(tensors, state.plain)
+
+    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+        """See HoldsParts."""
+        own = _parameter_of(name, self._named)
+        if not isinstance(own, DTensor) or own.shape != torch.Size(shape):
+            return None
+        rows = -(-shape[0] // self._context.size)  # as torch.chunk cuts
+        first = min(self._context.rank * rows, shape[0])
+        return first, min(first + rows, shape[0])
+
+    def load_part(self, state: State) -> None:
+        """See HoldsParts. The model first: what is loaded need not lie beside all of the rest."""
+
+        def shared(kinds: Sequence[str]) -> State:
+            found = {}
+            for name, value in state.tensors.items():
+                if name.partition(".")[0] in kinds:
+                    found[name] = self._as_held(value, _parameter_of(name, self._named))
+            return State(found, state.plain)
+
+        with self._put_together():
+            self._load_model(shared(("model", "ema", "ema_numbers")))
+            self.memory.load(shared(("optimizer",)))
+
+    def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
+        """Rows as this rank holds them of a parameter."""
+        if not isinstance(own, DTensor) or value.shape != own.to_local().shape:
+            return value
+        return DTensor.from_local(
+            value.to(own.device), self._mesh, own.placements, run_check=False, shape=own.shape,
+            stride=own.stride(),
+        )  # fmt: skip
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        # By all names: a tied one has two, and the state both.
+        return dict(self._model.net.named_parameters(remove_duplicate=False))
+
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
         """The optimizer knows of whole parameters meanwhile."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
         """Whole tensors cut as the parameters of ``net`` are."""
-        # By all names: a tied one has two, and the state both.
         parameters = dict(net.named_parameters(remove_duplicate=False))
 
         def share(key: str, value: Tensor) -> Tensor:
-            kind, _, name = key.partition(".")
-            own = parameters.get(name.rpartition(".")[0] if kind == "optimizer" else name)
+            own = _parameter_of(key, parameters)
             if not isinstance(own, DTensor) or own.shape != value.shape:
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
             return part.to(own.device)
 
         return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)
+
+
+def _parameter_of(key: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """What a tensor of a state is of, or beside; None: of no parameter."""
+    kind, _, name = key.partition(".")
+    return parameters.get(name.rpartition(".")[0] if kind == "optimizer" else name)

@@ -31,12 +31,9 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
         raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
 
 
-def a_part(net: nn.Module, ranks: int) -> nn.Module:
-    """As many numbers as one of so many ranks steps of a model, with a gradient of zeros."""
-    device = next(net.parameters()).device
-    trained = (parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
-    count = -(-sum(trained) // ranks)
+def a_part(numbers: int, device: torch.device) -> nn.Module:
+    """So many numbers to step, with a gradient of zeros."""
     part = nn.Module()
-    part.weight = nn.Parameter(torch.zeros(count, device=device))
-    part.weight.grad = torch.zeros(count, device=device)
+    part.weight = nn.Parameter(torch.zeros(numbers, device=device))
+    part.weight.grad = torch.zeros(numbers, device=device)
     return part

@@ -22,6 +22,8 @@ from motley.errors import MotleyError
 
 _STEPS = 7  # Lookahead looks back at the sixth
 _MORE = 2
+_LOOKS_BACK = 6  # steps after which it keeps a copy
+_USUAL_SLOTS = 2.0  # Adam's
 _LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
 _ROWS, _WIDE, _ODD = 32, 64, 61  # of the matrix on each rank; of the vector, a prime
 _CHOOSE = "choose another one, such as adamw, sgd, lamb, lion or muon"
@@ -220,3 +222,21 @@ def is_elementwise(config: Config) -> bool:
     halves = torch.cat([stepped(half, config) for half in torch.split(values, 32)])
     flat = stepped(values.flatten(), plain)
     return same(stepped(values, config), halves) and same(stepped(values, plain), flat)
+
+
+def kept_numbers(config: Config) -> float:
+    """Numbers that the optimizer keeps of each parameter's, tried on a small layer. Draws no
+    random numbers: a resumed run continues with those of the checkpoint."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(64, 64))
+    layer.weight.grad = torch.zeros(64, 64)
+    try:
+        optimizer = make_optimizer(layer, config)
+        memory = OptimizerMemory(layer, optimizer)
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(_LOOKS_BACK):
+                optimizer.step()
+    except Exception:  # made for GPUs alone; what is estimated here must not end a run
+        return _USUAL_SLOTS
+    kept = memory.state().tensors.values()
+    return sum(value.numel() for value in kept) / layer.weight.numel()

@@ -5,10 +5,10 @@ backward, the wire, averaging, the loss scale, clipping, and the agreement of al
 on overflow. The loop owns data, plan, schedule, records and checkpoints.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -171,6 +171,26 @@ class Engine(Protocol):
 
     def reconfigure(self, plan: Plan) -> None:
         """Take a new plan at a step boundary."""
+
+
+@runtime_checkable
+class HoldsParts(Protocol):
+    """An engine whose ranks may save and load what they hold, each its own."""
+
+    def part(self) -> State:
+        """What this rank holds of :meth:`Engine.state`, on the CPU: tensors cut along their first
+        dimension; those that are not, on rank 0 alone."""
+
+    def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
+        """The rows that :meth:`load_part` takes of a whole tensor on this rank, from the first to
+        before the second; None: all.
+
+        Args:
+            name: as in :meth:`Engine.state`.
+        """
+
+    def load_part(self, state: State) -> None:
+        """Continue from :meth:`Engine.state`, of whose tensors each rank has its own rows."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def open_trained(
     found = checkpoints_at(path)
     if not found:
         raise MotleyError(f"--checkpoint {path}: no checkpoint is there; name a run's folder")
-    folder, tensors, progress, problems = newest_whole(found, ("config",))
+    folder, tensors, progress, problems = newest_whole(found, ("config",), ("model", "ema"))
     saved = progress["config"]
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from motley.plan.wire import AllReduceCost, FewerCost, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
+_MOST = 2**30  # numbers that are sent to time a wire, of a gradient that no device need hold
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 TRIES = 3  # of which the median counts
 _ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
@@ -38,7 +40,8 @@ def measure_wire(
     device = parameters[0].device
     send_s = _Sender(mode, tries, device, group).seconds
     total = sum(parameter.numel() for parameter in parameters)
-    pieces = buckets_of(parameters, min(int(_PIECE_MIB * 2**18), total // _PIECES))
+    some = _first(parameters, _MOST)
+    pieces = buckets_of(some, min(int(_PIECE_MIB * 2**18), total // _PIECES))
     # As many small ones as pieces: a GPU is told of the next while it works on one.
     side = max(_TINY, mode.least_side)
     tiny = [torch.empty(side, side, device=device) for _ in pieces]
@@ -59,6 +62,12 @@ def measure_wire(
     )
     transfer_s = max(0.0, part_s + rest_s - latency_s * len(part) / share)
     return cost_of(parameters, mode, latency_s, transfer_s)
+
+
+def _first(parameters: Sequence[torch.Tensor], numbers: int) -> Sequence[torch.Tensor]:
+    """As many as have so many numbers, two at least."""
+    ends = accumulate(parameter.numel() for parameter in parameters)
+    return parameters[: max(2, sum(end <= numbers for end in ends))]
 
 
 def measure_fewer(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> FewerCost:

@@ -131,19 +131,23 @@ def _measure_speed(
     sizes: list[int] = []
     seconds: list[float] = []
     memory: list[float | None] = []
-    step_s = 0.0
+    step_s = rest = 0.0
     grain = model.task.grain
     for size in (grain * groups for groups in _doubling(most // grain)):
         next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
         if time.perf_counter() - start + next_s > budget_s:
             break
-        if not _fits(sizes, memory, size, device):
+        more = model.held_mib and model.held_mib - rest
+        if not _fits(sizes, memory, size, device, more):
             break
         try:
             spent, peak = time_micro_batch(model, size)
             if not sizes or (device.type == "cuda" and 0.04 < spent <= _STEP_BEHIND_S):
                 step_s = _time_step(optimizer, model, size)
         except torch.OutOfMemoryError:
+            break
+        rest = _allocated_mib(device)
+        if model.held_mib and peak is not None and peak - rest + model.held_mib > room_mib(device):
             break
         sizes.append(size)
         seconds.append(spent)
@@ -154,7 +158,20 @@ def _measure_speed(
             "this model; choose a smaller --model or --img-size, or see who holds its memory with: "
             "bash setup/test_cn_connection.sh"
         )
-    return SpeedTable(tuple(sizes), tuple(seconds), step_s, tuple(memory), grain=grain)
+    rests = rest if device.type == "cuda" else None
+    return SpeedTable(
+        tuple(sizes), tuple(seconds), step_s, tuple(memory), grain=grain, rest_mib=rests
+    )
+
+
+def room_mib(device: torch.device) -> float:
+    """MiB of a GPU that this process has, or could have."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device)) / 2**20
+
+
+def _allocated_mib(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0
 
 
 def _doubling(most: int) -> Iterator[int]:
@@ -239,17 +256,24 @@ def _time(
 
 
 def _fits(
-    sizes: Sequence[int], memory: Sequence[float | None], size: int, device: torch.device
+    sizes: Sequence[int],
+    memory: Sequence[float | None],
+    size: int,
+    device: torch.device,
+    more: float,
 ) -> bool:
-    """Whether a micro-batch of ``size`` should fit, by how memory grew with it so far."""
+    """Whether a micro-batch of ``size`` should fit, by how memory grew with it so far.
+
+    Args:
+        more: MiB that training takes besides what was there.
+    """
     known = [pair for pair in zip(sizes, memory, strict=True) if pair[1] is not None]
     if len(known) < 2:
         return True
     (before, less), (last, peak) = known[-2:]
     assert less is not None and peak is not None
-    free, _ = torch.cuda.mem_get_info(device)
-    room = (free + torch.cuda.memory_reserved(device)) / 2**20
-    return peak + (size - last) * (peak - less) / (last - before) < _MEMORY_MARGIN * room
+    grown = (size - last) * (peak - less) / (last - before)
+    return peak + grown + more < _MEMORY_MARGIN * room_mib(device)
 
 
 def can_compile(model: TaskModel) -> bool:
@@ -266,4 +290,6 @@ def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
     device = next(model.parameters()).device
     if device.type != "cuda":
         return size <= 2 * speed.sizes[-1]
-    return _fits(speed.sizes, speed.memory_mib or (None,) * len(speed.sizes), size, device)
+    more = model.held_mib and model.held_mib - (speed.rest_mib or 0.0)
+    memory = speed.memory_mib or (None,) * len(speed.sizes)
+    return _fits(speed.sizes, memory, size, device, more)

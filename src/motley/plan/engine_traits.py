@@ -22,6 +22,11 @@ class EngineTraits:
         mixed: whether GPUs and CPUs can do it together. mixes_precisions: whether it is right
             where ranks differ in precision.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
+        shards_gradients, shards_parameters: it keeps a part of these alone.
+        keeps_gathered: parameters that were gathered for the forward pass stay until the backward
+            pass has used them.
+        state_in_host: parameters, gradients and optimizer are in the host's memory.
+        fills_model: it gives a model its initial numbers as it cuts it, if it has none yet.
         compiles: the model that it wraps may be compiled by blocks.
         words: how it sends, for the user.
         others: engines that send otherwise, by what a user writes to have them.
@@ -38,6 +43,11 @@ class EngineTraits:
     mixed: bool = True
     mixes_precisions: bool = True
     shards_optimizer: bool = False
+    shards_gradients: bool = False
+    shards_parameters: bool = False
+    keeps_gathered: bool = False
+    state_in_host: bool = False
+    fills_model: bool = False
     compiles: bool = True
     words: str = "gradients are sent while the backward pass still runs"
     others: Mapping[str, "EngineTraits"] = field(default_factory=dict)

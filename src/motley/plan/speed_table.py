@@ -35,6 +35,7 @@ class SpeedTable:
         compiled: it is of a model that is compiled.
         input_s: to read a sample, by all of the rank's loader processes together; 0: not counted.
         reads_ahead: they do so beside what the rank computes; else it reads before it computes.
+        rest_mib: memory between two passes, as it was timed; None where unknown.
         readers: how many they are; None: as many as is usual.
     """
 
@@ -48,6 +49,21 @@ class SpeedTable:
     input_s: float = 0.0
     reads_ahead: bool = False
     readers: int | None = None
+    rest_mib: float | None = None
+
+    def activations_mib(self, samples: int) -> float | None:
+        """What a micro-batch takes in memory besides what is there between two, on a straight line
+        between sizes and beyond; None where unknown."""
+        pairs = zip(self.sizes, self.memory_mib, strict=False)
+        known = [(size, mib) for size, mib in pairs if mib is not None]
+        if self.rest_mib is None or not known:
+            return None
+        if len(known) == 1:
+            size, mib = known[0]
+            return (mib - self.rest_mib) * samples / size
+        right = min(max(1, bisect_right([size for size, _ in known], samples)), len(known) - 1)
+        (low, less), (high, more) = known[right - 1 : right + 1]
+        return less + (more - less) * (samples - low) / (high - low) - self.rest_mib
 
     @cached_property
     def micro_batch(self) -> int:
@@ -172,7 +188,8 @@ class SpeedTable:
         return {"sizes": self.sizes, "seconds": self.seconds, "step_s": self.step_s,
                 "memory_mib": self.memory_mib, "preferred": self.preferred,
                 "grain": self.grain, "compiled": self.compiled, "input_s": self.input_s,
-                "reads_ahead": self.reads_ahead, "readers": self.readers}  # fmt: skip
+                "reads_ahead": self.reads_ahead, "readers": self.readers,
+                "rest_mib": self.rest_mib}  # fmt: skip
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "SpeedTable":
@@ -197,5 +214,5 @@ class SpeedTable:
             raise ValueError("no time to read a sample")
         return cls(
             sizes, seconds, step_s, memory, preferred, grain, bool(content.get("compiled", False)),
-            input_s, bool(content.get("reads_ahead", False)), readers,
+            input_s, bool(content.get("reads_ahead", False)), readers, content.get("rest_mib"),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from motley.plan.advice import (
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
 from motley.plan.links import Links
+from motley.plan.memory import Foreseen
 from motley.plan.plan import Plan, make_plan
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
@@ -50,6 +51,7 @@ class Planned:
         others: what else could be done with the same batch, by the options for it.
         advice: what would be better than what was chosen, for the user; may be empty.
         links: between the machines, those left out included; None where not measured.
+        foreseen: memory of a model that no rank holds whole; None for another.
         memory: what links and wires were measured to be, for the next run; None: not for it.
     """
 
@@ -61,6 +63,7 @@ class Planned:
     advice: tuple[Advice, ...] = ()
     links: Links | None = None
     memory: WireMemory | None = None
+    foreseen: Foreseen | None = None
 
     def is_compiled(self, rank: int, asked: str) -> bool:
         """Whether a rank's model is: as was timed; where nothing was, as ``--compile`` asks."""

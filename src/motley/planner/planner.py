@@ -17,6 +17,7 @@ from motley.plan.plan import make_plan, whole_shares
 from motley.plan.ramp import ramp_of
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
+from motley.planner.foresee import foresee
 from motley.planner.measured_plan import Planned, measure_and_plan
 from motley.planner.process_group import ProcessGroup, Worker, kept_workers, shrink_group
 from motley.tasks.find import task_of
@@ -67,7 +68,7 @@ def plan_batch(
         planned = planned.with_note(taken)
     elif named is not None and named != asked and not named.is_inexact:
         planned = planned.with_note(named)
-    return group, planned
+    return group, foresee(world, group, model, config, traits, planned)
 
 
 def check_grain(task: Task, batch_size: int) -> int:

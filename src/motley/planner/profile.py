@@ -119,7 +119,7 @@ def _without(
     if model is not None and group.rank is not None:
         name = group.workers[slow].host
         world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring without {name}")
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.every_parameter() if p.requires_grad]
         own = measure_fewer(parameters, [rank for rank in range(group.size) if rank != slow])
     return next((each for each in world.allgather(own) if each is not None), None)
 
@@ -196,9 +196,9 @@ def wires_of(
     old = remembered.wires if remembered else {}
     own: dict[WireMode, AllReduceCost] | None = None
     if model is not None and group.rank is not None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.every_parameter() if p.requires_grad]
         numbers = sum(p.numel() for p in parameters)
-        frozen = sum(p.numel() for p in model.parameters()) / numbers - 1
+        frozen = sum(p.numel() for p in model.every_parameter()) / numbers - 1
         own = dict(known or {})
         for mode in dict.fromkeys(wanted):
             world.supervisor.set_status(Phase.MEASURE, _TOGETHER_S, f"measuring --wire {mode}")

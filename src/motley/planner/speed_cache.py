@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 
+_STEPPED = 2**25  # numbers whose optimizer step is timed, of a model that is not held whole
 _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, or idler, by this
 _LOOKS = 6  # passes at most; to measure anew takes many times as long
 _FAR_SLOWER = 4.0  # with a small micro-batch: then a large one could take minutes
@@ -45,11 +47,16 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
         finally:
             model.zero_grad(set_to_none=True)
 
+    own = -(-sum(each.numel() for each in model.every_parameter() if each.requires_grad) // shards)
+    stepped = min(own, _STEPPED) if model.by_blocks else own
+
     def make() -> torch.optim.Optimizer:
-        return make_optimizer(model.net if shards == 1 else a_part(model.net, shards), config)
+        is_whole = shards == 1 and not model.by_blocks
+        return make_optimizer(model.net if is_whole else a_part(stepped, group.device), config)
 
     try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
-    return measure_speed(model, make, config.batch_size)
+    speed = measure_speed(model, make, config.batch_size)
+    return replace(speed, step_s=speed.step_s * (own / stepped))
 
 
 def _still_holds(model: TaskModel, speed: SpeedTable) -> bool:

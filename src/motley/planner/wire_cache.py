@@ -148,7 +148,7 @@ def wire_cache(
     Args:
         model: None on a rank that is left out. asked: the wire mode that the user wants.
     """
-    shapes = model and [[list(p.shape), p.requires_grad] for p in model.parameters()]
+    shapes = model and [[list(p.shape), p.requires_grad] for p in model.every_parameter()]
     own = (world.network.address, world.network.interface, digest_of(shapes) if shapes else None)
     told = world.allgather(own)
     key = {

@@ -98,6 +98,11 @@ class HfOptions(Task):
                 f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
             )
 
+    @property
+    def begins_with_weights(self) -> bool:
+        """See Task."""
+        return self.named is not None and self.named.with_weights
+
     def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
         """See Task."""
         if self.named is None or not self.named.with_weights:

@@ -14,6 +14,7 @@ from motley.config.options import Config
 from motley.data.batch import Tensors
 from motley.data.keyed import first_batch
 from motley.errors import MotleyError
+from motley.tasks.block_by_block import BlockByBlock
 from motley.tasks.compiled import Compiled
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.task import Task, is_in
@@ -24,9 +25,13 @@ _EXAMPLES = 2  # samples that a model is tried and timed with
 
 
 def build_net(task: Task, config: Config) -> nn.Module:
-    """The task's network, with weights drawn from ``--seed``, as its options want it."""
+    """The task's whole network, with weights drawn from ``--seed``, as its options want it."""
     torch.manual_seed(config.seed)
-    net = task.model()
+    return prepared(task.model(), task, config)
+
+
+def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
+    """The network, as its options want it."""
     if config.freeze:
         freeze(net, config.freeze, task.head(net))
     if config.grad_checkpointing:
@@ -160,6 +165,10 @@ class TaskModel(nn.Module):
     Attributes:
         example: some samples. samples: how many there are to train on.
         score_names: of what :meth:`forward` gives of held-out samples, in order.
+        by_blocks: gives the network its numbers, if it has not got all of them; until an engine is
+            built it is folded.
+        held_mib: that training holds on the device besides activations, where that is more than is
+            there now; 0: no more.
         statistics: of batch norms, if it has any.
     """
 
@@ -177,6 +186,8 @@ class TaskModel(nn.Module):
                 "taken, as in grain = 32"
             )
         self.statistics = GroupStatistics(net, task.grain) if norms else None
+        self.by_blocks: BlockByBlock | None = None
+        self.held_mib = 0.0
         self._compiled: Compiled | None = None
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
@@ -185,6 +196,16 @@ class TaskModel(nn.Module):
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)
         self.score_names = self._score_names()
+
+    def every_parameter(self) -> list[Tensor]:
+        """One for each that the network has, like it in shape, also while it is folded."""
+        return self.by_blocks.parameters() if self.by_blocks else list(self.net.parameters())
+
+    def fill(self, *parts: nn.Module) -> None:
+        """Give modules of the network their initial numbers, on its device, if they have none
+        yet."""
+        if self.by_blocks:
+            self.by_blocks.fill(parts, self.device)
 
     def _score_names(self) -> tuple[str, ...]:
         self.eval()

@@ -149,6 +149,11 @@ class Task:
         One rank asks, and gives them to the others."""
         return None
 
+    @property
+    def begins_with_weights(self) -> bool:
+        """Whether :meth:`pretrained_weights` gives some; where it is written, it may."""
+        return type(self).pretrained_weights is not Task.pretrained_weights
+
     def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
         """Weights from elsewhere, by the names and in the shapes of ``net``."""
         return tensors

@@ -3,18 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from motley.config.options import Config
-from motley.engines.optimizer import make_optimizer
-from motley.engines.optimizer_state import OptimizerMemory
+from motley.engines.optimizer_trial import kept_numbers
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
 from motley.train.progress import clock
-
-_USUAL_SLOTS = 2.0  # Adam's
-_STEPS = 6  # when Lookahead keeps a copy
 
 
 @dataclass(frozen=True)
@@ -73,27 +66,9 @@ def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> 
     Args:
         numbers: in the model. trained: of these; of others nothing else is kept.
     """
-    copies = _slots(config) + plan.wire.kept_copies * len(plan.counts)
+    copies = kept_numbers(config) + plan.wire.kept_copies * len(plan.counts)
     copies += config.model_ema
     return float(4 * (numbers + copies * trained))
-
-
-def _slots(config: Config) -> float:
-    """Numbers that the optimizer keeps of each parameter's, tried on a small layer. Draws no
-    random numbers: a resumed run continues with those of the checkpoint."""
-    layer = nn.Module()
-    layer.weight = nn.Parameter(torch.zeros(64, 64))
-    layer.weight.grad = torch.zeros(64, 64)
-    try:
-        optimizer = make_optimizer(layer, config)
-        memory = OptimizerMemory(layer, optimizer)
-        with torch.compiler.set_stance("force_eager"):
-            for _ in range(_STEPS):
-                optimizer.step()
-    except Exception:  # made for GPUs alone; what is estimated here must not end a run
-        return _USUAL_SLOTS
-    kept = memory.state().tensors.values()
-    return sum(value.numel() for value in kept) / layer.weight.numel()
 
 
 def _size(number: float) -> str:

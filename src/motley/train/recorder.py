@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -181,7 +182,7 @@ class Recorder:
         self._seconds.append(seconds)
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
-            t_comm=comm, t_opt=laps.seconds("opt"), mem_peak_mib=_memory_peak(self._device),
+            t_comm=comm, t_opt=laps.seconds("opt"), mem_peak_mib=memory_peak(self._device),
             samples_per_s=record.n_global / seconds,
         )  # fmt: skip
         if self._steps is not None:
@@ -242,17 +243,21 @@ class Recorder:
         if text:
             self.note("links_changed", text)
 
-    def result(self, evaluated: EpochRecord, epoch_samples: int) -> dict[str, Any]:
+    def result(
+        self, evaluated: EpochRecord, epoch_samples: int, peaks: Sequence[float] = ()
+    ) -> dict[str, Any]:
         """What run.json says of a finished run.
 
         Args:
             epoch_samples: that are trained on in an epoch.
+            peaks: of memory, MiB, of each rank; empty where it was not foreseen.
         """
         seconds = time.monotonic() - self._started
         return {
             **evaluated.metrics, "steps": evaluated.step,
             "seconds": seconds, "samples_per_s": self._samples / seconds,
             "epoch_samples": epoch_samples,
+            **({"memory_peak_mib": list(peaks)} if peaks else {}),
         }  # fmt: skip
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -265,7 +270,7 @@ class Recorder:
         self._close()
 
 
-def _memory_peak(device: torch.device) -> float:
+def memory_peak(device: torch.device) -> float:
     """MiB: of the GPU's allocations, or of this process's own memory."""
     if device.type == "cuda":
         # As max_memory_allocated tells, which first makes a flat table of all there is.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 from timm.scheduler.scheduler import Scheduler
 
+from motley.checkpoint.resume import resume
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
-from motley.checkpoint.transfer import Kept, go_on, resume
+from motley.checkpoint.transfer import Kept, go_on
 from motley.comm.collectives import all_gather_object
 from motley.config.numbers import Duration
 from motley.config.options import Config
 from motley.data.loader import Loader
+from motley.engines.memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.errors import MotleyError
 from motley.plan.length import Length, TrainState
@@ -73,7 +76,7 @@ class Job:
         """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
         Returns:
-            As motley.checkpoint.transfer.resume.
+            As motley.checkpoint.resume.resume.
         """
         position, notes = resume(
             self.engine, folders, self.config, self.saved_config, self.engine.device
@@ -96,8 +99,13 @@ class Begun:
     budget: Budget | None
     first_steps: FirstSteps
 
-    def take_over(self) -> None:
-        """Make the run's folder this run's, on the rank that writes."""
+    def take_over(self, shared: bool) -> None:
+        """Make the run's folder this run's, on the rank that writes.
+
+        Args:
+            shared: all ranks see its disk.
+        """
+        self.job.checkpoints.in_parts = shared and self.job.model.by_blocks is not None
         place = self.job.checkpoints.path = self.job.run.folder.checkpoints  # since it has begun
         if self.budget is not None:
             print(f"  {dataclasses.replace(self.budget, folder=place).sentence()}", flush=True)
@@ -124,18 +132,21 @@ def begin(
     if group.rank is None or model is None:
         return None
     check_samples(config, group.workers)
-    fresh = not run.resume_from and kept is None
+    fresh, took_s = not run.resume_from and kept is None, 0.0
     job = assemble(run, group, planned, config, engine_factory, model, monitor, fresh)
     if kept is not None:
         state, notes = go_on(job.engine, kept)
     else:
+        began = time.monotonic()
         state, notes = job.resume(run.resume_from)
+        took_s = time.monotonic() - began
     check_profile(config, group.workers, job.length.last_step(state))
     budget = budget_of(job, state, planned) if group.rank == 0 and kept is None else None
     if budget is not None:
         budget.check()
-    said = [("resume", note) for note in notes] + [("initial", note) for note in initial]
-    notes_of_all = [*((kind, text, {}) for kind, text in said), *job.notes]
+    said: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
+    said += [("initial", note, {}) for note in initial]
+    notes_of_all = [*said, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
     return Begun(job, state, notes_of_all, budget, watched)
 
@@ -181,6 +192,9 @@ def assemble(
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
         notes.append(("loss_scale", text, {"value": scale.value}))
+    if model.by_blocks:
+        model.by_blocks.unfold()
+        release()
     numbers = sum(value.numel() for value in model.net.state_dict().values())
     shapes = [tuple(each.shape) for each in model.net.parameters() if each.requires_grad]
     trained, whole = sum(map(math.prod, shapes)), sum(p.numel() for p in model.net.parameters())
@@ -191,6 +205,8 @@ def assemble(
             f"{gradient_bytes / 1e6:.3g} MB"
         )
         notes.append(("frozen", text, {"trained": trained, "parameters": whole}))
+    if not engine_factory.traits.fills_model:
+        model.fill(model.net)
     engine = engine_factory(  # some leave no rank a whole parameter
         model,
         EngineContext(config, group.rank, group.size, group.device, group.precisions, scale, plan),

@@ -9,7 +9,7 @@ from functools import partial
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, step_of
-from motley.comm.collectives import release_groups
+from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.engines.memory import collect, release, set_aside
 from motley.engines.protocol import EngineFactory
@@ -31,9 +31,9 @@ from motley.tasks.model import TaskModel
 from motley.train.compile_keeper import CompileKeeper
 from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
-from motley.train.recorder import Recorder
+from motley.train.recorder import Recorder, memory_peak
 from motley.train.rescue import Rescue, arm_rescue
-from motley.train.setup import Begun, MonitorFactory, begin
+from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, print_verdict, records_of
 from motley.train.survivor import Survivor
 
@@ -95,7 +95,7 @@ def train_with(
     world.clock.lap("group")
 
     # All that can be wrong with the options is said before the run's records are touched.
-    model = open_model(group, config, make_model)
+    model = open_model(group, config, make_model, traits)
     notes, kept = list[str](), None
     if continuation is not None:
         planned, kept = continuation.planned, continuation.kept
@@ -115,7 +115,7 @@ def train_with(
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)
     if begun is not None:
-        begun.take_over()
+        begun.take_over(shared)
         rescue = arm_rescue(world, begun, shared)
         survivor.ready(group, planned, rescue, shared)
         train_begun(world, run, keeper, group, begun, rescue)
@@ -153,13 +153,21 @@ def train_begun(
     with gpus, recorder, profiler:
         evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()
     world.supervisor.set_status(Phase.LEAVE, PROGRESS_TIMEOUT_S)
+    peaks = memory_peaks(job)
     leave_process_group()
     job.checkpoints.wait()
     keeper.end()
     if group.rank == 0:
-        run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples))
+        run.tell_result(recorder.result(evaluated, job.loader.order.epoch_samples, peaks))
         print_verdict(run)
     run.finish()
+
+
+def memory_peaks(job: Job) -> list[float]:
+    """The most that each rank held, MiB, where that was foreseen; all that train call it."""
+    if job.model.by_blocks is None:
+        return []
+    return [peak for (peak,) in all_gather_floats([memory_peak(job.engine.device)])]
 
 
 def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:

@@ -70,6 +70,7 @@ def records_of(
             "speeds": [speed.as_json() for speed in planned.speeds],
             "forecast": planned.forecast and planned.forecast.as_json(),
         },
+        "memory": planned.foreseen and planned.foreseen.as_json(),
         "advice": [advice.as_json() for advice in planned.advice],
         "links": planned.links and planned.links.as_json(),
         "links_of_earlier_run": _measured_earlier(planned),
@@ -145,6 +146,8 @@ def print_summary(
         print(f"  {line}")
     if predicted:
         print(f"  {predicted.sentence(task.unit, task.weight)}")
+    if planned.foreseen:
+        print(f"  {planned.foreseen.sentence()}")
     for advice in planned.advice:
         print(f"  {advice}")
     if earlier := _measured_earlier(planned):

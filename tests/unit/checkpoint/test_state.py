@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from motley.checkpoint.transfer import _differences
+from motley.checkpoint.resume import _differences
 from motley.config.option import Decides, Option, flag_of, option, options_of
 from motley.config.options import GROUPS, Config
 from motley.engines.strategy import TORCH, ZERO, known_strategies

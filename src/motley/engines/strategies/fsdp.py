@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
-    shards_optimizer=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
+    shards_optimizer=True, shards_gradients=True, shards_parameters=True, keeps_gathered=True,
+    fills_model=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
     gathers_per_micro_step=0.5, narrow_parameters=True,
     words="FSDP gathers parameters and scatters gradients in each micro-batch",
     others={"--strategy ddp, if memory allows,": EngineTraits()},
 )  # fmt: skip
-_RESHARDS = replace(TRAITS, gathers_per_micro_step=1.0)
+_RESHARDS = replace(TRAITS, gathers_per_micro_step=1.0, keeps_gathered=False)
 _NAMED = ("--strategy", "fsdp")
 
 
@@ -41,7 +42,9 @@ class FsdpOptions:
 
 
 def _traits(config: "Config") -> EngineTraits:
-    return _RESHARDS if config.of(FsdpOptions).reshard_after_forward else TRAITS
+    own = config.of(FsdpOptions)
+    traits = _RESHARDS if own.reshard_after_forward else TRAITS
+    return replace(traits, state_in_host=own.offload == "parameters")
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":

@@ -231,6 +231,11 @@ class ImageTask(Task):
         """See Task: position embeddings of another size of images among others."""
         return adapted(tensors, net)
 
+    @property
+    def begins_with_weights(self) -> bool:
+        """See Task."""
+        return self.pretrained
+
     def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
         """See Task."""
         if not self.pretrained:

@@ -1,0 +1,193 @@
+"""The files of a checkpoint that no rank put together: each rank has written what it holds.
+
+    part_00000.safetensors      of rank 0: names as in the parts of a whole one, model.<name> and
+                                optimizer.<name>.<slot>; each tensor cut along its first dimension,
+                                the next rows in the next part; what is not cut is here alone
+    part_00000.json             its size, and the SHA-256 of its header and of each of its tensors;
+                                itself vouched for by manifest.json
+
+So any rank reads any rows, and only bytes whose hash was compared are used.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motley.checkpoint.tensor_file import DTYPES, sync, write_tensors
+from motley.errors import MotleyError
+
+_INDEX = re.compile(r"part_[0-9]{5}\.json")
+_FAILED = "failed_"  # and a rank: why it could not write its part
+_LOOK_S = 0.05  # between looks at what other ranks have written
+_SILENT_S = 300.0  # without a byte of any rank's
+_MOST_HEADER = 1 << 28  # bytes
+
+
+def part_names(rank: int) -> tuple[str, str]:
+    """A rank's files: of tensors, and of their hashes."""
+    return f"part_{rank:05d}.safetensors", f"part_{rank:05d}.json"
+
+
+def is_index(name: str) -> bool:
+    """Whether a manifest's entry is a part's."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write a rank's tensors, and then its index, whole or not at all."""
+    file, final = (folder / name for name in part_names(rank))
+    hashes: dict[str, str] = {}
+    written = write_tensors(file, tensors, hashes)
+    sync(file)
+    new = final.with_suffix(f".{os.getpid()}")
+    index = {"bytes": written["bytes"], "header": written["sha256"], "tensors": hashes}
+    new.write_text(json.dumps(index) + "\n")
+    sync(new)
+    new.replace(final)
+
+
+@contextlib.contextmanager
+def telling(folder: Path, rank: int) -> Iterator[None]:
+    """What goes wrong is told to the rank that waits for all parts."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            (folder / f"{_FAILED}{rank}").write_text(str(error))
+        raise
+
+
+def wait_for_parts(folder: Path, ranks: int) -> None:
+    """Until all ranks have written their parts; MotleyError where one could not, or none goes on
+    for so long that nothing can come any more."""
+    sizes, since = 0, time.monotonic()
+    while True:
+        there = {path.name: path for path in folder.iterdir()}
+        if failed := sorted(name for name in there if name.startswith(_FAILED)):
+            raise MotleyError(there[failed[0]].read_text())
+        if all(part_names(rank)[1] in there for rank in range(ranks)):
+            return
+        found = sum(path.stat().st_size for path in there.values() if path.exists())
+        if found != sizes:
+            sizes, since = found, time.monotonic()
+        if time.monotonic() - since > _SILENT_S or not threading.main_thread().is_alive():
+            late = [rank for rank in range(ranks) if part_names(rank)[1] not in there]
+            raise MotleyError(
+                f"the checkpoint in {folder} is not whole: nothing more comes from ranks "
+                f"{', '.join(map(str, late))}; do their hosts still see this disk? Then continue "
+                "with --resume"
+            )
+        time.sleep(_LOOK_S)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a tensor, in a file.
+
+    Attributes:
+        begin: of its bytes in the file. sha256: of them.
+    """
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    sha256: str
+
+    def read(self) -> Tensor:
+        """All of it; ValueError where it is not what was written."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        content = bytearray(size)
+        with self.file.open("rb") as source:
+            source.seek(self.begin)
+            found = source.readinto(content)
+        if found != size or hashlib.sha256(content).hexdigest() != self.sha256:
+            raise ValueError("a tensor in it is not what was written")
+        if not size:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(content, dtype=self.dtype).reshape(self.shape)
+
+
+class Parts:
+    """All tensors of such a checkpoint.
+
+    Args:
+        folder: of it. indexes: of its parts, in order. reading: says of which file a reader's error
+            is, as a context.
+    """
+
+    def __init__(
+        self, folder: Path, indexes: list[dict[str, Any]], reading: Callable[[Path], Any]
+    ) -> None:
+        self._reading = reading
+        self._pieces: dict[str, list[Piece]] = {}
+        for rank, index in enumerate(indexes):
+            file = folder / part_names(rank)[0]
+            with reading(file):
+                if file.stat().st_size != index["bytes"]:
+                    raise ValueError(f"it has {file.stat().st_size} bytes, not {index['bytes']}")
+                for name, piece in _pieces(file, index):
+                    self._pieces.setdefault(name, []).append(piece)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of whole tensors, by name."""
+        return {
+            name: pieces[0].shape
+            if len(pieces) == 1
+            else (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+            for name, pieces in self._pieces.items()
+        }
+
+    def check(self) -> int:
+        """Compare all hashes, a piece at a time; returns the bytes of all tensors."""
+        return sum(self._read(piece).nbytes for some in self._pieces.values() for piece in some)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor, put together."""
+        pieces = self._pieces[name]
+        return self._read(pieces[0]) if len(pieces) == 1 else torch.cat([*map(self._read, pieces)])
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor, in memory of their own."""
+        found, first = [], 0
+        for piece in self._pieces[name]:
+            end = first + piece.shape[0]
+            if first < stop and start < end:
+                found.append(self._read(piece)[max(0, start - first) : stop - first])
+            first = end
+        if found:
+            return torch.cat(found)
+        piece = self._pieces[name][0]
+        return torch.empty((0, *piece.shape[1:]), dtype=piece.dtype)
+
+    def _read(self, piece: Piece) -> Tensor:
+        with self._reading(piece.file):
+            return piece.read()
+        raise AssertionError("reading raises what it meets")
+
+
+def _pieces(file: Path, index: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
+    """All of a part's, by name."""
+    with file.open("rb") as source:
+        first = source.read(8)
+        length = int.from_bytes(first, "little")
+        content = source.read(length) if length <= _MOST_HEADER else b""
+    if hashlib.sha256(first + content).hexdigest() != index["header"]:
+        raise ValueError("its header is not what was written")
+    hashes = index["tensors"]
+    for name, about in json.loads(content).items():
+        begin = 8 + length + int(about["data_offsets"][0])
+        shape = tuple(int(each) for each in about["shape"])
+        yield name, Piece(file, DTYPES[about["dtype"]], shape, begin, hashes[name])

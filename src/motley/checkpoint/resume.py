@@ -1,0 +1,159 @@
+"""Continues from a checkpoint: the first that is whole, given to all ranks, or read by each."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motley.checkpoint.read import open_checkpoint
+from motley.checkpoint.transfer import spread
+from motley.comm.collectives import all_gather_object
+from motley.config.option import Decides, flag_of
+from motley.config.options import Config
+from motley.engines.optimizer_state import State
+from motley.engines.protocol import Engine, HoldsParts
+from motley.errors import MotleyError
+from motley.plan.length import TrainState
+from motley.tasks.find import identity_of
+
+_PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
+
+
+def resume(
+    engine: Engine, folders: list[Path], config: Config, now: dict[str, Any], device: torch.device
+) -> tuple[TrainState, list[str]]:
+    """Continue from the first whole checkpoint of ``folders``; all ranks call it.
+
+    Rank 0 reads and gives everything to the others, so the folders need exist there alone. Of a
+    checkpoint that no rank put together, ranks that hold parts, and see it, read their own.
+
+    Args:
+        now: what a checkpoint keeps of ``config``.
+
+    Returns:
+        Where training stands, and what the user should know.
+    """
+    if not folders:
+        return TrainState(), []
+    by_parts = isinstance(engine, HoldsParts) and all(all_gather_object(folders[0].exists()))
+    problems: list[str] = []
+    while True:
+        content: list[Any] = [None, None, None]
+        tensors: dict[str, Tensor] | None = {}
+        if dist.get_rank() == 0:
+            try:
+                found, progress, tensors = _first_whole(folders, problems, by_parts)
+                notes = [f"not used: {problem}" for problem in problems]
+                notes += _differences(progress["config"], now, config)
+                content = [(progress, tensors is None), notes, found]
+            except MotleyError as error:  # the others must hear of it
+                content = [None, str(error), None]
+        dist.broadcast_object_list(content, src=0, device=device)
+        told, notes, source = content
+        if told is None:
+            raise MotleyError(notes)
+        progress, in_parts = told
+        if not in_parts:
+            own = _load_whole(engine, tensors or {}, progress, device)
+            break
+        own = {}
+        if not (wrong := _load_parts(engine, source, progress)):
+            break
+        problems.append(wrong)
+        folders = folders[folders.index(source) + 1 :]
+    if progress["config"]["loss_scale"] == now["loss_scale"]:  # else: asked for anew
+        engine.scale.load_state_dict(progress["scale"])
+    position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
+    notes += engine.load_own_state(own)
+    return position, [f"continuing from {source} at step {position.step}", *notes]
+
+
+def _first_whole(
+    folders: list[Path], problems: list[str], by_parts: bool
+) -> tuple[Path, dict[str, Any], dict[str, Tensor] | None]:
+    """The first checkpoint that is whole, and its tensors; None: each rank is to read its own, and
+    it is not known yet whether they are whole.
+
+    Args:
+        problems: gets what is wrong with those before it. by_parts: ranks can do so.
+    """
+    for folder in folders:
+        try:
+            opened = open_checkpoint(folder, _PROGRESS)
+            by_each = by_parts and opened.parts is not None
+            return folder, opened.progress, None if by_each else opened.read()
+        except MotleyError as error:
+            problems.append(str(error))
+    raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
+
+
+def _load_whole(
+    engine: Engine, tensors: dict[str, Tensor], progress: dict[str, Any], device: torch.device
+) -> dict[str, Tensor]:
+    """Rank 0's tensors, on all ranks; returns each rank's own state."""
+    own = _scatter_own(tensors, progress["ranks"])
+    shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
+    engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
+    return own
+
+
+def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
+    """Each rank's rows; what is wrong with those of the first rank that cannot have them, if of
+    any, and then nothing is loaded."""
+    assert isinstance(engine, HoldsParts)
+    found: dict[str, Tensor] = {}
+    wrong = ""
+    try:
+        parts = open_checkpoint(folder).parts
+        assert parts is not None
+        for name, shape in parts.shapes().items():
+            rows = engine.rows_of(name, shape)
+            found[name] = parts.whole(name) if rows is None else parts.rows(name, *rows)
+    except MotleyError as error:
+        wrong = str(error)
+    wrong = next((str(each) for each in all_gather_object(wrong) if each), "")
+    if wrong:
+        return wrong
+    engine.load_part(State(found, progress.get("optimizer", {})))
+    return ""
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:
+    """What is said where the run goes on with other options; MotleyError if it cannot."""
+
+    def differing(decides: Decides) -> list[str]:
+        return [
+            f"{flag_of(declared)} {now[name]} (the checkpoint: {saved[name]})"
+            for name, declared, _ in config.options()
+            if declared.decides & decides
+            and name in saved  # an older version's may not be
+            and saved[name] != now[name]
+        ]
+
+    declared = {name for name, _, _ in config.options()}
+    wrong = differing(Decides.MODEL) + [
+        f"{name.replace('_', ' ')} {value} (the checkpoint: {saved[name]})"
+        for name, value in identity_of(config).items()
+        if name not in declared and name in saved and saved[name] != value
+    ]
+    if wrong:
+        raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
+    return [f"note: {text}" for text in differing(Decides.NUMBERS)]
+
+
+def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """Scatter per-rank state, which rank 0 holds; empty if the number of ranks has changed."""
+    if ranks != dist.get_world_size():
+        return {}
+    parts: list[dict[str, Tensor]] | None = None
+    if dist.get_rank() == 0:
+        parts = [{} for _ in range(ranks)]
+        for name, tensor in tensors.items():
+            if name.startswith("ranks."):
+                _, rank, rest = name.split(".", 2)
+                parts[int(rank)][rest] = tensor
+    own: list[dict[str, Tensor]] = [{}]
+    dist.scatter_object_list(own, parts, src=0)
+    return own[0]

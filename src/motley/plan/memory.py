@@ -1,0 +1,173 @@
+"""What a rank is going to hold of a model in memory, before anything is allocated. Pure.
+
+With P parameters, T of them trained, an optimizer that keeps k numbers of each, and W ranks, a rank
+holds 4 P bytes of parameters, 4 T of gradients and 4 k T of the optimizer; of what an engine cuts
+(motley.plan.engine_traits), a W-th. Where parameters are cut they are gathered piece by piece, in
+b bytes a number, and gradients scattered in r bytes. With g numbers in the largest piece, and u
+outside of all, which stay gathered from the first use to the end of the backward pass, as their
+gradient does:
+
+    b (P + u) + g (b + 2 r)          what was gathered for the forward pass stays
+    2 b u + g (3 b + 2 r)            it is let go of, and gathered again
+
+for a piece is gathered while the one before it is in use, and its gradient is scattered from a copy
+in r bytes, of which torch keeps the one before until the next is sent. In 16 bits that is
+``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from motley.plan.engine_traits import EngineTraits
+
+_MIB = 2**20
+_WIDE, _NARROW = 4, 2  # bytes of a number
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers in a model.
+
+    Attributes:
+        parameters: all. trained: of these. largest: in what is gathered at once. outside: in no
+            such piece, as embeddings.
+        slots: that the optimizer keeps of each that is trained.
+    """
+
+    parameters: int
+    trained: int
+    largest: int
+    outside: int
+    slots: float
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Of one rank, MiB.
+
+    Attributes:
+        parameters, gradients, optimizer: its part of each.
+        gathered: of the others' parts, and of gradients on their way, at most.
+        activations: of a micro-batch, with what follows the model; None: not known.
+        in_host: parameters, gradients and optimizer are in the host's memory.
+        accumulates: gradients of an earlier micro-batch are there while a backward pass begins.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float | None = None
+    in_host: bool = False
+    accumulates: bool = True
+
+    @property
+    def state(self) -> float:
+        """What is there all the time, and gradients."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> float:
+        """MiB of the host's memory."""
+        return self.state if self.in_host else 0.0
+
+    @property
+    def beside_activations(self) -> float:
+        """MiB of the device, when activations are most."""
+        early = 0.0 if self.accumulates else self.gradients
+        return self.gathered + (0.0 if self.in_host else self.state - early)
+
+    @property
+    def peak(self) -> float:
+        """MiB of the device, at most: when the backward pass begins, with all activations, or when
+        it ends, with all gradients."""
+        begins = self.beside_activations + (self.activations or 0.0)
+        return max(begins, self.gathered + self.state - self.host)
+
+    def words(self) -> str:
+        """For people: what it is made of."""
+        parts = {
+            "parameters": self.parameters, "gradients": self.gradients,
+            "optimizer": self.optimizer, "gathered": self.gathered,
+            "activations": self.activations,
+        }  # fmt: skip
+        said = [f"{name} {amount(mib)}" for name, mib in parts.items() if mib]
+        return ", ".join(said) + (", the first three in the host's memory" if self.in_host else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json."""
+        return {
+            "parameters_mib": self.parameters, "gradients_mib": self.gradients,
+            "optimizer_mib": self.optimizer, "gathered_mib": self.gathered,
+            "activations_mib": self.activations, "foreseen_mib": self.peak,
+            "foreseen_host_mib": self.host,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Memory of each rank that trains, by its number.
+
+    Attributes:
+        rooms: MiB that each device had for it; None where a processor is the device.
+    """
+
+    needs: tuple[MemoryNeed, ...]
+    rooms: tuple[float | None, ...]
+
+    def sentence(self) -> str:
+        """For the summary: of the rank that holds most."""
+        rank = max(range(len(self.needs)), key=lambda each: self.needs[each].peak)
+        need, room = self.needs[rank], self.rooms[rank]
+        of = f" of {amount(room)}" if room is not None else ""
+        return f"memory, foreseen: {amount(need.peak)}{of} on rank {rank}: {need.words()}"
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """For run.json, a rank each."""
+        pairs = zip(self.needs, self.rooms, strict=True)
+        return [{**need.as_json(), "room_mib": room} for need, room in pairs]
+
+
+def amount(mib: float) -> str:
+    """MiB for people."""
+    return f"{mib / 1024:.3g} GiB" if mib >= 1000 else f"{mib:.3g} MiB"
+
+
+def need_of(
+    size: ModelSize,
+    traits: EngineTraits,
+    ranks: int,
+    narrow: bool,
+    wire_bytes: int = _WIDE,
+) -> MemoryNeed:
+    """What a rank holds besides activations.
+
+    Args:
+        narrow: parameters are gathered in 16 bits. wire_bytes: of a number of a gradient that is
+            scattered.
+    """
+    gathered = 0.0
+    if traits.shards_parameters:
+        wide = _NARROW if narrow else _WIDE
+        if traits.keeps_gathered:
+            gathered = wide * (size.parameters + size.outside)
+            gathered += size.largest * (wide + 2 * wire_bytes)
+        else:
+            gathered = 2 * wide * size.outside + size.largest * (3 * wide + 2 * wire_bytes)
+
+    def part(numbers: float, is_cut: bool) -> float:
+        return _WIDE * numbers / (ranks if is_cut else 1) / _MIB
+
+    return MemoryNeed(
+        part(size.parameters, traits.shards_parameters),
+        part(size.trained, traits.shards_gradients),
+        part(size.slots * size.trained, traits.shards_optimizer),
+        gathered / _MIB, in_host=traits.state_in_host,
+    )  # fmt: skip
+
+
+def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
+    """As how many ranks it fits in ``room`` MiB of each, where all of the state is cut; None: with
+    none."""
+    left = room - need.gathered - (need.activations or 0.0)
+    return None if left <= 0 else max(ranks + 1, -int(-need.state * ranks // left))

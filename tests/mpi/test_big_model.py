@@ -1,0 +1,136 @@
+"""A model that no rank holds whole, in small: the same numbers on any ranks, by any engine."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Jobs, Trained
+from project import DDP, ROOT, ZERO
+
+from motley.checkpoint.read import load_checkpoint
+
+pytestmark = pytest.mark.mpi
+
+GPT = ("--task", "text", "--depth", 4, "--width", 64, "--length", 48, "--batch-size", 16,
+       "--eval-samples", 30, "--warmup-epochs", 0, "--precision", "fp32",
+       "--build", "blocks")  # fmt: skip
+# Of a rate so small that no number changes.
+STILL = ("--max-steps", 1, "--save-every", 1, "--lr", 1e-30)
+RUNS = {
+    "FSDP, a rank": (1, DDP, "--strategy", "fsdp"),
+    "FSDP, as planned": (2, DDP, "--strategy", "fsdp", "--hosts", "all"),
+    "FSDP, unequal": (3, DDP, "--strategy", "fsdp", "--shares", "2,0,1"),
+    "FSDP, 5": (5, DDP, "--strategy", "fsdp", "--shares", "equal", "--grad-checkpointing",
+                "--reshard-after-forward"),
+    "DDP": (2, DDP, "--shares", "3,1"),
+    "DeepSpeed 3": (2, ZERO, "--stage", 3, "--shares", "3,1"),
+}  # fmt: skip
+
+
+def parameters_of(run: Trained) -> str:
+    (path,) = run.folder.glob("checkpoints/step_*")
+    tensors, _ = load_checkpoint(path, only=("model",))
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def alone(module_jobs: Jobs) -> Trained:
+    """One rank of DDP."""
+    return module_jobs.train(1, DDP, "alone", *GPT, *STILL)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_any_ranks_draw_the_same_numbers(module_jobs: Jobs, alone: Trained, name: str) -> None:
+    ranks, script, *options = RUNS[name]
+    run = module_jobs.train(ranks, script, name, *GPT, *STILL, *options)
+    assert parameters_of(run) == parameters_of(alone)
+    assert run.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert len(run.run["result"]["memory_peak_mib"]) == ranks
+    assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-5)
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(jobs: Jobs) -> None:
+    wide = ("--task", "text", "--width", 24576, "--depth", 96, "--heads", 96)
+    done = jobs.fork(2, DDP, *wide, "--strategy", "fsdp", "--logs", jobs.logs)
+    assert done.code != 0 and done.seconds < 60
+    assert "the model does not fit: 2 ranks on" in done.output, done.output
+    assert "--reshard-after-forward, or a smaller model" in done.output
+    assert not jobs.logs.exists()
+
+
+STEPS = (*GPT, "--lr", 1e-3, "--save-every", 3, "--keep", 9)
+FSDP = (DDP, "--strategy", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def whole(module_jobs: Jobs) -> Trained:
+    """Without a stop, on one rank."""
+    return module_jobs.train(1, DDP, "whole", *STEPS, "--max-steps", 9)
+
+
+@pytest.fixture(scope="module")
+def parts(module_jobs: Jobs) -> Trained:
+    """Stopped after 6 steps, saved by three ranks, each what it holds."""
+    words = (*FSDP, "parts", *STEPS, "--max-steps", 6, "--shares", "2,0,1")
+    run = module_jobs.train(3, words[0], "parts", *words[1:3], *words[4:])
+    files = {path.name for path in (run.folder / "checkpoints/step_00000006").iterdir()}
+    each = {f"part_0000{rank}.{kind}" for rank in range(3) for kind in ("json", "safetensors")}
+    assert files == {*each, "manifest.json", "progress.json"}
+    return run
+
+
+def copy_of(run: Trained, folder: Path) -> Path:
+    return Path(shutil.copytree(run.folder / "checkpoints", folder / "copy" / "checkpoints")).parent
+
+
+RESUMED = {
+    "FSDP on 2": (2, *FSDP, "--shares", "3,1"), "FSDP on 5": (5, *FSDP, "--shares", "equal"),
+    "DDP": (1, DDP), "DeepSpeed 3": (2, ZERO, "--stage", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_parts_are_read_by_any_number_of_ranks_and_the_other_engine(
+    module_jobs: Jobs, whole: Trained, parts: Trained, name: str
+) -> None:
+    ranks, script, *options = RESUMED[name]
+    place = parts.folder / "checkpoints/step_00000006"
+    run = module_jobs.train(ranks, script, f"on {name}", *STEPS, "--max-steps", 9, *options,
+                            "--resume", place)  # fmt: skip
+    assert len(run.losses) == 3 and run.losses == pytest.approx(whole.losses[6:], rel=5e-6)
+    assert parts.losses == pytest.approx(whole.losses[:6], rel=5e-6)
+
+
+@pytest.mark.parametrize("what", ["a bit", "a part", "an index"])
+def test_a_part_that_is_damaged_is_named_and_the_one_before_is_used(
+    jobs: Jobs, whole: Trained, parts: Trained, tmp_path: Path, what: str
+) -> None:
+    run = copy_of(parts, tmp_path)
+    part = run / "checkpoints/step_00000006/part_00001.safetensors"
+    if what == "a bit":
+        content = bytearray(part.read_bytes())
+        content[-1000] ^= 4
+        part.write_bytes(content)
+    elif what == "a part":
+        part.unlink()
+    else:
+        part = part.with_suffix(".json")
+        part.write_text(part.read_text().replace("1", "2", 1))
+    checked = subprocess.run(
+        [sys.executable, "torch_dist/verify.py", run], cwd=ROOT, text=True, capture_output=True,
+        env={"PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert checked.returncode and f"{part} is damaged" in checked.stdout, checked.stdout
+    assert checked.stdout.count("whole, step") == 1
+    resumed = jobs.train(
+        2, *FSDP[:1], "again", *FSDP[1:], *STEPS, "--max-steps", 9, "--resume", run
+    )
+    (event,) = [each for each in resumed.events if "not used" in str(each)]
+    assert f"{part} is damaged" in str(event)
+    assert resumed.losses == pytest.approx(whole.losses[3:], rel=5e-6)
