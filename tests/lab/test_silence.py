@@ -15,6 +15,8 @@ from lab_door import Door, new_door
 from long_runs import goes_on, steps_done
 from project import DDP, ROOT, venv
 
+from motley.live.follow import RunFollower
+from motley.live.snapshot import take_snapshot
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
@@ -175,6 +177,7 @@ def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -
         lab.do(undo, NAMES[2])
         goes_on(lambda: steps_done(folder))
     lab.do("freeze", NAMES[2])
+    wait_until(lambda: named(folder) == f"{NAMES[2]} (rank 2)", 8)  # long before it is a fault
     assert job.wait(35) != 0  # mpirun itself would wait for ever
     line, saved = job.said
     assert saved.startswith("motley: saved as of step ")
@@ -187,6 +190,14 @@ def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -
     assert fault["host"] == NAMES[2]
     lab.do("thaw", NAMES[2])
     wait_until(lambda: not job.left(), 12)
+
+
+def named(folder: Path) -> str:
+    """Whom plots/watch.py calls silent first."""
+    followed = RunFollower(RunFolder(folder))
+    followed.look(time.monotonic(), time.time())
+    said = take_snapshot(followed, time.time()).headline
+    return said.partition(" has been silent")[0]
 
 
 def test_a_lost_host_is_named_whoever_notices_first(lab: Door) -> None:

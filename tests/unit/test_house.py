@@ -38,9 +38,10 @@ ROOMS = {
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
         "process own_folder mpi same_code compile_archive messages handshakes watchdog "
-        "fault_record job_files dead_links leftovers ssh_sessions launcher_reaper survivors away "
-        "pause own_rank regroup first_cause save_before_end background_writer start_clock "
-        "start_watch tcp_ranks ranks watch_first watch_all supervisor world give_way __main__"
+        "unheard fault_record job_files dead_links leftovers ssh_sessions launcher_reaper "
+        "survivors away pause own_rank regroup first_cause save_before_end background_writer "
+        "start_clock start_watch tcp_ranks ranks watch_first watch_all supervisor world give_way "
+        "__main__"
     ),
     "config": "option numbers options parser",
     "data": (

@@ -22,6 +22,7 @@ from motley.launch.pause import PauseAgreement
 from motley.launch.regroup import Regroup
 from motley.launch.save_before_end import save_before_end
 from motley.launch.survivors import Regrouping
+from motley.launch.unheard import Unheard
 from motley.launch.watchdog import (
     SUSPECT_AFTER_S,
     Heartbeat,
@@ -76,7 +77,7 @@ class AllRanksWatch:
         self._me = RankStatus(own.rank, own.host, address=handshakes.listening.address)
         self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
-        self._watchdog = Watchdog(own.awake, own.host)
+        self._watchdog, self._unheard = Watchdog(own.awake, own.host), Unheard(own.awake)
         self._cause = FirstCause()
         self._signalled: set[int] = set()  # ranks that a stop signal came to
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
@@ -186,6 +187,8 @@ class AllRanksWatch:
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
         statuses = self._statuses()
+        for event in self._unheard.changes(statuses[1:]):
+            self._record(event)
         # Should mpirun end us first, others know whom to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
         self._tell_all({"heartbeat": asdict(silent) if silent else None})

@@ -33,7 +33,7 @@ class RunFollower:
     Attributes:
         about: run.json; empty before it is there. problem: why it cannot be read, or empty.
         slow_link: what is known of the slowest link, if it is slower than the others; or empty.
-        looks: how many there were.
+        looks: how many there were. wall: seconds since the epoch, at the last one.
         tracks: of each rank that writes its steps.
         devices: the last samples of each host's devices, by the device's number, empty for a CPU.
         troubles: why another host's records cannot be copied, by host.
@@ -54,7 +54,7 @@ class RunFollower:
         self._steps: dict[int, Tail] = {}
         self._logs: dict[str, Tail] = {}
         self._seen: tuple[int, ...] = ()
-        self._asked = self.clock = 0.0
+        self._asked = self.clock = self.wall = 0.0
         self.looks = 0
 
     def look(self, clock: float, wall: float) -> None:
@@ -64,7 +64,7 @@ class RunFollower:
             clock: monotonic seconds, in which silence is measured; the wall's may jump.
             wall: seconds since the epoch.
         """
-        self.clock = clock
+        self.clock, self.wall = clock, wall
         self.looks += 1
         for line in self._lines(self.run.events_file, wall, samples=0):
             if isinstance(line.get("event"), str):
@@ -174,6 +174,20 @@ class RunFollower:
         """Since the logger of its devices has written; None where it writes none here."""
         tail = self._logs.get(host)
         return None if tail is None else tail.silent_s(self.clock)
+
+    def unheard_s(self) -> dict[int, float]:
+        """Of each rank that the first has not heard: the seconds since it last did."""
+        since = dict[int, float]()
+        for line in self.events:
+            kind, rank, when = line["event"], line.get("rank"), line.get("time")
+            if kind == "silent" and isinstance(rank, int) and isinstance(when, int | float):
+                seconds = line.get("seconds")
+                since[rank] = when - (seconds if isinstance(seconds, int | float) else 0.0)
+            elif kind in ("heard_again", "lost") and isinstance(rank, int):
+                since.pop(rank, None)
+            elif kind in ("fault", "resume"):  # of the job before
+                since.clear()
+        return {rank: max(0.0, self.wall - when) for rank, when in since.items()}
 
     # -- who leads
 

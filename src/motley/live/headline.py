@@ -36,16 +36,17 @@ class Silence:
     Attributes:
         stalled_s: since any rank has written a step, where that is long for this run; else None.
         hosts: seconds since the logger of their devices wrote. ranks: since they wrote a step that
-            others have written.
+            others have written. unheard: since the first rank heard them.
     """
 
     stalled_s: float | None = None
     hosts: Mapping[str, float] = field(default_factory=dict)
     ranks: Mapping[int, float] = field(default_factory=dict)
+    unheard: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, rank: int, host: str) -> float | None:
         """Of a rank on a host; None if it is not silent."""
-        return self.hosts.get(host) or self.ranks.get(rank)
+        return self.unheard.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
@@ -57,9 +58,9 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
         host: silent for worker in workers(followed.about)
         if (silent := followed.host_silent_s(host := str(worker.get("host")))) and silent > late
     }  # fmt: skip
-    lead = followed.lead()
+    lead, unheard = followed.lead(), followed.unheard_s()
     if lead is None or lead.last is None:
-        return Silence(None, hosts)
+        return Silence(None, hosts, unheard=unheard)
     usual = median(step.seconds for step in lead.recent)  # one that took long changes nothing
     stall, since = max(_STALL_S, _STALL_STEPS * usual), followed.silent_s()
     stalled = since > stall
@@ -72,7 +73,7 @@ def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
             behind[rank] = silent
     if 2 * len(behind) > len(followed.tracks):
         behind = {}  # then who is ahead is the odd one: it has written its last words, say
-    return Silence(since if stalled else None, hosts, behind)
+    return Silence(since if stalled else None, hosts, behind, unheard)
 
 
 def headline(
@@ -89,7 +90,7 @@ def headline(
         return Mood.DONE, plain(f"finished{steps}{': ' if said else ''}{said}")
     if status != "running":
         return Mood.FAILED, _ended(followed)
-    if silence.hosts or silence.ranks:
+    if silence.hosts or silence.ranks or silence.unheard:
         return Mood.SILENT, _silent(followed, silence)
     if waits is None:
         return Mood.STARTING, "starting: no step is recorded yet"
@@ -123,21 +124,28 @@ def _silent(followed: RunFollower, silence: Silence) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for worker in workers(followed.about):
         ranks[str(worker.get("host"))].append(worker["rank"])
-    said = []
+    said = [
+        f"{name_of(followed, rank)} has been silent for {seconds:.0f} s"
+        for rank, seconds in silence.unheard.items()
+    ]
+    told = {host for host, own in ranks.items() if silence.unheard.keys() & own}
     for host, seconds in silence.hosts.items():
+        if host in told:
+            continue
         first, last = ranks[host][0], ranks[host][-1]
         named = f"rank {first}" if first == last else f"ranks {first} to {last}"
         said.append(f"{plain(host)} ({named}) has been silent for {seconds:.0f} s")
     if len(silence.hosts) == len(ranks) > 1:
         said = [f"all hosts have been silent for {min(silence.hosts.values()):.0f} s"]
-    known = {rank for host in silence.hosts for rank in ranks[host]}
+    hosts = {*silence.hosts} | told
+    known = {rank for host in hosts for rank in ranks[host]}
     said += [
         f"{name_of(followed, rank)} has written no step for {seconds:.0f} s"
         for rank, seconds in silence.ranks.items() if rank not in known
     ]  # fmt: skip
     more = f", and {len(said) - _FEW} more" if len(said) > _FEW else ""
     stalled = silence.stalled_s
-    waits = f"; no step for {stalled:.0f} s" if stalled is not None and silence.hosts else ""
+    waits = f"; no step for {stalled:.0f} s" if stalled is not None and hosts else ""
     return f"{', '.join(said[:_FEW])}{more}{waits}"
 
 

@@ -53,6 +53,8 @@ _SAID = {
     "left_out": "rank {rank} on {host} is left out: {reason}",
     "fault": "rank {rank} on {host}, step {step}: {error}",
     "lost": "rank {rank} on {host} is lost in step {step}; the others go on",
+    "silent": "rank {rank} on {host} is silent",
+    "heard_again": "rank {rank} on {host} is heard again",
     "unreadable": "{sample} cannot be read",
     "finished": "after {steps} steps",
 }

@@ -6,6 +6,7 @@ import pytest
 
 from motley.faults import FaultKind, Phase
 from motley.launch.messages import Messages, encode
+from motley.launch.unheard import TOLD_AFTER_S, Unheard
 from motley.launch.watchdog import (
     HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
@@ -137,3 +138,22 @@ def test_time_asleep_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         awake.look()
     now += 3600  # Ctrl-Z
     assert awake.look() == 4.0
+
+
+def test_who_is_not_heard_is_told_once_and_so_is_that_it_is_heard_again() -> None:
+    clock, _, (_, one, two, three) = world("a", "b", "b", "c")
+    unheard = Unheard(clock)  # type: ignore[arg-type]
+    hear(clock, 10.0, one, two, three)
+    hear(clock, 10.0 + TOLD_AFTER_S, two)
+    assert unheard.changes([one, two, three]) == []
+    hear(clock, 10.1 + TOLD_AFTER_S, two)
+    said = [
+        {"kind": "silent", "rank": rank, "host": host, "step": 17, "seconds": TOLD_AFTER_S + 0.1}
+        for rank, host in ((1, "b"), (3, "c"))
+    ]
+    assert unheard.changes([one, two, three]) == said
+    assert unheard.changes([one, two, three]) == []
+    hear(clock, 13.0, one, two)
+    again = [{"kind": "heard_again", "rank": 1, "host": "b"}]
+    assert unheard.changes([one, two]) == again  # 3 is lost, which is told otherwise
+    assert unheard.changes([one, two]) == [] == unheard.changes([])

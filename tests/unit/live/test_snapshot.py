@@ -1,5 +1,6 @@
 """Who a run waits for, as its records say it."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,27 @@ def test_the_wire_is_waited_for_and_its_slow_link_is_named(tmp_path: Path) -> No
         "waits for the wire: 49 % of each step; tesla3's link carries 118 MB/s, the others' 1.18"
     )
     live.close()
+
+
+def test_a_rank_that_the_first_does_not_hear_is_named_until_it_is_heard(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path / "run")
+    live.take_step()
+    followed = RunFollower(live.run)
+
+    def look() -> Snapshot:
+        followed.look(0.0, time.time())
+        return take_snapshot(followed, time.time())
+
+    for rank in (3, 1):
+        live.run.event("silent", rank=rank, host=f"tesla{rank}", step=2, seconds=1002.5)
+    now = look()
+    assert now.mood == Mood.SILENT and now.rows[3].silent_s == pytest.approx(1002.5, abs=1)
+    said = r"(tesla(3|1) \(rank \2\) has been silent for 100[23] s(, )?){2}$"
+    assert re.match(said, now.headline), now.headline
+    assert now.events[-1].text == "rank 1 on tesla1 is silent"
+    live.run.event("heard_again", rank=1, host="tesla1")
+    live.run.event("lost", rank=3, host="tesla3", step=3)
+    assert look().mood != Mood.SILENT
 
 
 def test_hosts_that_fall_silent_are_named(tmp_path: Path) -> None:
