@@ -45,8 +45,8 @@ ROOMS = {
     ),
     "config": "option numbers options parser",
     "data": (
-        "batch source images shards packed_file packer dataset datasets/* mixing transforms order "
-        "loader_memory keyed loader"
+        "import_timm batch source images shards packed_file packer dataset datasets/* mixing "
+        "transforms order loader_memory keyed loader"
     ),
     "tasks": (
         "ghost_batch_norm recording deferred block_by_block compiled blocks task classifiers "
@@ -82,6 +82,7 @@ OWNERS = {
     "pynvml": "gpus",
     "amdsmi": "amd_smi",
     "deepspeed": "import_deepspeed",
+    "timm": "import_timm",
 }
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them
 

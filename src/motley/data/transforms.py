@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.auto_augment import auto_augment_transform, posterize, rand_augment_transform
-from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from motley.data.images import Images
+from motley.data.import_timm import RandomErasing, auto_augment
 from motley.errors import MotleyError
 
 Transform = Callable[[Any], Any]
@@ -123,7 +122,8 @@ class Look:
         known = {
             "translate_const": int(self.size * 0.45), "img_mean": mean if len(mean) > 1 else mean[0]
         }  # fmt: skip
-        make = rand_augment_transform if self.auto.startswith("rand") else auto_augment_transform
+        is_random = self.auto.startswith("rand")
+        make = getattr(auto_augment, f"{'rand' if is_random else 'auto'}_augment_transform")
         try:
             found: Any = make(self.auto, known)
         except (AssertionError, ValueError, KeyError) as error:
@@ -132,7 +132,7 @@ class Look:
                 "rand-m9-mstd0.5, original or v0"
             ) from None
         for op in getattr(found, "ops", None) or chain.from_iterable(found.policy):
-            if op.aug_fn is posterize:
+            if op.aug_fn is auto_augment.posterize:
                 op.aug_fn = _posterize
         return found  # type: ignore[no-any-return]
 
@@ -195,7 +195,7 @@ class RandomCropAndFlip:
 def _posterize(image: Any, bits: int, **known: Any) -> Any:
     """timm asks for 0 bits where it is to change most, which Pillow 12 refuses; before, all was
     black then."""
-    return posterize(image, max(1, bits), **known)  # type: ignore[no-untyped-call]
+    return auto_augment.posterize(image, max(1, bits), **known)  # type: ignore[no-untyped-call]
 
 
 def seeded(transform: Transform) -> Transform:

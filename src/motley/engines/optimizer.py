@@ -4,10 +4,10 @@ import contextlib
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
 from torch import nn
 
 from motley.config.options import Config
+from motley.data.import_timm import timm
 from motley.errors import MotleyError
 
 
@@ -25,8 +25,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
         ways: tuple[dict[str, Any], ...] = ({"fused": True}, {"deterministic": True})
         for more in ways[not fused :]:
             with contextlib.suppress(TypeError, RuntimeError):
-                return create_optimizer_v2(net, opt=config.opt, **options, **more)
-        return create_optimizer_v2(net, opt=config.opt, **options)
+                return timm.optim.create_optimizer_v2(net, opt=config.opt, **options, **more)
+        return timm.optim.create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
         raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
 

@@ -4,19 +4,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from timm.data import resolve_data_config
-from timm.models import register_model, save_for_hf
 from torch import Tensor, nn
 
+from motley.data.import_timm import timm
 from motley.data.transforms import Look
 from motley.errors import MotleyError
 from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
 
 
-@register_model
+@timm.models.register_model
 def vit_digits(pretrained: bool = False, **options: Any) -> nn.Module:
     """A ViT the size of the digits: 8x8 pixels in patches of 4, 0.45 M parameters. Of a name that
     timm has, with other sizes: so that it is known where this file is not."""
@@ -50,7 +48,7 @@ def data_config(name: str) -> dict[str, Any]:
     model of which timm does not say."""
     known: Any = timm.get_pretrained_cfg(name)
     own = {"interpolation": "bilinear"} if known is None else known.to_dict()
-    return dict(resolve_data_config({}, pretrained_cfg=own))  # type: ignore[no-untyped-call]
+    return dict(timm.data.resolve_data_config({}, pretrained_cfg=own))  # type: ignore[no-untyped-call]
 
 
 def has_fixed_size(name: str) -> bool:
@@ -111,4 +109,4 @@ def save_classifier(net: Any, folder: Path, look: Look) -> None:
         "interpolation": look.interpolation,
         "input_size": (len(look.mean), look.size, look.size),
     }  # fmt: skip
-    save_for_hf(net, str(folder), safe_serialization=True)
+    timm.models.save_for_hf(net, str(folder), safe_serialization=True)

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from motley.data.import_timm import timm
 from motley.errors import MotleyError
 
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNormAct2d)
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)
 
 
 def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
@@ -205,7 +205,7 @@ def _forward(
     if not layer.training:
         return own(x)
     y = _by_group(layer, grain, seen, x)
-    if isinstance(layer, BatchNormAct2d):
+    if isinstance(layer, timm.layers.BatchNormAct2d):
         y = layer.act(layer.drop(y))
     return y
 

@@ -1,10 +1,9 @@
 """The learning rate of each step, by timm's schedules."""
 
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from torch.optim import Optimizer
 
 from motley.config.options import RAMP_POWERS, Config
+from motley.data.import_timm import Scheduler, timm
 
 
 def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> Scheduler:
@@ -16,7 +15,7 @@ def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> 
     milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
     rate = config.decay_rate or (1.0 if config.sched == "poly" else 0.1)
     schedule: Scheduler
-    schedule, _ = create_scheduler_v2(
+    schedule, _ = timm.scheduler.create_scheduler_v2(
         optimizer, config.sched, num_epochs=total - warmup, min_lr=config.min_lr,
         decay_epochs=max(1, round(config.decay_epochs * steps_an_epoch)), decay_rate=rate,
         decay_milestones=milestones,

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timm.scheduler.scheduler import Scheduler
-
 from motley.checkpoint.resume import resume
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, free_bytes
@@ -17,6 +15,7 @@ from motley.checkpoint.transfer import Kept, go_on
 from motley.comm.collectives import all_gather_object
 from motley.config.numbers import Duration
 from motley.config.options import Config
+from motley.data.import_timm import Scheduler
 from motley.data.loader import Loader
 from motley.engines.memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory

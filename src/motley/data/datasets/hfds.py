@@ -42,9 +42,8 @@ class _Split:
 
 
 def _open(name: str, folder: Path, img_size: int) -> "Images":
-    from timm.data import create_dataset
-
     from motley.data.images import Images
+    from motley.data.import_timm import timm
 
     option = f"--dataset hfds/{name}"
     with _offline(option):
@@ -55,7 +54,7 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
         label = _column(features, "ClassLabel", "label", option)
         train, test = (
             _Split(
-                create_dataset(
+                timm.data.create_dataset(
                     f"hfds/{_place(name)}", str(folder), split, input_key=image, target_key=label
                 ).reader, split, label,
             )
@@ -105,7 +104,7 @@ def _load(name: str, folder: Path) -> Mapping[str, Any]:
 
 def _datasets(option: str) -> Any:
     """The package, without its progress bars and warnings, which come from each rank."""
-    import timm
+    from motley.data.import_timm import timm
 
     datasets = import_extra("datasets", option)
     if tuple(map(int, timm.__version__.split(".")[:3])) < _TIMM:

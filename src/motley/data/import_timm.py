@@ -1,0 +1,23 @@
+"""The one place that imports timm, without W&B, which it has for its own training script: half a
+second of each rank's start."""
+
+import sys
+
+_absent = "wandb" not in sys.modules
+if _absent:
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # so its import fails, at once
+try:
+    import timm
+    import timm.data
+    import timm.layers
+    import timm.models
+    import timm.optim
+    import timm.scheduler
+    from timm.data import auto_augment
+    from timm.data.random_erasing import RandomErasing
+    from timm.scheduler.scheduler import Scheduler
+finally:
+    if _absent:
+        del sys.modules["wandb"]
+
+__all__ = ["RandomErasing", "Scheduler", "auto_augment", "timm"]
