@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import Jobs, Trained
 from project import DDP, ROOT, ZERO
+from safetensors.torch import load_file
 
 from motley.checkpoint.read import load_checkpoint
 
@@ -90,7 +91,7 @@ def copy_of(run: Trained, folder: Path) -> Path:
 
 
 RESUMED = {
-    "FSDP on 2": (2, *FSDP, "--shares", "3,1"), "FSDP on 5": (5, *FSDP, "--shares", "equal"),
+    "FSDP on 2": (2, *FSDP, "--shares", "3,1"), "FSDP on 1": (1, *FSDP),
     "DDP": (1, DDP), "DeepSpeed 3": (2, ZERO, "--stage", 3),
 }  # fmt: skip
 
@@ -128,9 +129,26 @@ def test_a_part_that_is_damaged_is_named_and_the_one_before_is_used(
     )  # fmt: skip
     assert checked.returncode and f"{part} is damaged" in checked.stdout, checked.stdout
     assert checked.stdout.count("whole, step") == 1
+    if what != "a bit":
+        return  # it is read by the same
     resumed = jobs.train(
         2, *FSDP[:1], "again", *FSDP[1:], *STEPS, "--max-steps", 9, "--resume", run
     )
     (event,) = [each for each in resumed.events if "not used" in str(each)]
     assert f"{part} is damaged" in str(event)
     assert resumed.losses == pytest.approx(whole.losses[3:], rel=5e-6)
+
+
+def test_others_read_parts_too(jobs: Jobs, whole: Trained, parts: Trained, tmp_path: Path) -> None:
+    own = load_checkpoint(parts.folder / "checkpoints/step_00000006")[0]
+    at_once = load_checkpoint(whole.folder / "checkpoints/step_00000006")[0]
+    assert own.keys() == at_once.keys()
+    for name, tensor in own.items():
+        assert tensor.numpy() == pytest.approx(at_once[name].numpy(), abs=2e-4), name
+    words = ("torch_dist/export.py", parts.folder, "--to", tmp_path / "model")
+    done = jobs.fork(1, *words)
+    assert done.code == 0, done.output
+    exported = load_file(tmp_path / "model/model.safetensors")
+    assert all(tensor.equal(own[f"model.{name}"]) for name, tensor in exported.items())
+    begun = jobs.train(1, DDP, "begun", *GPT[:-2], *STILL, "--initial-checkpoint", parts.folder)
+    assert begun.losses[0] < 0.99 * whole.losses[0]

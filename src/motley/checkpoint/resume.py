@@ -1,5 +1,7 @@
 """Continues from a checkpoint: the first that is whole, given to all ranks, or read by each."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from motley.errors import MotleyError
 from motley.plan.length import TrainState
 from motley.tasks.find import identity_of
 
+_READERS = 8  # threads: a hash takes as long as a disk
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
 
 
@@ -108,9 +111,14 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
     try:
         parts = open_checkpoint(folder).parts
         assert parts is not None
-        for name, shape in parts.shapes().items():
-            rows = engine.rows_of(name, shape)
-            found[name] = parts.whole(name) if rows is None else parts.rows(name, *rows)
+        rows = {name: engine.rows_of(name, shape) for name, shape in parts.shapes().items()}
+        with ThreadPoolExecutor(min(_READERS, len(os.sched_getaffinity(0)))) as readers:
+            read = [
+                readers.submit(parts.whole, name) if own is None
+                else readers.submit(parts.rows, name, *own)
+                for name, own in rows.items()
+            ]  # fmt: skip
+            found = {name: each.result() for name, each in zip(rows, read, strict=True)}
     except MotleyError as error:
         wrong = str(error)
     wrong = next((str(each) for each in all_gather_object(wrong) if each), "")

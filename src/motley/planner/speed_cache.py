@@ -56,7 +56,7 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
 
     try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
     speed = measure_speed(model, make, config.batch_size)
-    return replace(speed, step_s=speed.step_s * (own / stepped))
+    return speed if stepped == own else replace(speed, step_s=speed.step_s * own / stepped)
 
 
 def _still_holds(model: TaskModel, speed: SpeedTable) -> bool:

@@ -101,5 +101,7 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch.setattr(speeds, "try_optimizer", lambda *_: None)
     config: Any = SimpleNamespace(batch_size=128)
     group: Any = SimpleNamespace(device=torch.device("cpu"))
-    found = speeds.speed_of(group, torch.nn.Linear(1, 1), config, 1)  # type: ignore[arg-type]
+    model: Any = torch.nn.Linear(1, 1)
+    model.by_blocks, model.every_parameter = None, lambda: list(model.parameters())
+    found = speeds.speed_of(group, model, config, 1)
     assert tried == timed and found is (remembered if kept else anew)

@@ -156,6 +156,13 @@ def test_what_follows_from_another_mode_is_not_kept() -> None:
     assert WireFigures().with_wires(costs).wires == {EXACT: (1.0, 2.0)}
 
 
+class Linear(torch.nn.Linear):
+    """Stands for a TaskModel."""
+
+    def every_parameter(self) -> list[torch.nn.Parameter]:
+        return list(self.parameters())
+
+
 WORKER = SimpleNamespace(rank=0, device="cpu", precision="fp32")
 
 
@@ -163,7 +170,7 @@ def key_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     """The place and key of a job of one rank, with something changed."""
     of = {
         "address": "10.0.0.1", "interface": "eth0", "host": "a", "machines": [0], "asked": None,
-        "backend": "gloo", "worker": WORKER, "model": torch.nn.Linear(2, 3), "versions": {"a": 1},
+        "backend": "gloo", "worker": WORKER, "model": Linear(2, 3), "versions": {"a": 1},
         "nccl": None,
     } | changes  # fmt: skip
     monkeypatch.setattr(wire_cache, "versions", lambda: of["versions"])
@@ -178,7 +185,7 @@ def key_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     return found.path.name, found.key
 
 
-FROZEN = torch.nn.Linear(2, 3)
+FROZEN = Linear(2, 3)
 FROZEN.bias.requires_grad = False
 
 
@@ -187,7 +194,7 @@ FROZEN.bias.requires_grad = False
     [
         {"address": "10.0.0.2"}, {"interface": "eth1"}, {"host": "b"}, {"machines": [0, 0]},
         {"backend": "nccl"}, {"asked": BF16}, {"versions": {"a": 2}}, {"nccl": [2, 21, 5]},
-        {"model": torch.nn.Linear(3, 2)}, {"model": FROZEN},
+        {"model": Linear(3, 2)}, {"model": FROZEN},
         *({"worker": SimpleNamespace(**{**vars(WORKER), **one})}
           for one in ({"device": "cuda:0 NVIDIA H200"}, {"precision": "bf16"})),
     ],
