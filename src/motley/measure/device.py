@@ -12,6 +12,7 @@ from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.named_state import load_random_state, random_state
 from motley.engines.step_timer import Clock
 from motley.errors import NoMemoryError
+from motley.plan.memory import amount
 from motley.plan.speed_table import SpeedTable
 from motley.tasks.model import AUTOCAST, TaskModel, set_matmul_precision
 
@@ -153,10 +154,11 @@ def _measure_speed(
         seconds.append(spent)
         memory.append(peak)
     if not sizes:
+        held = f", besides {amount(model.held_mib)} of the model itself" if model.held_mib else ""
         raise NoMemoryError(
             f"{device} has no room for {'one sample' if grain == 1 else f'{grain} samples'} of "
-            "this model; choose a smaller --model or --img-size, or see who holds its memory with: "
-            "bash setup/test_cn_connection.sh"
+            f"this model{held}; add --grad-checkpointing, choose a smaller --model or --img-size, "
+            "or see who holds its memory with: bash setup/test_cn_connection.sh"
         )
     rests = rest if device.type == "cuda" else None
     return SpeedTable(

@@ -31,7 +31,7 @@ class ModelSize:
     Attributes:
         parameters: all. trained: of these. largest: in what is gathered at once. outside: in no
             such piece, as embeddings.
-        slots: that the optimizer keeps of each that is trained.
+        slots: that the optimizer keeps of each that is trained; and an average, if there is one.
     """
 
     parameters: int

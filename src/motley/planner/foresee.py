@@ -95,7 +95,8 @@ def _need(
     numbers = sum(each.numel() for each in parameters)
     size = ModelSize(
         numbers, sum(each.numel() for each in parameters if each.requires_grad),
-        max(pieces, default=0), numbers - sum(pieces), kept_numbers(config),
+        max(pieces, default=0), numbers - sum(pieces),
+        kept_numbers(config) + config.model_ema,
     )  # fmt: skip
     is_narrow = narrow_type(task, group.precisions, traits) is not None
     return need_of(size, traits, group.size, is_narrow, wire_bytes)
