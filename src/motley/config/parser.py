@@ -51,6 +51,20 @@ class _UsualHelp(argparse.Action):
         parser.exit()
 
 
+# Ours, by what other tools call it.
+_OTHER_NAMES = {
+    "--learning-rate": "--lr", "--optimizer": "--opt", "--wd": "--weight-decay",
+    "--max-grad-norm": "--clip-grad", "--grad-clip": "--clip-grad", "--scheduler": "--sched",
+    "--num-epochs": "--epochs", "--max-epochs": "--epochs", "--num-train-epochs": "--epochs",
+    "--num-workers": "--workers", "--train-batch-size": "--batch-size",
+    "--per-device-train-batch-size": "--micro-batch", "--gradient-checkpointing":
+    "--grad-checkpointing", "--output-dir": "--logs", "--resume-from-checkpoint": "--resume",
+    "--save-steps": "--save-every", "--amp": "--precision", "--fp16": "--precision fp16",
+    "--bf16": "--precision bf16", "--fsdp": "--strategy fsdp",
+    "--torch-compile": "--compile", "--warmup": "--warmup-epochs", "--dropout": "--drop",
+}  # fmt: skip
+
+
 class OptionParser(OneVoice):
     """The parser of a training script.
 
@@ -90,6 +104,8 @@ class OptionParser(OneVoice):
             return f": {GONE[word]}"
         if word in self.elsewhere:
             return f": it is one of {self.elsewhere[word]}"
+        if own := _OTHER_NAMES.get(word.replace("_", "-")):
+            return f": it is {own} here"
         return super().hint(word)
 
     def add_own(self, group: type, title: str) -> None:
