@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
         path, lane = item.nodeid, lane_of(item.nodeid)
         rank = next(n for n, start in enumerate(order) if path.startswith(start) or n == 2)
-        return lane == "alone", lane != "labs", rank, lane is None
+        return lane == "alone", lane not in ("labs", "installs"), rank, lane is None
 
     items.sort(key=place)
     for item in items:
