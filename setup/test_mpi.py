@@ -25,7 +25,7 @@ from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
 
 LIMIT_S = 60
-MPI_LIMIT_S = 120  # links that drop large packets take 8 s for each host
+MPI_LIMIT_S, EACH_LIMIT_S = 60, 8  # links that drop large packets take 8 s for each host
 HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on all hosts
 _TALK = 'python=$1/bin/python talk=$2/setup/cn_talk.py; shift 2; "$python" "$talk" "$@"'
 
@@ -220,12 +220,13 @@ def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[
         [*command, *where, *program], cwd=ROOT, start_new_session=True, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    limit = MPI_LIMIT_S + EACH_LIMIT_S * len(hosts)
     try:
-        output, _ = job.communicate(timeout=MPI_LIMIT_S)
+        output, _ = job.communicate(timeout=limit)
         end = f"ended with status {job.returncode}"
     except subprocess.TimeoutExpired:
         output = end_mpirun(job)
-        end = f"hung for {MPI_LIMIT_S} s"
+        end = f"hung for {limit} s"
     except KeyboardInterrupt:
         end_mpirun(job)
         raise

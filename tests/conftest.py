@@ -1,5 +1,6 @@
 """What the tests share: jobs, and what a lab installs."""
 
+import os
 import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from lab_wheels import make_python_archive, make_wheels
 from lanes import Lanes, lane_of, machine, take_place, times_again
 from warm.ranks import WarmRanks
 from warm.script import MODULES
+
+# Torch, not imported yet, then computes in one thread here. Two that share processors with other
+# tests wait for each other by spinning: 5 s for what one does in 0.7 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says what else this machine does meanwhile.
 settings.register_profile("beside", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
         path, lane = item.nodeid, lane_of(item.nodeid)
         rank = next(n for n, start in enumerate(order) if path.startswith(start) or n == 2)
-        return lane == "alone", lane != "labs", rank, lane is None
+        return lane == "alone", lane not in ("labs", "installs"), rank, lane is None
 
     items.sort(key=place)
     for item in items:

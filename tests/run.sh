@@ -44,5 +44,5 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-# Three on two cores: labs wait for most of their time.
-"$bin/python" -m pytest --numprocesses 3 "$@"
+# Four on two cores: labs wait for most of their time.
+"$bin/python" -m pytest --numprocesses 4 "$@"

@@ -22,8 +22,7 @@ from motley.records.run_folder import RunFolder
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("script", [DDP, ZERO])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("script", "rank"), [(DDP, 0), (DDP, 2), (ZERO, 2)])
 def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int) -> None:
     job = start(jobs, script)
     os.kill(rank_process(jobs.logs, rank), signal.SIGKILL)

@@ -8,9 +8,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from forked import run_script
 from hf_models import pretrained_folder
 from jobs import Jobs, Trained
-from project import DDP, ROOT, environment
+from project import DDP
 from safetensors.torch import load_file
 
 from motley.infer.export import build_trained
@@ -20,10 +21,7 @@ pytestmark = pytest.mark.mpi
 
 
 def exported(run: Trained, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "torch_dist/export.py", str(run.folder), "--to", str(folder), *words]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, capture_output=True, check=False
-    )
+    return run_script("torch_dist/export.py", run.folder, "--to", folder, *words)
 
 
 @pytest.mark.parametrize("model", [

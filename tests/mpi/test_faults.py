@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from project import ROOT, environment
@@ -14,14 +15,29 @@ ROWS = ("rank-0-segfault", "rank-gradient-inf", "checkpoint-pickle", "hostile-ho
         "hostile-records")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_of_the_fault_matrix_is_ok(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "row.json"
+def play(folder: Path, *names: str) -> dict[str, Any]:
+    """These rows, by their names."""
+    only = [word for name in names for word in ("--only", name)]
+    out = folder / "rows.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/faults.py", "--only", name, "--json", out],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "benchmarks/faults.py", *only, "--json", out],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["verdict"] == "ok" and row["row"] == name
-    assert out.with_suffix(".md").read_text().count(f"`{name}`") == 2
+    print(done.stdout + done.stderr)
+    assert all(out.with_suffix(".md").read_text().count(f"`{name}`") == 2 for name in names)
+    return {row["row"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All of them: the run without a fault, which they are compared with, is made once."""
+    return play(tmp_path_factory.mktemp("faults"), *ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_fault_matrix_is_ok(
+    name: str, played: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    again = getattr(request.node, "execution_count", 1) > 1  # it failed: it alone is played anew
+    rows = play(tmp_path, name) if again else played
+    assert rows[name]["verdict"] == "ok", rows[name]

@@ -4,11 +4,11 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from forked import run_script
 from fuzz.cases import AFTER, Case
-from fuzz.play import judged, play
+from fuzz.play import Played, judged, play
 from fuzz.rules import broken_rules
 from project import ROOT
 from warm.ranks import WarmRanks
@@ -123,6 +123,15 @@ def test_what_was_wrong_once_is_exact(ranks: WarmRanks, name: str) -> None:
     assert judged(Case.parse({**CASES, **DEEPSPEED}[name]), ranks) == []
 
 
+@pytest.fixture(scope="module")
+def right(ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """A case in which nothing is wrong."""
+    folder = tmp_path_factory.mktemp("right") / "case"
+    played = play(Case.parse('{"segments":[{"ranks":2,"shares":[2,1]}]}'), ranks, folder)
+    assert broken_rules(played, ranks) == []
+    return played
+
+
 @pytest.mark.parametrize(
     ("recipe", "rule"),
     [
@@ -132,12 +141,10 @@ def test_what_was_wrong_once_is_exact(ranks: WarmRanks, name: str) -> None:
     ],
 )  # fmt: skip
 def test_the_fuzzer_sees_a_run_that_is_another(
-    ranks: WarmRanks, tmp_path: Path, recipe: dict[str, float], rule: str
+    ranks: WarmRanks, right: Played, recipe: dict[str, float], rule: str
 ) -> None:
-    played = play(Case.parse('{"segments":[{"ranks":2,"shares":[2,1]}]}'), ranks, tmp_path / "case")
-    assert broken_rules(played, ranks) == []
-    other = replace(played.case, recipe=replace(played.case.recipe, **recipe))
-    (problem,) = broken_rules(replace(played, case=other), ranks)
+    other = replace(right.case, recipe=replace(right.case.recipe, **recipe))
+    (problem,) = broken_rules(replace(right, case=other), ranks)
     assert problem.split(":")[0] == rule
 
 
@@ -166,9 +173,7 @@ def test_a_case_is_written_as_it_is_read() -> None:
 
 
 def test_the_fuzzer_refuses_no_time() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FUZZER), "--seconds", "0"], capture_output=True, text=True
-    )
+    done = run_script("tests/fuzz_exact.py", "--seconds", 0)
     assert done.returncode == 2 and "above 0" in done.stderr
 
 

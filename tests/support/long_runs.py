@@ -9,7 +9,7 @@ from jobs import Jobs, processes_of, wait_until
 
 from motley.records.run_folder import RunFolder
 
-LONG = ("--epochs", 500, "--micro-batch", 16)
+LONG = ("--epochs", 500, "--micro-batch", 16, "--shares", "equal")
 
 
 def start(jobs: Jobs, script: str, ranks: int = 3, **extra: str) -> subprocess.Popen[str]:

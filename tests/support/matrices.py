@@ -1,11 +1,11 @@
 """Matrices of cells to measure, and the command that measures them."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 from baseline_measure import known_cells, known_options
-from project import ROOT, environment
+from forked import run_script
+from project import environment
 
 from motley.sweep.matrix_file import Known
 
@@ -20,8 +20,5 @@ def matrix_file(folder: Path, text: str) -> Path:
 
 
 def measure(*words: object) -> subprocess.CompletedProcess[str]:
-    """baseline_measure.py with these words."""
-    return subprocess.run(
-        [sys.executable, "torch_dist/baseline_measure.py", *map(str, words)], cwd=ROOT,
-        env=environment(), capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    """baseline_measure.py with these words, on which nothing is run."""
+    return run_script("torch_dist/baseline_measure.py", *words, variables=environment())

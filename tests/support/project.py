@@ -16,8 +16,9 @@ def venv() -> Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This environment with the project's on PATH."""
-    return {**os.environ, "PATH": f"{venv() / 'bin'}:{os.environ['PATH']}", **extra}
+    """This environment with the project's on PATH; how many threads is for entry_cn.sh to say."""
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return {**own, "PATH": f"{venv() / 'bin'}:{os.environ['PATH']}", **extra}
 
 
 def copy_repository(folder: Path) -> None:

@@ -1,47 +1,13 @@
-"""Small records of runs, to draw, and the scripts that draw them."""
+"""Small records of runs, to draw."""
 
-import json
-import os
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
-
-from project import ROOT
 
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord, StepRecord
 
 START = 1763693554.0
-
-
-def python(*args: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(
-        [sys.executable, *map(str, args)],
-        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60,
-    )  # fmt: skip
-
-
-def texts_of(run: Path) -> list[str]:
-    """All that the picture of a run's training says."""
-    code = """
-import json, pathlib, sys
-sys.path.insert(0, "plots")
-from matplotlib.text import Text
-from motley.records.run_folder import RunFolder
-import plot_training, style
-from motley.live.training import read_training
-training = read_training(RunFolder(sys.argv[1]))
-colours = style.host_colours({worker["host"] for worker in training.run["ranks"]})
-figure = plot_training.draw_run(training, colours)
-print(json.dumps([text.get_text() for text in figure.findobj(Text)]))
-"""
-    done = python("-c", code, run)
-    assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
 
 
 def write_run(folder: Path, *, status: str = "finished", known: bool = True) -> RunFolder:

@@ -4,8 +4,9 @@ import ast
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,13 +88,20 @@ OWNERS = {
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets and reads them
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, anywhere in it; ``package.name`` for what may be one."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return imports_of(path.read_text())
+
+
+@cache
+def imports_of(text: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def tops(path: Path) -> set[str]:

@@ -182,7 +182,7 @@ def _loaded(script: Path) -> Iterator[Path]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        if any(f"/{place}/" in file for place in _PLACES):
+        if file.startswith(f"{PACKAGE}/") or any(f"/{place}/" in file for place in _PLACES):
             continue  # most of thousands: to resolve each would take half a second
         path = Path(file).resolve()
         if any(map(path.is_relative_to, own)) and not (

@@ -6,8 +6,10 @@ import json
 import math
 import random
 import shutil
+import struct
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -186,7 +188,9 @@ def spoil(path: Path, kind: str) -> None:
     elif kind == "cut":
         path.write_bytes(content[: len(content) * 2 // 3])
     else:  # a header that promises 50,000 x 50,000 pixels
-        Image.new("1", (50_000, 50_000)).save(path)
+        header = b"IHDR" + struct.pack(">II", 50_000, 50_000) + content[24:29]
+        check = struct.pack(">I", zlib.crc32(header))
+        path.write_bytes(content[:12] + header + check + content[33:])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A rank that runs a script, as ``mpirun ... ./entry_cn.sh SCRIPT.py ARGS...`` begins one."""
 
 import os
+import pkgutil
 import runpy
 import subprocess
 import sys
@@ -26,6 +27,16 @@ MODULES = (
     "sklearn.model_selection",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "jinja2.ext",
+    # What torch, torchvision and DeepSpeed import when they are used.
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.triton_ops",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torchvision.transforms.v2",
+    *(
+        found.name
+        for room in ("config", "data", "tasks", "comm", "engines", "train")
+        for found in pkgutil.walk_packages([str(ROOT / "src/motley" / room)], f"motley.{room}.")
+    ),
 )
 
 

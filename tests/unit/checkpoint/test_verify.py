@@ -1,14 +1,11 @@
 """torch_dist/verify.py: what of a run is whole, and which file is not."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from project import ROOT
+from forked import run_script
 
 from motley.checkpoint.store import Checkpoints
 from motley.checkpoint.verify import Finding, verify
@@ -35,13 +32,6 @@ def run(tmp_path: Path) -> RunFolder:
 
 def damaged(found: list[Finding]) -> list[str]:
     return [each.text for each in found if each.damaged]
-
-
-def script(*paths: Path | str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "torch_dist/verify.py", *map(str, paths)], cwd=ROOT, text=True,
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
 
 
 def test_what_is_whole_is_said_of_each_file(run: RunFolder) -> None:
@@ -86,12 +76,12 @@ def test_where_there_is_nothing_it_is_said(tmp_path: Path) -> None:
 
 
 def test_the_script_says_by_its_status_whether_all_is_whole(run: RunFolder, tmp_path: Path) -> None:
-    done = script(run.path)
+    done = run_script("torch_dist/verify.py", run.path)
     assert done.returncode == 0 and "DAMAGED" not in done.stdout, done.stdout + done.stderr
     (run.checkpoints / "step_00000004" / "manifest.json").write_text("{}")
-    done = script(run.path)
+    done = run_script("torch_dist/verify.py", run.path)
     assert done.returncode == 1 and done.stdout.count("DAMAGED") == 1, done.stdout + done.stderr
     assert "step_00000004/manifest.json is damaged" in done.stdout
-    done = script(tmp_path / "none")
+    done = run_script("torch_dist/verify.py", tmp_path / "none")
     assert done.returncode == 2 and done.stderr.startswith("motley: ") and not done.stdout
-    assert "python torch_dist/verify.py logs/RUN" in script("-h").stdout
+    assert "python torch_dist/verify.py logs/RUN" in run_script("torch_dist/verify.py", "-h").stdout

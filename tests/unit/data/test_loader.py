@@ -3,12 +3,10 @@
 import argparse
 import builtins
 import dataclasses
+import importlib
 import io
-import os
 import pickle
 import struct
-import subprocess
-import sys
 import zlib
 from itertools import chain
 from pathlib import Path
@@ -18,12 +16,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forked import run_fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import picture_folder
 from PIL import Image
-from project import ROOT
 
+import motley.data.images
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.batch import Batch
@@ -236,19 +235,14 @@ def test_whatever_a_decoder_raises_the_image_is_skipped_and_named(
 
 
 def test_large_photos_are_no_reason_to_warn(tmp_path: Path) -> None:
-    code = """
-import sys
-from PIL import Image
-from motley.tasks.find import task_of
-from motley.train.command_line import read_config, training_parser
-Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
-words = ["--dataset", "folder", "--data-dir", sys.argv[1]]
-task_of(read_config(training_parser(""), words)).data(held_out=False)[0]
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, picture_folder(tmp_path)], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    words = ["--dataset", "folder", "--data-dir", str(picture_folder(tmp_path))]
+
+    def read() -> None:
+        importlib.reload(motley.data.images)  # it says of what Python need not warn
+        Image.MAX_IMAGE_PIXELS = 1000  # one of 1200 is large, one of 2400 would be a bomb
+        image_task(config(*words)).data(held_out=False)[0]
+
+    done = run_fork(read)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import START, python, write_run
+from forked import run_script
+from small_runs import START, write_run
 
 from motley.live.training import read_training
 from motley.live.verdict import run_verdict
@@ -76,12 +77,12 @@ def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -
 def test_a_report_of_one_run_opens_with_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "logs" / "run")
     planned(run)
-    done = python("plots/report.py", tmp_path / "logs")
+    done = run_script("plots/report.py", tmp_path / "logs")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "logs" / "report.html").read_text()
     assert '<p class="lead">0.63 of what these machines can do together' in page
     write_run(tmp_path / "logs" / "other")
-    python("plots/report.py", tmp_path / "logs")
+    run_script("plots/report.py", tmp_path / "logs")
     page = (tmp_path / "logs" / "report.html").read_text()
     assert "2 of 2 runs finished" in page and "<p>0.63 of what these machines" in page
 

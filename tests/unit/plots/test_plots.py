@@ -1,20 +1,36 @@
 """The plot scripts on small real records: pictures, exit codes, broken files."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import plot_training
 import pytest
+import style
+from forked import run_script
 from matplotlib.image import imread
+from matplotlib.text import Text
 from matrices import KNOWN
 from project import ROOT
-from small_runs import START, python, texts_of, write_gpu_log, write_lab_log, write_run
+from small_runs import START, write_gpu_log, write_lab_log, write_run
 
 from motley.cluster.hostfile import Host
+from motley.live.training import read_training
 from motley.records.run_folder import RunFolder
 from motley.records.training import others_ready
 from motley.sweep.matrix_file import read_matrix
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import read_rows
+
+
+def texts_of(run: Path) -> list[str]:
+    """All that the picture of a run's training says."""
+    training = read_training(RunFolder(run))
+    colours = style.host_colours({worker["host"] for worker in training.run["ranks"]})
+    figure = plot_training.draw_run(training, colours)
+    return [text.get_text() for text in figure.findobj(Text)]
 
 
 def assert_picture(path: Path) -> None:
@@ -30,7 +46,7 @@ def test_gpu_pictures_of_our_logs_and_of_the_labs(tmp_path: Path) -> None:
     lab = tmp_path / "logs" / "5_GPUs" / "p1_b16_e10"
     write_lab_log(lab)
 
-    done = python("plots/plot_gpu.py", tmp_path / "logs")
+    done = run_script("plots/plot_gpu.py", tmp_path / "logs")
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(lab / "gpu.png"), str(run.path / "gpu.png")]
@@ -48,7 +64,7 @@ def test_training_pictures_whole_failed_and_cut_short(tmp_path: Path) -> None:
     RunFolder(tmp_path / "logs" / "not_begun").create()
     RunFolder(tmp_path / "logs" / "not_begun").write_run({"status": "failed"})
 
-    done = python("plots/plot_training.py", tmp_path / "logs", "--out", tmp_path / "out")
+    done = run_script("plots/plot_training.py", tmp_path / "logs", "--out", tmp_path / "out")
 
     assert done.returncode == 0, done.stderr
     assert "line 61 is cut short" in done.stdout + done.stderr
@@ -91,7 +107,7 @@ def test_training_picture_of_many_ranks_has_three_of_the_others(tmp_path: Path) 
 @pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py"])
 def test_nothing_to_draw_is_one_line_and_exit_code_2(script: str, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
-        done = python(f"plots/{script}", folder)
+        done = run_script(f"plots/{script}", folder)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
         assert done.stderr.startswith("motley: ")
@@ -116,7 +132,10 @@ print(json.dumps({
     "lines": len({(one.look["color"], one.look["linestyle"]) for one in series}),
 }))
 """
-    done = python("-c", code, tmp_path / "lab" / "metrics.csv")
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "lab" / "metrics.csv"], capture_output=True,
+        text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["modules"] == []
@@ -150,7 +169,7 @@ def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
     assert rows[2].mean_samples_per_s == pytest.approx(40 / 0.16)
     assert rows[2].mean_rate == "250 images/s"
     (folder.attempt(matrix.cells[1], 0).path / "steps.rank0.jsonl").open("a").write('{"step": 6')
-    done = python("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")
+    done = run_script("plots/plot_baselines.py", tmp_path, "--out", tmp_path / "pictures")
     assert done.returncode == 0 and "is cut short" in done.stdout, done.stderr
     assert_picture(tmp_path / "pictures" / "strong.baselines.png")
 
@@ -160,12 +179,12 @@ def test_the_labs_old_folders_give_a_scaling_picture(tmp_path: Path) -> None:
         write_lab_log(tmp_path / f"{gpus}_GPUs" / "p1_b16_e5")
     (tmp_path / "4_GPUs" / "p1_b16_e5").mkdir(parents=True)
     (tmp_path / "4_GPUs" / "p1_b16_e5" / "metrics.csv").write_text("nothing,known\n1,2\n")
-    done = python("plots/plot_baselines.py", tmp_path)
+    done = run_script("plots/plot_baselines.py", tmp_path)
     assert done.returncode == 0 and "4_GPUs" in done.stderr, done.stderr
     assert_picture(tmp_path / "strong_scaling.png")
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = python("plots/plot_baselines.py", empty)
+    done = run_script("plots/plot_baselines.py", empty)
     assert done.returncode == 2 and "measure first" in done.stderr
 
 
@@ -186,7 +205,7 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
     folder.output(matrix.cells[1], 0).write_text("motley: <b>& out of memory</b>")
     folder.end(matrix.cells[1], 0, 1, 5.0)
     write_gpu_log(write_run(tmp_path / "logs" / "alone"), "a", gpu=True)
-    done = python("plots/report.py", tmp_path)
+    done = run_script("plots/report.py", tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "report.html").read_text()
     assert "hosts1 is the fastest" in page and "hosts2 (out of memory)" in page
@@ -195,7 +214,7 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
     assert "A step took 0.158 s." in page and page.count("data:image/png;base64,") == 8
     for outside in ("http:", "https:", 'src="/', "@import"):
         assert outside not in page
-    done = python("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")
+    done = run_script("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")
     assert done.returncode == 0 and (tmp_path / "x" / "y" / "report.html").exists()
 
 
@@ -203,7 +222,7 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
 def test_names_that_look_like_formulas_are_drawn_as_they_are(script: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "logs" / r"a$\frac{$b")
     write_gpu_log(run, r"host$\frac{$", gpu=True)
-    done = python(f"plots/{script}", tmp_path / "logs", "--out", tmp_path / "out")
+    done = run_script(f"plots/{script}", tmp_path / "logs", "--out", tmp_path / "out")
     assert done.returncode == 0 and not done.stderr, done.stderr
     for path in (tmp_path / "out").glob("*.png"):
         assert_picture(path)
@@ -212,7 +231,7 @@ def test_names_that_look_like_formulas_are_drawn_as_they_are(script: str, tmp_pa
 def test_a_damaged_run_hides_no_other_in_a_report(tmp_path: Path) -> None:
     write_run(tmp_path / "good", status="running")  # and nobody holds its lock
     write_run(tmp_path / "bad").path.joinpath("run.json").write_text("")
-    done = python("plots/report.py", tmp_path)
+    done = run_script("plots/report.py", tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert f"{tmp_path / 'bad' / 'run.json'} is damaged" in done.stderr
     page = (tmp_path / "report.html").read_text()

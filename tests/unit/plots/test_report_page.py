@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from chromium import Chromium
+from forked import run_script
 from matrices import KNOWN
 from project import ROOT
-from small_runs import python, write_gpu_log, write_run
+from small_runs import write_gpu_log, write_run
 
 from motley.cluster.hostfile import Host
 from motley.plan.advice import Advice
@@ -34,7 +35,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_gpu_log(run, "a", gpu=True)
         advice = Advice("few bytes", "--wire powersgd:8", 1.5, "it is inexact")
         run.update_run(advice=[advice.as_json()])
-    done = python("plots/report.py", root)
+    done = run_script("plots/report.py", root)
     assert done.returncode == 0, done.stderr
     return root / "report.html"
 

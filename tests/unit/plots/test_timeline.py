@@ -3,32 +3,22 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment
-from small_runs import START, python, write_run
-
-from motley.records.run_folder import RunFolder
-
-CODE = """
-import json, sys
-sys.path.insert(0, "plots")
+import style
+from forked import run_script
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from plot_runs import draw_runs, losses_of
 from plot_timeline import longest, spans
-steps = {int(rank): lines for rank, lines in json.load(sys.stdin).items()}
-found = spans(steps, 1, 4)
-print(json.dumps([[vars(span) for span in found], longest(steps[0])]))
-"""
+from project import ROOT, environment
+from run_steps import read_or_say
+from small_runs import START, write_run
 
-
-def run(code: str, content: object) -> str:
-    """What a program prints that reads something."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(content), capture_output=True, text=True,
-        cwd=ROOT, env=environment(PYTHONPATH=str(ROOT / "src")), timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from motley.records.run_folder import RunFolder, find_runs
 
 
 def line(step: int, ends: float, compute: float, wait: float, late: float) -> dict[str, float]:
@@ -43,8 +33,8 @@ def test_clocks_are_laid_over_each_other_where_all_ranks_meet() -> None:
         0: [line(n, end, 0.2, 2.0 if n == 2 else 0.1, 0.0) for n, end in enumerate(ends)],
         1: [line(n, end, 2.2 if n == 2 else 0.3, 0.0, 77.0) for n, end in enumerate(ends)],
     }
-    found, longest = json.loads(run(CODE, steps))
-    assert longest == 2 and {each["step"] for each in found} == {1, 2, 3}
+    found = [vars(span) for span in spans(steps, 1, 4)]
+    assert longest(steps[0]) == 2 and {each["step"] for each in found} == {1, 2, 3}
     assert min(each["start"] for each in found) == 0
     at = {(each["rank"], each["step"], each["part"]): (each["start"], each["end"])
           for each in found}  # fmt: skip
@@ -59,12 +49,12 @@ def test_some_steps_of_a_run_are_drawn_and_what_is_not_there_is_said(tmp_path: P
     write_run(tmp_path / "good")
     write_run(tmp_path / "untold", known=False)
     for words in ([], ["--steps", "10:13"]):
-        done = python("plots/plot_timeline.py", tmp_path, "--out", tmp_path / "out", *words)
+        done = run_script("plots/plot_timeline.py", tmp_path, "--out", tmp_path / "out", *words)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "out" / "good.timeline.png").stat().st_size > 20_000
-    done = python("plots/plot_timeline.py", tmp_path / "good", "--steps", "900:910")
+    done = run_script("plots/plot_timeline.py", tmp_path / "good", "--steps", "900:910")
     assert done.returncode == 2 and "its last one is 59" in done.stderr
-    done = python("plots/plot_timeline.py", tmp_path / "good", "--steps", "9")
+    done = run_script("plots/plot_timeline.py", tmp_path / "good", "--steps", "9")
     assert done.returncode == 2 and "write it as in 100:104, for 100 to 103" in done.stderr
 
 
@@ -73,10 +63,10 @@ def test_runs_are_drawn_together_and_one_without_a_step_is_said(tmp_path: Path) 
         write_run(tmp_path / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "run.json").write_text("{}")
-    done = python("plots/plot_runs.py", tmp_path)
+    done = run_script("plots/plot_runs.py", tmp_path)
     assert done.returncode == 0 and "empty holds no training step" in done.stderr
     assert (tmp_path / "runs.png").stat().st_size > 20_000
-    done = python("plots/plot_runs.py", tmp_path / "empty")
+    done = run_script("plots/plot_runs.py", tmp_path / "empty")
     assert done.returncode == 2 and "train first" in done.stderr
 
 
@@ -85,31 +75,19 @@ def test_each_task_has_a_row_and_a_run_that_was_stopped_no_gap(tmp_path: Path) -
         write_run(tmp_path / name).update_run(task={"title": task})
     resumed = {"time": START + 3.15, "event": "resume"}
     RunFolder(tmp_path / "one").events_file.write_text(json.dumps(resumed) + "\n")
-    code = """
-import json, pathlib, sys
-sys.path.insert(0, "plots")
-from matplotlib.text import Text
-from motley.records.run_folder import find_runs
-from plot_runs import draw_runs, losses_of
-from run_steps import read_or_say
-found = losses_of(map(read_or_say, find_runs([pathlib.Path(sys.argv[1])])))
-figure = draw_runs(found)
-print(json.dumps([[text.get_text() for text in figure.findobj(Text)],
-                  {name: run.seconds[-1] for name, run in found.items()}]))
-"""
-    done = python("-c", code, tmp_path)
-    assert done.returncode == 0, done.stderr
-    texts, seconds = json.loads(done.stdout)
-    assert {"digits: 2 runs", "text: 1 run"} <= set(texts)
+    found = losses_of(map(read_or_say, find_runs([tmp_path])))
+    texts = {text.get_text() for text in draw_runs(found).findobj(Text)}
+    seconds = {name: run.seconds[-1] for name, run in found.items()}
+    assert {"digits: 2 runs", "text: 1 run"} <= texts
     assert seconds["one"] <= seconds["two"] == pytest.approx(0.16 * 59)
 
 
 def test_a_verdict_is_told_on_a_terminal_and_to_a_program(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_run(tmp_path / name)
-    done = python("plots/verdict.py", tmp_path)
+    done = run_script("plots/verdict.py", tmp_path)
     assert done.returncode == 0 and done.stdout.count("\n  A step took 0.158 s.\n") == 2
-    done = python("plots/verdict.py", tmp_path, "--json")
+    done = run_script("plots/verdict.py", tmp_path, "--json")
     told = [json.loads(each) for each in done.stdout.splitlines()]
     assert [Path(each["run"]).name for each in told] == ["one", "two"]
     assert all(each["step_s"] == pytest.approx(0.158, abs=0.01) for each in told)
@@ -120,13 +98,15 @@ def test_a_verdict_is_told_on_a_terminal_and_to_a_program(tmp_path: Path) -> Non
     assert (cut.returncode, cut.stderr) == (0, "")
 
 
-LEGEND = """
-import sys
-sys.path.insert(0, "plots")
-import json, style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-for labels, columns in json.load(sys.stdin):
+WORDS = ("loss", "mean of 3 steps", "as many times faster, if all were equal")
+CASES = [
+    *(([WORDS[n % 3] for n in range(count)], columns) for count in (1, 3, 7) for columns in (1, 2)),
+    (["mean of 3 steps of a run with a rather long name"], 2), (["n" * 40, "n", "n" * 9], 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("labels", "columns"), CASES)
+def test_no_legend_is_cut_off_or_lies_over_another(labels: list[str], columns: int) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, squeeze=False)[0]
@@ -136,16 +116,5 @@ for labels, columns in json.load(sys.stdin):
         style.legend_above(ax)
     canvas.draw()
     boxes = [ax.get_legend().get_window_extent(canvas.get_renderer()) for ax in axes]
-    assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes), labels
-    assert all(box.x1 <= other.x0 for box, other in zip(boxes, boxes[1:])), labels
-"""
-
-WORDS = ("loss", "mean of 3 steps", "as many times faster, if all were equal")
-CASES = [
-    *(([WORDS[n % 3] for n in range(count)], columns) for count in (1, 3, 7) for columns in (1, 2)),
-    (["mean of 3 steps of a run with a rather long name"], 2), (["n" * 40, "n", "n" * 9], 2),
-]  # fmt: skip
-
-
-def test_no_legend_is_cut_off_or_lies_over_another() -> None:
-    run(LEGEND, CASES)
+    assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+    assert all(box.x1 <= other.x0 for box, other in pairwise(boxes))

@@ -2,12 +2,18 @@
 
 import os
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
+from forked import run_script
 from live_runs import LAB, LiveRun
 from pseudo_terminal import PseudoTerminal
-from small_runs import python, write_run
+from small_runs import write_run
+from watch_screen import View, runs_screen, screen
+from watch_text import ASCII, BLOCKS, Sort
+
+from motley.live.runs import Runs
 
 HOSTILE = "<b>\x1b[2Jpwned\u202e"
 
@@ -21,16 +27,16 @@ def live(tmp_path: Path) -> LiveRun:
     return run
 
 
-def screen(run: LiveRun, columns: int, lines: int, **extra: str) -> PseudoTerminal:
+def terminal_of(run: LiveRun, columns: int, lines: int, **extra: str) -> PseudoTerminal:
     return PseudoTerminal("plots/watch.py", run.run.path, columns=columns, lines=lines, **extra)
 
 
 def test_without_a_terminal_it_is_printed_once(live: LiveRun) -> None:
     for _ in range(5):
         live.take_step(slow={3: 2.0})
-    done = python("plots/watch.py", live.run.path)
+    done = run_script("plots/watch.py", live.run.path)
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout == python("plots/watch.py", live.run.path, "--once").stdout
+    assert done.stdout == run_script("plots/watch.py", live.run.path, "--once").stdout
     told = done.stdout.splitlines()
     assert told[0] == "lab  running  ViT on digits"
     assert "1%" in told[1] and " left  step 35/4,000" in told[1]
@@ -43,26 +49,26 @@ def test_of_several_runs_each_has_a_line(live: LiveRun, tmp_path: Path) -> None:
     write_run(tmp_path / "logs" / "old")
     live.run.run_file.rename(live.run.path / "x")
     (live.run.path / "x").rename(live.run.run_file)
-    told = python("plots/watch.py", tmp_path / "logs").stdout
+    told = run_script("plots/watch.py", tmp_path / "logs").stdout
     assert told.startswith("2 runs\n") and "old  finished" in told and "lab  running" in told
     assert told.count("RTX 3070") == 5  # of the one that runs
 
 
 def test_what_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "none", "there is no folder"), (tmp_path, "no run under")):
-        done = python("plots/watch.py", path)
+        done = run_script("plots/watch.py", path)
         assert done.returncode == 2 and not done.stdout
         assert done.stderr.startswith(f"motley: {said} {path}: train first")
         assert len(done.stderr.splitlines()) == 1
     run = tmp_path / "making"
     (run / "checkpoints").mkdir(parents=True)
     (run / "steps.rank0.jsonl").write_text('{"step": 0')
-    done = python("plots/watch.py", run)
+    done = run_script("plots/watch.py", run)
     assert done.returncode == 0 and "making  being made" in done.stdout
 
 
 def test_it_is_live_on_80_by_24_and_names_the_slow_host(live: LiveRun) -> None:
-    with screen(live, 80, 24) as terminal:
+    with terminal_of(live, 80, 24) as terminal:
         shown = terminal.await_frame(lambda text: "nobody is waited for" in text)
         assert len(shown) <= 24 and max(map(len, shown)) <= 80
         assert all(any(line.startswith(f"   {rank} {host}") for line in shown)
@@ -90,7 +96,9 @@ def test_it_is_live_on_80_by_24_and_names_the_slow_host(live: LiveRun) -> None:
 def test_20_columns_no_colours_and_no_unicode_are_enough(live: LiveRun) -> None:
     for _ in range(5):
         live.take_step(slow={3: 2.0})
-    with screen(live, 20, 24, NO_COLOR="1", PYTHONIOENCODING="ascii", COLUMNS="80") as terminal:
+    with terminal_of(
+        live, 20, 24, NO_COLOR="1", PYTHONIOENCODING="ascii", COLUMNS="80"
+    ) as terminal:
         shown = terminal.await_frame(lambda text: "waits for tesla3" in text)
         assert len(shown) <= 24 and max(map(len, shown)) <= 20
         assert any("3 tesla3" in line and "#" in line for line in shown)
@@ -105,7 +113,7 @@ def test_a_name_of_a_host_draws_nothing(tmp_path: Path) -> None:
     run.run.update_run(ranks=[{"rank": 0, "host": HOSTILE}, {"rank": 1, "host": "b"}])
     run.take_step(slow={0: 3.0})
     run.run.event("drift", text=HOSTILE)
-    done = python("plots/watch.py", tmp_path)
+    done = run_script("plots/watch.py", tmp_path)
     assert "waits for <b>?[2Jpwned? (rank 0)" in done.stdout
     assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
 
@@ -114,23 +122,15 @@ def test_any_size_of_a_terminal_has_its_lines(live: LiveRun) -> None:
     live.run.update_run(ranks=[
         {"rank": rank, "host": host} for rank, host in enumerate(["日本" * 9, "b" * 60, "c", "d"])
     ])  # fmt: skip
-    code = """
-import sys
-sys.path.insert(0, "plots")
-from pathlib import Path
-from motley.live.runs import Runs
-from watch_screen import View, runs_screen, screen
-from watch_text import ASCII, BLOCKS, Sort
-runs = Runs(Path(sys.argv[1]))
-runs.look(0.0, 0.0)
-now = runs.snapshot("lab", 0.0, rank=2)
-for width in (1, 2, 7, 20, 33, 47, 60, 80, 81, 120, 300):
-    for height in (2, 3, 7, 12, 24, 60, None):
-        for view in (View(), View(rank=3, sort=Sort.WAITED), View(rank=2, history=True)):
-            for lines in (screen(now, view, width, height, BLOCKS),
-                          runs_screen([now, now], view, width, height, ASCII)):
+    runs = Runs(live.run.path)
+    runs.look(0.0, 0.0)
+    now = runs.snapshot("lab", 0.0, rank=2)
+    views = (View(), View(rank=3, sort=Sort.WAITED), View(rank=2, history=True))
+    for width in (1, 2, 7, 20, 33, 47, 60, 80, 81, 120, 300):
+        for height, view in product((2, 3, 7, 12, 24, 60, None), views):
+            for lines in (
+                screen(now, view, width, height, BLOCKS),
+                runs_screen([now, now], view, width, height, ASCII),
+            ):
                 assert max(line.cell_len for line in lines) <= width, (width, height, lines)
                 assert height is None or len(lines) == height, (width, height, lines)
-"""
-    done = python("-c", code, live.run.path)
-    assert done.returncode == 0, done.stderr

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from chromium import Chromium
+from forked import run_script
 from live_runs import LAB, LiveRun
 from project import ROOT
-from small_runs import python, write_run
+from small_runs import write_run
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 
@@ -113,7 +114,7 @@ def test_an_address_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
             ("here", "is no address; it is HOST:PORT"), ("1.2.3.4:99999", "is no address"),
             ("203.0.113.7:8080", "cannot serve on 203.0.113.7:8080"),
         ):  # fmt: skip
-            done = python("plots/watch.py", tmp_path, "--serve", where)
+            done = run_script("plots/watch.py", tmp_path, "--serve", where)
             assert done.returncode == 2 and said in done.stderr
             assert len(done.stderr.splitlines()) == 1
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import install_packages
 import pytest
 from install_packages import BUILDS, Log, pip_settings, steps, uv_command, uv_environment
+from lab_wheels import make_wheels
 from project import copy_repository
 
 PIP_CONF = """
@@ -80,6 +81,14 @@ def test_a_long_command_says_how_far_it_is(
     assert log.run(["sh", "-c", "echo half; sleep 0.5"])
     assert not log.run(["false"])
     assert capsys.readouterr().out == "  0 s: half\n" * 2
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheels of a few packages, and their requirements.lock."""
+    folder = tmp_path_factory.mktemp("parts")
+    make_wheels(folder, ("torch", "timm", "packaging", "wheel"))
+    return folder
 
 
 @pytest.fixture(scope="module")
