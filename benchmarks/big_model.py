@@ -53,7 +53,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     plain = [step for step in usual if step["step"] not in saves] or usual
     step_s = statistics.median(step["n_global"] / step["samples_per_s"] for step in plain)
     tokens_per_s = config["batch_size"] * config["length"] / step_s
-    numbers = content["model"]["numbers"]
+    numbers = content["model"]["trained"]  # each once, also those that have two names
     each = 6 * numbers + 12 * config["depth"] * config["width"] * config["length"]
     peak = next((flops for name, flops in PEAK.items() if name in device), None)
     foreseen, held = content["memory"] or [], content["result"].get("memory_peak_mib", [])

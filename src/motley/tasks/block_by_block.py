@@ -77,14 +77,19 @@ class BlockByBlock:
         first: dict[Hashable, list[int]] = {}
         for block in self._blocks.values():
             own, kind = self._only_in(block), _kind(block)
-            if len(like := first.setdefault(kind, own)) == len(own):
+            like = first.setdefault(kind, own)
+            if like is not own and len(like) == len(own):
                 instead |= dict(zip(own, like, strict=True))
-        made: dict[int, Tensor] = {}
+        drawn = [key for key in self._held if key not in instead]
+        values = self._threads.map(
+            self._recording.value, [self._held[key].tensor for key in drawn]
+        )  # fmt: skip
+        made = {
+            key: _ready(value, self._held[key], device)
+            for key, value in zip(drawn, values, strict=True)
+        }
         for key, held in self._held.items():
-            which = instead.get(key, key)
-            if which not in made:
-                made[which] = _ready(self._recording.value(self._held[which].tensor), held, device)
-            held.put(made[which])
+            held.put(made[instead.get(key, key)])
 
     def narrow(self, dtype: torch.dtype) -> None:
         """Have what it is folded with be in 16 bits, as where parameters are gathered in them."""

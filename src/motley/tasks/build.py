@@ -15,6 +15,7 @@ from motley.tasks.model import build_net, prepared
 from motley.tasks.task import Task
 
 LARGE = 1_000_000_000  # parameters; alike on all machines, whatever memory they have
+_COUNTED = LARGE // 3  # after so many it is looked how many there are, before more are drawn
 
 
 class _Large(BaseException):
@@ -45,7 +46,7 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
     if config.build == "whole" or _begins_with_weights(task, config):
         return build_net(task, config), None
     try:
-        return _with_less_than_large(task, config), None
+        return _build_small(task, config), None
     except _Large:
         pass
     try:
@@ -54,7 +55,7 @@ def build(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock | None]:
         return build_net(task, config), None
     if sum(each.numel() for each in net.parameters()) > LARGE:
         return net, by_blocks
-    return build_net(task, config), None  # some were counted twice
+    return build_net(task, config), None
 
 
 def _begins_with_weights(task: Task, config: Config) -> str:
@@ -64,13 +65,13 @@ def _begins_with_weights(task: Task, config: Config) -> str:
     return "--pretrained" if task.begins_with_weights else ""
 
 
-def _with_less_than_large(task: Task, config: Config) -> nn.Module:
+def _build_small(task: Task, config: Config) -> nn.Module:
     numbers = 0
 
     def count(module: nn.Module, name: str, parameter: Any) -> None:
         nonlocal numbers
         numbers += 0 if parameter is None else parameter.numel()
-        if numbers > LARGE:
+        if numbers > _COUNTED:
             raise _Large
 
     hook = register_module_parameter_registration_hook(count)

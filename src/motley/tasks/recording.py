@@ -7,7 +7,7 @@ and all cores may draw at once.
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from motley.data.order import seed_of
 
+# Of what they change, these keep nothing.
+_DRAWS = {"normal_", "uniform_", "zero_", "fill_", "_no_grad_trunc_normal_"}
 _one_by_one = threading.Lock()  # what draws from torch's one generator
 
 
@@ -49,13 +51,14 @@ class _Operation:
     Attributes:
         given: arguments, with a _Geometry in the place of a tensor without numbers.
         made: storages that it has made, by their place among the tensors that it gives.
-        reads: storages that it needs.
+        reads: storages that it needs. overwrites: one of which it leaves nothing; None: none.
     """
 
     func: Any
     given: tuple[Any, dict[str, Any]]
     made: dict[int, int]
     reads: frozenset[int]
+    overwrites: int | None = None
 
 
 def _storage(tensor: Tensor) -> int:
@@ -100,7 +103,8 @@ class Recording:
         for storage in {*made.values(), *changed}:
             self._touched[storage].append(len(self._done))
         kept = tree_map(_kept, (args, kwargs))
-        self._done.append(_Operation(func, kept, made, frozenset(known)))
+        whole = _overwritten(func, changes)
+        self._done.append(_Operation(func, kept, made, frozenset(known), whole))
 
     def value(self, tensor: Tensor) -> Tensor:
         """The same tensor with its numbers, on the CPU, in memory of its own; one that has them is
@@ -127,11 +131,32 @@ class Recording:
         waiting = [(storage, len(self._done))]
         while waiting:
             which, before = waiting.pop()
-            for place in self._touched[which]:
-                if place < before and place not in needed:
+            earlier = [place for place in self._touched[which] if place < before]
+            for place in (*self._last(earlier, which), *earlier[:1]):  # the first makes it
+                if place not in needed:
                     needed.add(place)
-                    waiting += [(other, place) for other in self._done[place].reads]
+                    operation = self._done[place]
+                    others = operation.reads - {operation.overwrites}
+                    waiting += [(other, place) for other in others]
         return needed
+
+    def _last(self, places: Sequence[int], storage: int) -> Iterator[int]:
+        """Operations on a storage, the last first, until one that leaves nothing of those before:
+        torch's modules draw numbers which most models draw anew."""
+        for place in reversed(places):
+            yield place
+            if self._done[place].overwrites == storage:
+                return
+
+
+def _overwritten(func: Any, changes: Sequence[Tensor]) -> int | None:
+    """The storage that an operation fills with numbers which depend on no others."""
+    name = func._schema.name.partition("::")[2] if hasattr(func, "_schema") else func.__name__
+    if name not in _DRAWS or len(changes) != 1:
+        return None
+    (tensor,) = changes
+    whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return _storage(tensor) if whole else None
 
 
 def _kept(value: Any) -> Any:
