@@ -64,7 +64,7 @@ def test_a_sample_is_as_large_as_its_part_of_the_example() -> None:
 
 
 LOADING = """
-import subprocess, torch
+import gc, subprocess, torch
 from motley.comm.modes.numbers import EXACT
 from motley.data.loader import Loader
 from motley.errors import MotleyError
@@ -75,6 +75,7 @@ from motley.train.command_line import read_config, training_parser
 words = ["--dataset", "synthetic", "--model", "vit_tiny_patch16_224", "--img-size", "224"]
 config = read_config(training_parser("test"), [*words, "--workers", "2", "--eval-samples", "64"])
 for size in ("1m", "64m"):
+    gc.collect()  # or a process of the second loader forgets the first, whose processes are none
     subprocess.run(["mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
     loader = Loader(task_of(config), config, 0, torch.device("cpu"))  # of unknown samples
     try:
