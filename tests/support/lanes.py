@@ -23,6 +23,8 @@ INSTALLS = ("lab_chain", "private", "launchers")
 MPIRUN = ("ending", "silence", "starting", "setup_mpi", "same_code", "baselines", "infer")
 LANES = {
     "alone": (
+        "tests/lab/test_connection.py",
+        "tests/lab/test_lab.py",  # which compares what other labs change too
         "tests/lab/test_start.py",
         "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",
