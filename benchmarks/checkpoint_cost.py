@@ -13,7 +13,6 @@ the run's own median step, in place of a neighbour's, which another program may 
 """
 
 import argparse
-import importlib
 import os
 import shutil
 import statistics
@@ -125,10 +124,12 @@ def show(pair: int, each: dict[str, float], pairs: int) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line; what is not given depends on whether there is a GPU."""
+    import torch
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    gpu = importlib.import_module("torch").cuda.is_available()
+    gpu = torch.cuda.is_available()
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one pair; on CPUs of a smaller model")
     parser.add_argument("--model", help="timm name, default vit_large_patch16_224; on CPUs "

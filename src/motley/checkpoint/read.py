@@ -8,10 +8,10 @@ import contextlib
 import hashlib
 import json
 import stat
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import load
 from torch import Tensor
@@ -23,6 +23,7 @@ from motley.errors import MotleyError
 _FILES = {*(f"{part}.safetensors" for part in PARTS), "progress.json"}
 _MORE_FILES = {f"{part}.safetensors" for part in MORE}
 _MOST_MANIFEST = 1 << 20  # bytes; one has 500, and 120 more a part
+Seen = TypeVar("Seen")
 _COUNTS, _OBJECTS = {"step", "epoch", "consumed", "ranks"}, {"scale", "config", "optimizer"}
 
 
@@ -111,9 +112,24 @@ def newest_whole(
         It, its content, and what was wrong with those before it.
     """
     problems: list[str] = []
+    found, content = first_whole(folders, lambda each: load_checkpoint(each, needs, only), problems)
+    return found, *content, problems
+
+
+def first_whole(
+    folders: list[Path], look: Callable[[Path], Seen], problems: list[str]
+) -> tuple[Path, Seen]:
+    """The first of ``folders`` at which ``look`` finds nothing wrong, and what it gives.
+
+    Args:
+        problems: gets what is wrong with those before it.
+
+    Raises:
+        MotleyError: something is with all.
+    """
     for folder in folders:
         try:
-            return folder, *load_checkpoint(folder, needs, only), problems
+            return folder, look(folder)
         except MotleyError as error:
             problems.append(str(error))
     raise MotleyError("no checkpoint is whole: " + "; ".join(problems))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.checkpoint.read import open_checkpoint
+from motley.checkpoint.read import first_whole, open_checkpoint
 from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
 from motley.config.option import Decides, flag_of
@@ -47,7 +47,9 @@ def resume(
         tensors: dict[str, Tensor] | None = {}
         if dist.get_rank() == 0:
             try:
-                found, progress, tensors = _first_whole(folders, problems, by_parts)
+                found, (progress, tensors) = first_whole(
+                    folders, lambda folder: _read_first(folder, by_parts), problems
+                )
                 notes = [f"not used: {problem}" for problem in problems]
                 notes += _differences(progress["config"], now, config)
                 content = [(progress, tensors is None), notes, found]
@@ -73,23 +75,16 @@ def resume(
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
 
-def _first_whole(
-    folders: list[Path], problems: list[str], by_parts: bool
-) -> tuple[Path, dict[str, Any], dict[str, Tensor] | None]:
-    """The first checkpoint that is whole, and its tensors; None: each rank is to read its own, and
-    it is not known yet whether they are whole.
+def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    """A checkpoint's progress and tensors; None: each rank is to read its own, and it is not known
+    yet whether they are whole.
 
     Args:
-        problems: gets what is wrong with those before it. by_parts: ranks can do so.
+        by_parts: ranks can do so.
     """
-    for folder in folders:
-        try:
-            opened = open_checkpoint(folder, _PROGRESS)
-            by_each = by_parts and opened.parts is not None
-            return folder, opened.progress, None if by_each else opened.read()
-        except MotleyError as error:
-            problems.append(str(error))
-    raise MotleyError("no checkpoint is whole: " + "; ".join(problems))
+    opened = open_checkpoint(folder, _PROGRESS)
+    by_each = by_parts and opened.parts is not None
+    return opened.progress, None if by_each else opened.read()
 
 
 def _load_whole(

@@ -107,10 +107,8 @@ class Checkpoints:
         self.wait()
         temporary = self._temporary(step, 0)
         with self._saying(step, 0):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.sweep()
             shutil.rmtree(temporary, ignore_errors=True)  # of this step, before going back to it
-            temporary.mkdir()
+            self._make(temporary)
         return temporary.absolute()
 
     def save_part_behind(
@@ -161,6 +159,11 @@ class Checkpoints:
     def _temporary(self, step: int, thread: int) -> Path:
         return self.path / f".{self._final(step).name}.{os.getpid()}.{thread}"
 
+    def _make(self, temporary: Path) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+        temporary.mkdir()
+
     @contextlib.contextmanager
     def _new(self, step: int, size: int, thread: int, begun: Path | None = None) -> Iterator[Path]:
         """A folder to write a checkpoint to, which is in its place afterwards, or gone.
@@ -172,9 +175,7 @@ class Checkpoints:
         try:
             with self._saying(step, size):
                 if begun is None:
-                    self.path.mkdir(parents=True, exist_ok=True)
-                    self.sweep()
-                    temporary.mkdir()
+                    self._make(temporary)
                 yield temporary
                 if final.exists():  # the same step again, after a resume
                     shutil.rmtree(final)

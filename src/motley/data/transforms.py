@@ -122,8 +122,9 @@ class Look:
         known = {
             "translate_const": int(self.size * 0.45), "img_mean": mean if len(mean) > 1 else mean[0]
         }  # fmt: skip
-        is_random = self.auto.startswith("rand")
-        make = getattr(auto_augment, f"{'rand' if is_random else 'auto'}_augment_transform")
+        make = auto_augment.auto_augment_transform
+        if self.auto.startswith("rand"):
+            make = auto_augment.rand_augment_transform
         try:
             found: Any = make(self.auto, known)
         except (AssertionError, ValueError, KeyError) as error:

@@ -6,7 +6,7 @@ micro-batch communicates, and all ranks take equally many.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from motley.engines.protocol import EngineContext
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
-from motley.tasks.model import AUTOCAST, TaskModel
+from motley.tasks.model import AUTOCAST, TaskModel, common_type
 
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
@@ -62,12 +62,10 @@ class FsdpEngine(SynchronousEngine):
         check_offload(own.offload, context)
         self.loss_weight = context.size
         self._mesh = init_device_mesh(context.device.type, (context.size,))
-        first, *others = set(context.precisions)
-        alike = not others and not model.task.fp32
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=AUTOCAST[first] if alike else None,
+                param_dtype=common_type(model.task, context.precisions),
                 reduce_dtype=AUTOCAST[context.plan.wire.dtype] or torch.float32,
                 cast_forward_inputs=False,
             ),
@@ -161,7 +159,7 @@ class FsdpEngine(SynchronousEngine):
 
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
-        own = _parameter_of(name, self._named)
+        own = _parameter_of(name, self._model.net)
         if not isinstance(own, DTensor) or own.shape != torch.Size(shape):
             return None
         rows = -(-shape[0] // self._context.size)  # as torch.chunk cuts
@@ -175,7 +173,7 @@ class FsdpEngine(SynchronousEngine):
             found = {}
             for name, value in state.tensors.items():
                 if name.partition(".")[0] in kinds:
-                    found[name] = self._as_held(value, _parameter_of(name, self._named))
+                    found[name] = self._as_held(value, _parameter_of(name, self._model.net))
             return State(found, state.plain)
 
         with self._put_together():
@@ -191,21 +189,15 @@ class FsdpEngine(SynchronousEngine):
             stride=own.stride(),
         )  # fmt: skip
 
-    @property
-    def _named(self) -> dict[str, nn.Parameter]:
-        # By all names: a tied one has two, and the state both.
-        return dict(self._model.net.named_parameters(remove_duplicate=False))
-
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
         """The optimizer knows of whole parameters meanwhile."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:
         """Whole tensors cut as the parameters of ``net`` are."""
-        parameters = dict(net.named_parameters(remove_duplicate=False))
 
         def share(key: str, value: Tensor) -> Tensor:
-            own = _parameter_of(key, parameters)
+            own = _parameter_of(key, net)
             if not isinstance(own, DTensor) or own.shape != value.shape:
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
@@ -214,7 +206,10 @@ class FsdpEngine(SynchronousEngine):
         return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)
 
 
-def _parameter_of(key: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
-    """What a tensor of a state is of, or beside; None: of no parameter."""
+def _parameter_of(key: str, net: nn.Module) -> nn.Parameter | None:
+    """What a tensor of a state is of, or beside, by any of its names; None: of no parameter."""
     kind, _, name = key.partition(".")
-    return parameters.get(name.rpartition(".")[0] if kind == "optimizer" else name)
+    try:
+        return net.get_parameter(name.rpartition(".")[0] if kind == "optimizer" else name)
+    except AttributeError:
+        return None

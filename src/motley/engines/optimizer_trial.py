@@ -20,9 +20,9 @@ from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.errors import MotleyError
 
-_STEPS = 7  # Lookahead looks back at the sixth
+_LOOKS_BACK = 6  # steps after which Lookahead does, and keeps a copy
+_STEPS = _LOOKS_BACK + 1
 _MORE = 2
-_LOOKS_BACK = 6  # steps after which it keeps a copy
 _USUAL_SLOTS = 2.0  # Adam's
 _LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
 _ROWS, _WIDE, _ODD = 32, 64, 61  # of the matrix on each rank; of the vector, a prime

@@ -18,7 +18,7 @@ from motley.plan.engine_traits import EngineTraits
 from motley.plan.memory import Foreseen, MemoryNeed, ModelSize, amount, enough_ranks, need_of
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
-from motley.tasks.model import AUTOCAST, TaskModel
+from motley.tasks.model import AUTOCAST, TaskModel, common_type
 from motley.tasks.task import Task
 
 
@@ -39,9 +39,7 @@ def narrow_type(
     task: Task, precisions: Collection[str], traits: EngineTraits
 ) -> torch.dtype | None:
     """The 16 bits that an engine gathers parameters in; None: it does so in fp32, or not at all."""
-    first, *others = set(precisions)
-    gathers = traits.narrow_parameters and not others and not task.fp32
-    return AUTOCAST[first] if gathers else None
+    return common_type(task, precisions) if traits.narrow_parameters else None
 
 
 def foresee(

@@ -47,7 +47,7 @@ class BlockByBlock:
     def __init__(
         self, net: nn.Module, recording: Recording, blocks: Mapping[str, nn.Module]
     ) -> None:
-        self._net, self._recording, self._blocks = net, recording, blocks
+        self._recording, self._blocks = recording, blocks
         self._held: dict[int, _Held] = {}
         for module in net.modules():
             for table in (module._parameters, module._buffers):

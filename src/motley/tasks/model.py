@@ -1,7 +1,7 @@
 """A task's network and its loss in one module, so that all engines see one rule for dtypes."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,13 @@ from motley.text import did_you_mean
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXAMPLES = 2  # samples that a model is tried and timed with
+
+
+def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
+    """The 16 bits that parameters may be gathered in: all ranks compute in the same, and nothing of
+    the model is to stay in fp32. None: in none."""
+    first, *others = set(precisions)
+    return None if others or task.fp32 else AUTOCAST[first]
 
 
 def build_net(task: Task, config: Config) -> nn.Module:
