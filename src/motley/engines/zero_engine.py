@@ -26,8 +26,8 @@ from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.strategies.zero import TRAITS
+from motley.engines.zero_at_once import work_at_once
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
-from motley.engines.zero_stage3 import work_at_once
 from motley.engines.zero_state import AverageOfParts, cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -91,8 +91,8 @@ class ZeroEngine(EngineBase):
             config=config,
             dist_init_required=False,
         )
-        if self._stage == 3:
-            work_at_once(self._engine.optimizer)
+        if self._stage:
+            work_at_once(self._engine.optimizer, context.device)
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
 
