@@ -15,7 +15,7 @@ from motley.comm.collectives import leave_group
 from motley.comm.modes.numbers import EXACT
 from motley.comm.reducer import Bucket, Reducer, buckets_of
 from motley.measure.device import wait_for
-from motley.plan.wire import AllReduceCost, FewerCost, WireMode
+from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and
 _TINY = 8  # high and wide is a matrix of next to nothing
@@ -23,7 +23,7 @@ _MOST = 2**30  # numbers that are sent to time a wire, of a gradient that no dev
 _PIECES = 8  # so many, if that is less: what is to hide behind a backward pass goes in several
 TRIES = 3  # of which the median counts
 _ENOUGH_S = 0.25  # of tries that took so long, none is repeated: the longer, the less noise
-_PART_S = 1.0  # that sending a part of the gradient should take at most, if it is no pair
+_PART_S = 3.0  # that sending a part of the gradient should take at most, if it is no pair
 
 
 def measure_wire(
@@ -51,17 +51,32 @@ def measure_wire(
     first_s = send_s(pieces[:1])
     part = pieces[: max(2, min(len(pieces), int(_PART_S / first_s)))]  # one alone has no slope
     part_s = send_s(part) if len(part) > 1 else first_s
-    size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
-    first, share = (
-        mode.bytes_of([tuple(g.shape) for bucket in sent for g in bucket.grads]) / size
-        for sent in (pieces[:1], part)
-    )
-    # What was not sent would take as long as what was after the first: that fills a pipeline.
-    rest_s = (1 - share) * (
-        (part_s - first_s) / (share - first) if len(part) > 1 else part_s / share
-    )
-    transfer_s = max(0.0, part_s + rest_s - latency_s * len(part) / share)
+    first, more, whole = (_bytes_of(mode, sent) for sent in (pieces[:1], part, pieces))
+    all_s = _all_s(first, more, whole, first_s, part_s)
+    count, of_all = len(pieces), len(part) == len(pieces) > 1
+    del part, pieces  # memory of theirs is needed
+    if mode.addition is Addition.BUCKETS and of_all:
+        # Its matrices are computed with, so a bucket costs more than one of next to nothing does.
+        at_once_s = send_s(buckets_of(some, total))
+        latency_s = max(latency_s, (all_s - at_once_s) / (count - 1))
+    transfer_s = max(0.0, all_s - latency_s * count) * total / sum(p.numel() for p in some)
     return cost_of(parameters, mode, latency_s, transfer_s)
+
+
+def _bytes_of(mode: WireMode, buckets: Sequence[Bucket]) -> float:
+    return mode.bytes_of([tuple(grad.shape) for bucket in buckets for grad in bucket.grads])
+
+
+def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
+    """What all would take, of which a part was sent: the rest as long as what was after the first,
+    that fills a pipeline.
+
+    Args:
+        first, part, whole: bytes. first_s, part_s: what was measured.
+    """
+    if part == first:
+        return part_s * whole / part
+    return part_s + (whole - part) * (part_s - first_s) / (part - first)
 
 
 def _first(parameters: Sequence[torch.Tensor], numbers: int) -> Sequence[torch.Tensor]:
