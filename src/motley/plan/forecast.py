@@ -193,12 +193,15 @@ def choose_machines(
     *_, whole = arrange(global_batch, speeds, wire)
     if fixed:
         return Choice(everyone, frozenset(), whole, whole)
-    most = choice(everyone)
-    fewer = [
-        choice([rank for rank in everyone if machines[rank] in some])
-        for some in _subsets(rates, links) if needed is None or needed in some
-    ]  # fmt: skip
-    best = min([most, *fewer], key=lambda found: found.chosen.step_s)
+    best = most = choice(everyone)
+    some_s = {
+        some: global_batch / sum(map(rates.__getitem__, some)) for some in _subsets(rates, links)
+    }
+    for some in sorted(some_s, key=some_s.__getitem__):
+        # With no wire it would take so long: of most subsets no more need be known.
+        if some_s[some] < best.chosen.step_s and (needed is None or needed in some):
+            found = choice([rank for rank in everyone if machines[rank] in some])
+            best = min(best, found, key=lambda each: each.chosen.step_s)
     return best if best.chosen.step_s < (1 - WORTH_IT) * most.chosen.step_s else most
 
 
