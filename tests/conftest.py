@@ -13,6 +13,8 @@ from lanes import Lanes, lane_of, machine, take_place, times_again
 from warm.ranks import WarmRanks
 from warm.script import MODULES
 
+pytest_plugins = ["turns"]
+
 # Torch, not imported yet, then computes in one thread here. Two that share processors with other
 # tests wait for each other by spinning: 5 s for what one does in 0.7 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
