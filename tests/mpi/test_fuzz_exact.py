@@ -193,8 +193,9 @@ def test_the_fuzzer_refuses_no_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 @pytest.mark.parametrize("words", [("--seconds", "30", "--seed", "7"), ("--seconds", "30")],
-                         ids=["the same cases", "today's"])  # fmt: skip
+                         ids=["the same cases", "cases of today"])  # fmt: skip
 def test_other_cases_find_nothing(words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=400
