@@ -63,15 +63,18 @@ def pytest_configure(config: pytest.Config) -> None:
         named = any("::" in word or word.endswith(".py") for word in config.args)
         named = named or options.keyword or getattr(options, "lf", False)
         today = datetime.date.today().toordinal() % TURNS
-        options.turn, options.turn_whole = (ALL, ()) if named else (str(today), _changed())
+        options.turn = ALL if named else str(today)
+    if not hasattr(options, "turn_whole"):
+        options.turn_whole = () if options.turn == ALL else _changed()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """What runs the same tests again."""
-    turn, whole = config.option.turn, _whole(config)
+    turn, whole = config.option.turn, config.option.turn_whole
     if turn == ALL:
         return "turn: all variants of all matrices"
-    also = f"; whole, since they were changed: {', '.join(whole)}" if whole else ""
+    also = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
+    also = f"; whole, since they are not as on main: {also}" if whole else ""
     return f"turn: {turn} of 0 to {TURNS - 1}; --turn {turn} runs the same tests again{also}"
 
 
@@ -126,12 +129,8 @@ def _shows(item: pytest.Item) -> frozenset[str]:
     return frozenset(shows(**item.callspec.params)) if shows else frozenset()  # type: ignore[attr-defined]
 
 
-def _whole(config: pytest.Config) -> tuple[str, ...]:
-    return tuple(getattr(config.option, "turn_whole", ()))
-
-
 def _is_whole(item: pytest.Item) -> bool:
-    return item.nodeid.partition("::")[0] in _whole(item.config)
+    return item.nodeid.partition("::")[0] in item.config.option.turn_whole
 
 
 def _changed() -> tuple[str, ...]:
