@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Jobs
 from lab_wheels import make_python_archive, make_wheels
-from lanes import Lanes, lane_of, machine, take_place, times_again
+from lanes import Lanes, machine, place_of, take_place, times_again
 from warm.ranks import WarmRanks
 from warm.script import MODULES
+
+pytest_plugins = ["turns"]
 
 # Torch, not imported yet, then computes in one thread here. Two that share processors with other
 # tests wait for each other by spinning: 5 s for what one does in 0.7 s.
@@ -30,18 +32,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Lanes:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no worker is left with it in the end.
-
-    Only what needs the machine alone comes later.
-    """
-    order = ("tests/mpi/test_fuzz_exact", "tests/mpi/", "tests/unit/")
-
-    def place(item: pytest.Item) -> tuple[bool, bool, int, bool]:
-        path, lane = item.nodeid, lane_of(item.nodeid)
-        rank = next(n for n, start in enumerate(order) if path.startswith(start) or n == 2)
-        return lane == "alone", lane not in ("labs", "installs"), rank, lane is None
-
-    items.sort(key=place)
+    """What takes longest comes first; and what starts ranks may be run again."""
+    items.sort(key=place_of)
     for item in items:
         if again := times_again(item):
             item.add_marker(pytest.mark.flaky(reruns=again))

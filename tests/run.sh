@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # From a fresh machine to all tests passed.
 #
-#   bash tests/run.sh                       # everything: lint, types, tests; about 20 minutes
+#   bash tests/run.sh                       # lint, types, the tests whose turn it is: 20 minutes
+#   bash tests/run.sh --turn all            # every variant of every test, before a release: 45
 #   bash tests/run.sh -m "not mpi"          # the unit tests, under 2 minutes
 #   bash tests/run.sh -k resume             # options go to pytest
+#
+# Variants of one promise take turns: a third on a day, all within three (tests/support/turns.py).
 #
 # Makes the environment if need be. As root it also installs the system packages that some
 # tests try Motley against (Debian's Open MPI, Slurm, Chromium) or need (the lab in a box); without
@@ -43,6 +46,19 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/shellcheck" "${scripts[@]}"
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-"$bin/mypy"
-# Four on two cores: labs wait for most of their time.
-"$bin/python" -m pytest --numprocesses 4 "$@"
+types=$(mktemp)
+nice "$bin/mypy" >"$types" 2>&1 & # a minute of one core in a new clone, beside the tests
+mypy=$!
+trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
+
+# Bytecode is made once, not by each worker, each rank and each user of a lab, who may not write it.
+export PYTHONDONTWRITEBYTECODE=
+"$bin/python" -m compileall -q src
+# Five on two cores: labs wait for most of their time. What only computes needs no more than three.
+workers=5
+case " $* " in *" not mpi "*) workers=3 ;; esac
+code=0
+"$bin/python" -m pytest --numprocesses "$workers" "$@" || code=$?
+wait "$mypy" || code=1
+echo "mypy: $(cat "$types")"
+exit "$code"

@@ -36,6 +36,7 @@ def lab() -> Iterator[Door]:
         yield made
 
 
+@pytest.mark.turns("a host dies under keep_training.sh")
 def test_it_goes_on_within_the_allocation(lab: Door, jobs: Jobs) -> None:
     one = jobs.train(1, DDP, "one", *WORDS)
     job: subprocess.Popen[str] = lab.start("exec", NAMES[0], "--", "bash", "-c", LINE)

@@ -80,6 +80,7 @@ def test_rank_0_dies_and_the_others_go_on_in_the_same_processes(
     assert run["status"] == "finished" and [r["host"] for r in run["ranks"]] == list(NAMES[1:])
 
 
+@pytest.mark.turns("a host dies under keep_training.sh")
 def test_it_goes_on_without_a_host_that_dies_and_loses_no_step(lab: Door, one: list[float]) -> None:
     job, folder = begin(lab, "kept")
     lab.do("kill", NAMES[2])

@@ -41,6 +41,7 @@ def test_up_and_down_are_quick_and_leave_nothing(door: Door) -> None:
     assert "is not up" in door.do("down")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("made", [0, 1, 4, 12])  # processes: none yet, the switch, some hosts
 def test_down_clears_what_a_killed_up_left(door: Door, made: int) -> None:
     before = machine()

@@ -109,6 +109,7 @@ def test_the_plain_line_trains_over_five_hosts_as_on_one(
         assert losses(door, "five", rank) == pytest.approx(alone, rel=2e-6)
 
 
+@pytest.mark.turns("over hosts as on one")
 def test_so_does_deepspeed_over_three(
     told: tuple[Door, dict[str, str]], alone: list[float]
 ) -> None:
@@ -130,6 +131,7 @@ def test_the_pictures_hold_five_hosts(told: tuple[Door, dict[str, str]]) -> None
         assert picture.stat().st_size > 20_000
 
 
+@pytest.mark.turns("over hosts as on one")
 def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
     told: tuple[Door, dict[str, str]], alone: list[float]
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
     assert {path.name for path in logs.glob("gpu.*.csv")} == {f"gpu.{HEAD}.csv", f"gpu.{QUICK}.csv"}
 
 
+@pytest.mark.turns("over hosts as on one")
 def test_a_task_of_ones_own_ends_as_on_one_host_though_a_rank_was_killed(
     told: tuple[Door, dict[str, str]],
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
     wait_until(lambda: not job.left(), 12)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("what", ["daemon", "session", "late"])
 def test_a_killed_daemon_or_its_ssh_is_no_ranks_fault(lab: Door, what: str) -> None:
     job = loop(lab, what, LATE, NAMES[1]).begin()

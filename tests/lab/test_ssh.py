@@ -224,6 +224,7 @@ def test_a_mesh_of_private_homes_and_its_end(private: Door) -> None:
     assert "already done" in start(private, "--remove").answer().output
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("moment", ["alone3: ", "block of ~/.ssh/config", "alone2: keys added"])
 def test_killed_half_way_the_same_command_finishes(private: Door, moment: str) -> None:
     job = start(private)

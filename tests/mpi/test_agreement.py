@@ -21,6 +21,7 @@ def drifts(run: Trained) -> list[tuple[int, list[int]]]:
     return [(event["step"], event["ranks"]) for event in run.events if event["event"] == "drift"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("flip", ["1:moment:4", "2:step:8", "0:parameter:4", "0:moment:8"])
 def test_the_majority_is_taken_once(straight: Trained, jobs: Jobs, flip: str) -> None:
     run = jobs.train(3, FLIPPED, "flipped", *WORDS, "--flip", flip)

@@ -70,6 +70,7 @@ def test_it_is_what_its_definition_says_and_changes_nothing_else(
     assert f"(averaged: top-1 {result['ema_top1']:.2%}" in alone.done.output
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_that_of_one_rank(module_jobs: Jobs, alone: Trained, name: str) -> None:
     ranks, script, *options = RUNS[name]

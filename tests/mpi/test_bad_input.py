@@ -99,6 +99,7 @@ def test_a_loss_that_is_no_number_names_step_rank_and_samples(jobs: Jobs) -> Non
     assert "is not finite (sample indices " in line and "step " in line and "rank " in line
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("script", "options"),
     [(DDP, ()), (DDP, ("--strategy", "fsdp")), (ZERO, ("--stage", 3))],

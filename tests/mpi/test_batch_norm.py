@@ -32,6 +32,7 @@ def alone(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "alone", *RESNET)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ENGINES)
 def test_gradient_and_statistics_are_those_of_one_rank(
     module_jobs: Jobs, alone: Trained, name: str

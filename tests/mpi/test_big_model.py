@@ -46,6 +46,7 @@ def alone(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "alone", *GPT, *STILL)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", RUNS)
 def test_any_ranks_draw_the_same_numbers(module_jobs: Jobs, alone: Trained, name: str) -> None:
     ranks, script, *options = RUNS[name]
@@ -96,6 +97,7 @@ RESUMED = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", RESUMED)
 def test_parts_are_read_by_any_number_of_ranks_and_the_other_engine(
     module_jobs: Jobs, whole: Trained, parts: Trained, name: str
@@ -108,6 +110,7 @@ def test_parts_are_read_by_any_number_of_ranks_and_the_other_engine(
     assert parts.losses == pytest.approx(whole.losses[:6], rel=5e-6)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("what", ["a bit", "a part", "an index"])
 def test_a_part_that_is_damaged_is_named_and_the_one_before_is_used(
     jobs: Jobs, whole: Trained, parts: Trained, tmp_path: Path, what: str

@@ -1,7 +1,7 @@
 """The documentation: commands run as they stand, links lead somewhere, nothing is left out.
 
-Blocks without a name are run: a line of mpirun on ranks that are forked. Of other names are those
-that need a lab or data which this machine has not, and texts.
+Blocks without a name are run, ranks and scripts in forks. Of other names are those that need a lab
+or data which this machine has not, and texts.
 """
 
 import re
@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from forked import run_script
 from jobs import Jobs
 from project import DDP, ROOT, environment
 
@@ -49,12 +50,15 @@ def test_every_command_runs_as_it_stands(jobs: Jobs, page: str) -> None:
             done = jobs.fork(int(found[1]), *script, *words, *logs)
             assert done.code == 0, (line, done.output)
             continue
-        words = [sys.executable if word == "python" else word for word in shlex.split(said)]
+        words = shlex.split(said)
         if "watch.py" in said:
             words.append(str(jobs.logs))  # of logs/, as a rule
-        ended = subprocess.run(
-            words, cwd=ROOT, text=True, capture_output=True, env=environment(), timeout=120
-        )
+        if words[0] == "python":
+            ended = run_script(*words[1:], variables=environment())
+        else:
+            ended = subprocess.run(
+                words, cwd=ROOT, text=True, capture_output=True, env=environment(), timeout=120
+            )
         assert ended.returncode == 0, (line, ended.stdout, ended.stderr)
 
 

@@ -34,6 +34,7 @@ def test_a_run_begins_with_the_weights_of_another(before: Trained, alone: Traine
     assert f"begins with the weights of {before.folder}" in alone.done.output
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_frozen_backbone_is_exact_in_every_engine(
     module_jobs: Jobs, before: Trained, alone: Trained, name: str

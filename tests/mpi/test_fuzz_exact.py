@@ -118,9 +118,23 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*CASES, *DEEPSPEED])
+KNOWN = {name: Case.parse(text) for name, text in {**CASES, **DEEPSPEED}.items()}
+
+
+def words_of(name: str) -> set[str]:
+    """Engines, wires and faults of a case, and whether its run is resumed or its files damaged."""
+    segments = KNOWN[name].segments
+    words = {"resumed"} if len(segments) > 1 else set()
+    for segment in segments:
+        words |= {segment.engine, segment.wire.split(":")[0], *(f.kind for f in segment.faults)}
+        words |= {"damaged"} if segment.after else set()
+    return words
+
+
+@pytest.mark.turns(shows=words_of)
+@pytest.mark.parametrize("name", KNOWN)
 def test_what_was_wrong_once_is_exact(ranks: WarmRanks, name: str) -> None:
-    assert judged(Case.parse({**CASES, **DEEPSPEED}[name]), ranks) == []
+    assert judged(KNOWN[name], ranks) == []
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +146,7 @@ def right(ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("recipe", "rule"),
     [
@@ -178,8 +193,9 @@ def test_the_fuzzer_refuses_no_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 @pytest.mark.parametrize("words", [("--seconds", "30", "--seed", "7"), ("--seconds", "30")],
-                         ids=["the same cases", "today's"])  # fmt: skip
+                         ids=["the same cases", "cases of today"])  # fmt: skip
 def test_other_cases_find_nothing(words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=400

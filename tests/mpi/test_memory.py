@@ -15,6 +15,7 @@ def enough(module_jobs: Jobs) -> Trained:
     return module_jobs.train(2, DDP, "enough", *OPTIONS)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("words", [(), ("--stage", 1)], ids=["ddp", "zero1"])
 def test_a_rank_short_of_memory_halves_its_micro_batch(
     enough: Trained, jobs: Jobs, words: tuple[str, ...]

@@ -7,6 +7,7 @@ from project import DDP, ZERO
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("script", "options"),
     # Putting the partitions of stage 1 together takes two seconds.
@@ -36,6 +37,7 @@ def test_an_overflow_on_the_fp16_rank_is_skipped_by_all_together(
     )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("script", [DDP, ZERO])
 def test_the_scale_is_found_before_step_1(jobs: Jobs, script: str) -> None:
     run = jobs.train(

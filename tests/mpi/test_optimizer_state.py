@@ -20,6 +20,7 @@ def test_fsdp_cuts_what_stays_the_same_and_refuses_the_rest(jobs: Jobs) -> None:
         assert said[name].startswith(f"--opt {name} ") and "--strategy ddp" in said[name]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("script", "options"),
     [

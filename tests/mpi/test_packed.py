@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from jobs import Jobs, Trained
+from jobs import Jobs
 from pictures import picture_folder
 from project import DDP
 
@@ -56,9 +56,7 @@ def test_packed_images_are_learnt_as_the_folder_is_on_any_ranks(jobs: Jobs, root
     assert len(one.losses) == 9
     folder = jobs.train(1, DDP, "folder", "--dataset", "folder", "--data-dir", root, *STEPS)
     assert folder.losses == one.losses
-    done = jobs.run(2, DDP, "--logs", jobs.logs, "--run", "two", *packed, "--shares", "5,3")
-    assert done.code == 0, done.output
-    two = Trained(jobs.logs / "two", done)
+    two = jobs.train(2, DDP, "two", *packed, "--shares", "5,3")
     assert two.losses == pytest.approx(one.losses, rel=2e-6)
     assert two.epochs[-1]["samples"] == 8
 

@@ -13,6 +13,7 @@ WORDS = ("--batch-size", 96, "--epochs", 2, "--precision", "fp32", "--shares", "
          "--eval-samples", 60, "--seed", 4)  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "more",
     [("--model-ema",), ("--strategy", "fsdp"), ("--wire", "powersgd:2")],

@@ -32,6 +32,7 @@ def test_it_grows_as_asked_and_the_rate_with_it(whole: Trained) -> None:
     assert plain == sorted(plain)  # the warm-up of before
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("size", "script", "more"),
     [

@@ -14,19 +14,25 @@ RECIPE = ("--recipe", "deit", "--drop-path", 0, "--color-jitter", 0.2, "--layer-
           "--epochs", 1, "--warmup-epochs", 0.2, "--eval-samples", 60)  # fmt: skip
 
 
-def test_mixed_and_augmented_images_are_learnt_as_by_one_rank(module_jobs: Jobs) -> None:
-    alone = module_jobs.train(1, DDP, "alone", *RECIPE)
+RUNS = {
+    "DDP": (5, DDP, "--shares", "5,4,3,2,1", "--micro-batch", 8),
+    "DeepSpeed 1": (3, ZERO, "--stage", 1, "--shares", "5,0,3"),
+}
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("name", RUNS)
+def test_mixed_and_augmented_images_are_learnt_as_by_one_rank(module_jobs: Jobs, name: str) -> None:
+    alone = module_jobs.train(1, DDP, f"{name} alone", *RECIPE)
     assert alone.run["config"]["mixup"] == 0.8 and alone.run["config"]["epochs"] == 1
     assert alone.steps()[-1]["n_global"] % 2, "the last batch is ragged, and odd"
-    for name, (ranks, script, *options) in {
-        "DDP": (5, DDP, "--shares", "5,4,3,2,1", "--micro-batch", 8),
-        "DeepSpeed 1": (3, ZERO, "--stage", 1, "--shares", "5,0,3"),
-    }.items():
-        run = module_jobs.train(ranks, script, name, *RECIPE, *options)
-        assert run.losses == pytest.approx(alone.losses, rel=2e-6)
-        assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-6)
+    ranks, script, *options = RUNS[name]
+    run = module_jobs.train(ranks, script, name, *RECIPE, *options)
+    assert run.losses == pytest.approx(alone.losses, rel=2e-6)
+    assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["hfds", "wds"])
 def test_images_as_others_publish_them_are_learnt_as_by_one_rank(
     module_jobs: Jobs, tmp_path: Path, kind: str
@@ -46,9 +52,9 @@ def test_images_as_others_publish_them_are_learnt_as_by_one_rank(
 
 
 def test_who_begins_with_other_classes_learns_sooner(jobs: Jobs) -> None:
-    first = ("--classes", "0,1,2,3,4", "--batch-size", 60, "--epochs", 10, "--warmup-epochs", 1)
+    first = ("--classes", "0,1,2,3,4", "--batch-size", 60, "--epochs", 5, "--warmup-epochs", 1)
     jobs.train(1, DDP, "first", *first)
-    words = ("--classes", "9,8,7,6,5", "--batch-size", 24, "--epochs", 12, "--data-fraction", 0.1,
+    words = ("--classes", "9,8,7,6,5", "--batch-size", 24, "--epochs", 6, "--data-fraction", 0.1,
              "--warmup-epochs", 1, "--lr", 2e-3)  # fmt: skip
     scratch = jobs.train(1, DDP, "scratch", *words)
     tuned = jobs.train(1, DDP, "tuned", *words, "--initial-checkpoint", jobs.logs / "first")

@@ -17,6 +17,7 @@ def unbroken(module_jobs: Jobs) -> Trained:
     return module_jobs.train(3, DDP, "unbroken", *WORDS)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("lost", "then"),
     [(2, (DDP,)), (0, (DDP,)), (1, (ZERO, "--stage", 1, "--shares", "1,2"))],
@@ -48,6 +49,7 @@ def test_the_run_goes_on_from_the_last_finished_step(
     assert [step["step"] for step in run.steps()] == list(range(30))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
@@ -82,6 +84,7 @@ def test_those_who_are_left_go_on_by_themselves(
     assert sum(run.run["plan"]["counts"]) == after["n_global"] == 96
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("every", [2, 50], ids=["meets again soon", "meets at an epoch's end"])
 def test_those_who_are_left_go_on_with_steps_of_their_own(
     module_jobs: Jobs, unbroken: Trained, every: int

@@ -32,6 +32,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("start", "goes_on", "tolerance"), WAYS)
 def test_a_resumed_run_continues_the_same_losses(
     module_jobs: Jobs, start: str, goes_on: tuple[object, ...], tolerance: float
@@ -70,6 +71,7 @@ def power(module_jobs: Jobs) -> Trained:
     return module_jobs.train(2, DDP, "power", *POWER, "--save-every", 1, "--keep", 9)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_powersgd_goes_on_to_the_bit_from_any_step(power: Trained, jobs: Jobs, step: int) -> None:
     resumed = jobs.train(2, DDP, "resumed", *POWER, "--resume",
@@ -93,6 +95,7 @@ def short(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "short", *SHORT)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("before", "every"), [(2, ()), (3, ()), (3, ("--save-every", 5))],
     ids=["after a checkpoint", "at the end", "far from one"],

@@ -67,10 +67,10 @@ def test_a_master_port_that_is_taken_is_refused_in_a_line(jobs: Jobs) -> None:
     words = (*NOISE, "--max-steps", 2, "--logs", jobs.logs)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = the_line_of(jobs.run(2, *words, MASTER_PORT=str(port)))
+        line = the_line_of(jobs.fork(2, *words, MASTER_PORT=str(port)))
     assert f"MASTER_PORT={port} cannot be used on" in line and "another program listens" in line
     assert not jobs.logs.exists()
-    done = jobs.run(2, *words, MASTER_PORT=str(port))
+    done = jobs.fork(2, *words, MASTER_PORT=str(port))
     assert done.code == 0, done.output
 
 

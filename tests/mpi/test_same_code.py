@@ -23,6 +23,7 @@ exec "$root/entry_cn.sh" "$root/$script" "$@"
 """
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("edited", [ORDER, "torch_dist/train_vit.py"])
 def test_a_host_with_an_edited_file_is_refused(jobs: Jobs, tmp_path: Path, edited: str) -> None:
     other = tmp_path / "home" / "motley"

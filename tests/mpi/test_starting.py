@@ -31,6 +31,7 @@ run(lambda world: print("started", flush=True))
 """
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("where", "stop", "says"),
     [

@@ -31,6 +31,7 @@ def alone(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "alone", *TEXT, *STEPS)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", RUNS)
 def test_paragraphs_of_any_length_are_learnt_as_by_one_rank(
     module_jobs: Jobs, alone: Trained, name: str
@@ -49,6 +50,7 @@ def test_paragraphs_of_any_length_are_learnt_as_by_one_rank(
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("options", [
     (DDP,), (DDP, "--strategy", "fsdp"), (ZERO, "--stage", 2), (ZERO, "--stage", 3),
 ], ids=["DDP", "FSDP", "DeepSpeed 2", "DeepSpeed 3"])  # fmt: skip
@@ -83,6 +85,7 @@ def far(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "far", *FAR, "--precision", "fp32")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", INEXACT)
 def test_paragraphs_are_learnt_as_well_in_16_bits_and_by_an_inexact_wire(
     module_jobs: Jobs, far: Trained, name: str

@@ -33,6 +33,7 @@ def alone(
     return kind, words, module_jobs.train(1, DDP, f"{kind} alone", *words)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_model_with_tied_weights_is_learnt_as_by_one_rank(
     module_jobs: Jobs, alone: tuple[str, tuple[object, ...], Trained], name: str
@@ -58,6 +59,7 @@ def adapted(
     return folder, words, module_jobs.train(1, DDP, "lora alone", *words)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["DDP", "FSDP"])
 def test_lora_is_learnt_as_by_one_rank_and_nothing_else(
     module_jobs: Jobs, adapted: tuple[Path, tuple[object, ...], Trained], name: str
@@ -98,6 +100,7 @@ def chain(jobs: Jobs, name: str, words: tuple[object, ...]) -> Trained:
     return run
 
 
+@pytest.mark.turns("from engine to engine")
 @pytest.mark.parametrize("alone", ["gpt2"], indirect=True)
 def test_tied_weights_go_on_elsewhere_through_any_engine(
     jobs: Jobs, alone: tuple[str, tuple[object, ...], Trained]
@@ -106,6 +109,7 @@ def test_tied_weights_go_on_elsewhere_through_any_engine(
     assert chain(jobs, f"{kind} chain", words).losses == pytest.approx(one.losses, rel=2e-6)
 
 
+@pytest.mark.turns("from engine to engine")
 def test_lora_goes_on_elsewhere_through_any_engine(
     jobs: Jobs, adapted: tuple[Path, tuple[object, ...], Trained]
 ) -> None:

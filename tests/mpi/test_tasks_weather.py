@@ -26,6 +26,7 @@ def alone(module_jobs: Jobs) -> Trained:
     return module_jobs.train(1, DDP, "alone", *WEATHER)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", RUNS)
 def test_aurora_is_learnt_as_by_one_rank(module_jobs: Jobs, alone: Trained, name: str) -> None:
     run = module_jobs.train(3, DDP, name, *WEATHER, *RUNS[name])

@@ -16,6 +16,7 @@ WIRES = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", WIRES)
 def test_a_rounded_wire_gives_the_same_losses_but_for_rounding(
     module_jobs: Jobs, name: str

@@ -74,15 +74,17 @@ class Jobs:
         """Run any script on ``ranks`` ranks of mpirun."""
         return self.wait(self.start(ranks, *words, entry=entry, **extra))
 
-    def fork(self, ranks: int, *words: object, folder: Path | None = None) -> Done:
+    def fork(self, ranks: int, *words: object, folder: Path | None = None, **extra: str) -> Done:
         """The same without mpirun and without importing torch: a second in place of ten.
 
         Args:
             folder: for the ranks' output and the numbers of their processes.
+            extra: variables of their environment.
         """
         start = time.monotonic()
         folder = folder or Path(tempfile.mkdtemp(prefix="ranks-", dir=self.logs.parent))
-        ended = self._ranks.run(ranks, "warm.script:main", [*map(str, words)], folder, _LIMIT_S)
+        argument = {"words": [*map(str, words)], "variables": extra}
+        ended = self._ranks.run(ranks, "warm.script:main", argument, folder, _LIMIT_S)
         assert not ended.timed_out, ended.output
         code = next((code for code in ended.codes if code), 0)
         return Done(code, ended.output, time.monotonic() - start)

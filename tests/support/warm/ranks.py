@@ -12,8 +12,7 @@ from typing import Any
 
 from project import ROOT
 
-SUPPORT = Path(__file__).resolve().parents[1]
-FOLDERS = (SUPPORT, ROOT / "src", ROOT / "torch_dist", ROOT / "deepspeed")
+FOLDERS = ("tests/support", "src", "torch_dist", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,15 @@ class Ended:
 
 
 class WarmRanks:
-    """Ranks on this machine, of processes that have imported ``modules``; a context manager."""
+    """Ranks on this machine, of processes that have imported ``modules``; a context manager.
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        path = os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")])
+    Args:
+        root: of the repository, or of a copy with all of ``FOLDERS``.
+    """
+
+    def __init__(self, modules: Sequence[str], root: Path = ROOT) -> None:
+        folders = [str(root / name) for name in FOLDERS]
+        path = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
         self._modules = modules
         self._environment = {
             **os.environ, "PYTHONPATH": path.rstrip(os.pathsep),

@@ -67,10 +67,12 @@ def run_again(environment: dict[str, str]) -> NoReturn:
     end_with(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
 
 
-def main(launched: Launched, words: list[Any]) -> None:
-    """Run a script with its options, in the repository's root."""
+def main(launched: Launched, given: dict[str, Any]) -> None:
+    """Run a script with its options, ``words``, in the repository's root, where ``variables`` are
+    set."""
     os.chdir(ROOT)
-    script, *_ = sys.argv = words
+    os.environ |= given["variables"]
+    script, *_ = sys.argv = given["words"]
     sys.path.insert(0, str((ROOT / script).parent))
     motley.launch.world.ranks_of_launch = lambda: launched
     subprocess.Popen = Again  # type: ignore[misc]

@@ -64,6 +64,7 @@ class Training:
         self.memory.load(State(tensors, progress["optimizer"]))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", NAMES)
 def test_it_goes_on_to_the_bit_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
     config = config_of(name)

@@ -218,6 +218,7 @@ def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path)
     assert done.returncode == 0 and (tmp_path / "x" / "y" / "report.html").exists()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py", "report.py"])
 def test_names_that_look_like_formulas_are_drawn_as_they_are(script: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "logs" / r"a$\frac{$b")

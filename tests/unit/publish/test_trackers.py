@@ -44,6 +44,7 @@ def live(tmp_path: Path) -> Iterator[LiveRun]:
     run.close()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_each_record_is_there_once_however_often_it_is_published(
     tracker: str, live: LiveRun
@@ -127,6 +128,7 @@ TOLD = {"tensorboard": told_tensorboard, "wandb": told_wandb, "mlflow": told_mlf
         "trackio": told_trackio}  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_publisher_that_is_killed_loses_nothing_and_doubles_nothing(
     tracker: str, live: LiveRun

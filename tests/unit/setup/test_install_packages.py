@@ -121,6 +121,7 @@ def check(venv: Path, lock: Path) -> None:
     subprocess.run([venv / "bin/mpirun", "--version"], check=True, capture_output=True)
 
 
+@pytest.mark.turns("an environment is filled")
 def test_uv_makes_an_environment_from_wheels_once_all_are_there(
     clone: Path, parts: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_uv_makes_an_environment_from_wheels_once_all_are_there(
     assert "is current" in make_env(clone, venv, "--lock", lock).stdout
 
 
+@pytest.mark.turns("an environment is filled")
 def test_pip_makes_the_same_where_uv_cannot_be_had(
     clone: Path, parts: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_pip_makes_the_same_where_uv_cannot_be_had(
     check(venv, lock)
 
 
+@pytest.mark.turns("an environment is filled")
 def test_uv_installs_from_where_pip_is_configured_to(
     clone: Path, parts: Path, tmp_path: Path
 ) -> None:

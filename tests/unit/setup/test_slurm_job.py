@@ -1,15 +1,32 @@
 """What would not be one word in a batch script, or no number of anything, is refused."""
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import matrices  # noqa: F401  # what forks would import
 import pytest
+import slurm_array
 import slurm_job
+from forked import run_script
 from slurm_array import Array
 
 from motley.cluster.partitions import Partition
 from motley.errors import MotleyError
 
 PLACE = Partition("gpu", True, True, 4, 16, 2, None, None)
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measures is asked in a fork, not in a Python that imports torch first."""
+
+    def run(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return run_script(*words[1:])
+
+    own = SimpleNamespace(run=run, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(slurm_array, "subprocess", own)
 
 
 def written(*words: str) -> str:
