@@ -1,7 +1,7 @@
 """The records of one training run as columns, one a field. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,23 @@ class Training:
         """The metric that an evaluation is judged by; empty if there is none besides the loss."""
         names = EpochRecord.metrics_of(self.epochs[-1]) if self.epochs else {}
         return next((name for name in names if name != "loss"), "")
+
+    def last_launch(self) -> "Training | None":
+        """With the steps of the job that wrote run.json alone, whose machines and plan are told
+        there; None where it has taken none. An old run that does not tell has all."""
+        began = self.run.get("started")
+        if not isinstance(began, int | float):
+            return self
+        # By the clock of the lowest rank that is there: the first one's wrote run.json.
+        after = (line["step"] for _, lines in sorted(self.steps.items()) for line in lines
+                 if line["time"] > began)  # fmt: skip
+        first = next(after, None)
+        if first is None:
+            return None
+        found = {rank: [line for line in lines if line["step"] >= first]
+                 for rank, lines in self.steps.items()}  # fmt: skip
+        steps = {rank: lines for rank, lines in found.items() if lines}
+        return replace(self, steps=steps, lead=lead(steps))
 
     def worker(self, rank: int) -> JsonDict:
         """What run.json says of a rank (host, device, precision); empty if nothing."""
