@@ -41,12 +41,12 @@ def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
     skipped = np.array([bool(record.get("overflow")) for record in training.lead])
     if skipped.any():
         label = f"overflow: step skipped ({skipped.sum()})"
-        ax.plot(training.values("step")[skipped], y[skipped], "x", color=OVERFLOW, label=label)
+        ax.plot(training.taken()[skipped], y[skipped], "x", color=OVERFLOW, label=label)
 
 
 def draw_loss(ax: Axes, training: Training) -> None:
     """Loss against step, and what evaluations are judged by on an axis of its own."""
-    step, loss = training.values("step"), training.values("loss")
+    step, loss = training.taken(), training.values("loss")
     draw_curve(ax, step, loss, "loss")
     known = np.isfinite(loss)
     if known.any():
@@ -81,7 +81,7 @@ def draw_rate(ax: Axes, training: Training) -> None:
     """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints and
     stalls are in the mean, which is by the clock."""
     rate, unit = training.rates(), f"{training.unit}/s"
-    draw_curve(ax, training.values("step"), rate, unit)
+    draw_curve(ax, training.taken(), rate, unit)
     by_clock = "mean, evaluations and saves included"
     for name, value, line in (
         ("median", median(rate), ":"),
@@ -96,7 +96,7 @@ def draw_rate(ax: Axes, training: Training) -> None:
 def draw_scale(ax: Axes, training: Training) -> None:
     """The loss scale, and the steps at which it was too large."""
     scale = training.values("loss_scale")
-    ax.plot(training.values("step"), scale, color=LINE, drawstyle="steps-post", label="loss scale")
+    ax.plot(training.taken(), scale, color=LINE, drawstyle="steps-post", label="loss scale")
     mark_overflows(ax, training, scale)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(lambda value, _: f"2^{np.log2(value):.0f}" if value > 0 else "")
@@ -110,7 +110,7 @@ def draw_memory(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
         gib = column(records, "mem_peak_mib") / 1024
-        ax.plot(column(records, "step"), gib, color=color, linewidth=1)
+        ax.plot(column(records, "step") + 1, gib, color=color, linewidth=1)
     style.label_axes(ax, "step", "most that a rank has held (GiB)", zero=True)
     growth = leak(training.steps)
     said = f"grows by {growth:.3g} MiB a step, to the end" if growth else "does not keep growing"

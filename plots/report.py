@@ -42,6 +42,7 @@ from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
 from motley.sweep.table import HEAD, shown
+from motley.text import step_in_words
 
 _DPI = 110
 
@@ -190,7 +191,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         if failure and about.get("status") != "stopped":
             where = f"rank {failure.get('rank')} on {failure.get('host')}"
             if failure.get("step") is not None:
-                where += f", step {failure['step']}"
+                where += f", {step_in_words(failure['step'])}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
     each = [details(*pair, colours, co2) for pair in zip(runs, trainings, strict=True)]

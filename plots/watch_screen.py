@@ -142,7 +142,7 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
     named = f"rank {history.rank}" + (f" on {row.host}, {row.device}" if row else "")
     lines = [Text(fit(named, width, signs.cut).rstrip(), "bold")]
     if history.steps:
-        lines.append(Text(f"steps {history.steps[0]:,} to {history.steps[-1]:,}"[:width], "dim"))
+        lines.append(Text(f"steps {history.steps[0] + 1:,} to {now.step:,}"[:width], "dim"))
     curves = {
         name: ([parts[index] for parts in history.parts], "{:.3g} s")
         for index, name in enumerate(PARTS)

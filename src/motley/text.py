@@ -1,4 +1,5 @@
-"""What users write: the nearest names, for errors about unknown ones; and times, as 1h30m."""
+"""What users write, and read: the nearest names, for errors about unknown ones; times, as 1h30m;
+steps, as they are counted."""
 
 import re
 from collections.abc import Iterable
@@ -21,3 +22,8 @@ def seconds_of(text: str) -> int | None:
     parts = re.findall(r"([0-9]+)([dhms])", text)
     seconds = sum(int(number) * _UNITS[unit] for number, unit in parts)
     return seconds if 0 < seconds <= _MOST_S else None
+
+
+def step_in_words(step: int | None) -> str:
+    """Which step, as people count: from 1, where records count from 0; None: before the first."""
+    return "before the first step" if step is None else f"step {step + 1}"

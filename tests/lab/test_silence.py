@@ -209,12 +209,12 @@ def test_a_lost_host_is_named_whoever_notices_first(lab: Door) -> None:
     killed.wait(20)  # mpirun says 0 when it loses a host
     assert cut.wait(35) != 0
     for job, host in ((cut, NAMES[1]), (killed, NAMES[2])):
-        assert len(job.said) == 1 and f"rank 1 on {host}, step 7: silent" in job.said[0]
+        assert len(job.said) == 1 and f"rank 1 on {host}, step 8: silent" in job.said[0]
     lab.do("heal", NAMES[1])
     lab.do("boot", NAMES[2])
     wait_until(lambda: not cut.left(), 12)
     # Each says what it can see, where it can write.
-    assert any(f"rank 1 on {NAMES[1]}, step 7: silent" in line for line in cut.faults)
+    assert any(f"rank 1 on {NAMES[1]}, step 8: silent" in line for line in cut.faults)
 
 
 def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
@@ -222,7 +222,7 @@ def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
     assert job.left(NAMES[1])
     lab.do("freeze", NAMES[0])
     wait_until(lambda: not job.left(NAMES[1]), 35)
-    assert len(job.faults) == 1 and f"rank 0 on {NAMES[0]}, step 7: silent" in job.faults[0]
+    assert len(job.faults) == 1 and f"rank 0 on {NAMES[0]}, step 8: silent" in job.faults[0]
     lab.do("thaw", NAMES[0])
     assert job.wait(20) != 0
     assert len(job.said) == 1 and f"rank 0 on {NAMES[0]}" in job.said[0]

@@ -38,6 +38,10 @@ class Training:
         """A field of every step; NaN where unknown."""
         return column(self.lead, field)
 
+    def taken(self) -> Array:
+        """How many steps are taken with each one: as people count, from 1."""
+        return self.values("step") + 1
+
     @property
     def unit(self) -> str:
         """What a rate counts: images, tokens."""

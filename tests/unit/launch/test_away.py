@@ -109,7 +109,7 @@ def test_all_stop_before_the_step_after_the_last_that_any_has_begun() -> None:
     assert not rank0.begin(9) and not rank1.begin(9)
     fault = pause.fault(9)
     assert (fault.kind, fault.rank, fault.host) == (FaultKind.LEFT, 1, "b")
-    assert fault.line().startswith("b leaves as asked (leave_cn.sh) at step 9; continue with")
+    assert fault.line().startswith("b leaves as asked (leave_cn.sh) after step 9; continue with")
 
 
 def test_before_the_first_step_there_is_nothing_to_agree_on() -> None:

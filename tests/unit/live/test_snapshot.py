@@ -175,7 +175,7 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
     failure = {"rank": 3, "host": "tesla3", "step": 17, "error": "out of memory"}
     for changes, mood, said in (
         ({"status": "failed", "failure": failure}, Mood.FAILED,
-         "failed: rank 3 on tesla3, step 17: out of memory"),
+         "failed: rank 3 on tesla3, step 18: out of memory"),
         ({"status": "finished", "result": {"steps": 200}}, Mood.DONE,
          "finished after 200 steps: top1 0.9722, loss 0.1 (epoch 0)"),
     ):  # fmt: skip
