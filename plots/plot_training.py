@@ -20,6 +20,7 @@ from run_steps import others, seat_label, title
 from motley.live.training import Training, column, mean, median, read_training
 from motley.records.costs import leak
 from motley.records.run_folder import find_runs
+from motley.text import rate_in_words
 
 LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 
@@ -88,7 +89,7 @@ def draw_rate(ax: Axes, training: Training) -> None:
         (by_clock, training.mean_rate(), "--"),
     ):
         if np.isfinite(value):
-            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {value:,.0f}")
+            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {rate_in_words(value)}")
     style.label_axes(ax, "step", f"{unit}, all ranks", zero=True)
     style.legend_above(ax)
 

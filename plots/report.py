@@ -42,7 +42,7 @@ from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
 from motley.sweep.table import HEAD, shown
-from motley.text import step_in_words
+from motley.text import rate_in_words, step_in_words
 
 _DPI = 110
 
@@ -159,7 +159,7 @@ def _rate(rows: list[Row], name: str) -> str:
 def rates(training: Training) -> tuple[str, str, str]:
     """The median of its steps and the mean by the clock, in words, and what it is judged by."""
     middle, mean = (
-        "" if np.isnan(rate) else f"{rate:,.0f} {training.unit}/s"
+        "" if np.isnan(rate) else f"{rate_in_words(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
     )
     return middle, mean, training.headline

@@ -21,6 +21,7 @@ from watch_text import (
 
 from motley.live.rows import Row
 from motley.live.snapshot import RankHistory, Snapshot
+from motley.text import rate_in_words
 
 _FEWEST_EVENTS = 3
 
@@ -173,7 +174,11 @@ def runs_screen(
     for now in runs:
         done = f" {min(1.0, now.step / now.last_step):.0%}" if now.last_step else ""
         left = f" {clock(now.left_s)} left" if now.left_s is not None else ""
-        rate = f" {now.rate:,.0f} {now.unit}/s" if now.rate and now.status == "running" else ""
+        rate = (
+            f" {rate_in_words(now.rate)} {now.unit}/s"
+            if now.rate and now.status == "running"
+            else ""
+        )
         said = f"{now.name}  {now.status}{done}{left}{rate}"
         look = "reverse" if now.name == view.run else ""
         lines.append(Text(fit(said, width, signs.cut).rstrip(), look))
