@@ -25,16 +25,20 @@ from motley.text import rate_in_words
 LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 
 
-def draw_curve(ax: Axes, x: style.Array, y: style.Array, label: str) -> None:
-    """Raw values faint, their mean strong; few values just as they are; unknown ones not."""
+def draw_curve(
+    ax: Axes, x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
+) -> None:
+    """Raw values faint, their mean strong, by their weights; few values just as they are; unknown
+    ones not."""
     known = np.isfinite(y)
-    x, y = x[known], y[known]
+    x, y, weights = x[known], y[known], np.ones(known.sum()) if weights is None else weights[known]
     window = len(y) // 40 | 1
     if window == 1:
         ax.plot(x, y, color=LINE, marker=".", label=label)
         return
     ax.plot(x, y, color=LINE, alpha=0.3, linewidth=0.7, label=label)
-    ax.plot(x, style.smooth(y, window), color=LINE, label=f"mean of {window} steps")
+    middle = style.smooth(y * weights, window) / style.smooth(weights, window)
+    ax.plot(x, middle, color=LINE, label=f"mean of {window} steps")
 
 
 def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
@@ -80,9 +84,15 @@ def draw_time(ax: Axes, training: Training) -> None:
 
 def draw_rate(ax: Axes, training: Training) -> None:
     """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints and
-    stalls are in the mean, which is by the clock."""
+    stalls are in the mean, which is by the clock, and so is the last batch of an epoch: where that
+    is smaller its rate is too, for a step costs something whatever its batch, and no machine has
+    become slower."""
     rate, unit = training.rates(), f"{training.unit}/s"
-    draw_curve(ax, training.taken(), rate, unit)
+    smaller = np.diff(training.values("n_global"), prepend=0) < 0
+    rate[smaller] = np.nan
+    label = f"{unit}, without an epoch's smaller last batch" if smaller.any() else unit
+    seconds = training.values("n_global") / training.values("samples_per_s")
+    draw_curve(ax, training.taken(), rate, label, weights=seconds)
     by_clock = "mean, evaluations and saves included"
     for name, value, line in (
         ("median", median(rate), ":"),
