@@ -162,6 +162,8 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
                 f"; it is ready after {waits.own_s:.3g} s{why}, the others after "
                 f"{waits.others_s:.3g} s"
             )
+            if waits.usual_s is not None:
+                said += f"; before, all were after {waits.usual_s:.3g} s"
         return Mood.WAITS, said
     if waits.held is Held.WIRE:
         link = f"; {plain(followed.slow_link)}" if followed.slow_link else ""
