@@ -83,14 +83,10 @@ def draw_time(ax: Axes, training: Training) -> None:
 
 
 def draw_rate(ax: Axes, training: Training) -> None:
-    """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints and
-    stalls are in the mean, which is by the clock, and so is the last batch of an epoch: where that
-    is smaller its rate is too, for a step costs something whatever its batch, and no machine has
-    become slower."""
+    """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints, stalls
+    and an epoch's smaller last batch are in the mean, which is by the clock."""
     rate, unit = training.rates(), f"{training.unit}/s"
-    smaller = np.diff(training.values("n_global"), prepend=0) < 0
-    rate[smaller] = np.nan
-    label = f"{unit}, without an epoch's smaller last batch" if smaller.any() else unit
+    label = f"{unit}, without an epoch's smaller last batch" if np.isnan(rate).any() else unit
     seconds = training.values("n_global") / training.values("samples_per_s")
     draw_curve(ax, training.taken(), rate, label, weights=seconds)
     by_clock = "mean, evaluations and saves included"

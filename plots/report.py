@@ -200,7 +200,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         (alone,) = each
         said, pictures = alone.verdict or said, alone.pictures[:1]
         each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
-        return Section("run", said, [], head, rows, failed, pictures, each)
+        return Section(runs[0].path.resolve().name, said, [], head, rows, failed, pictures, each)
     together = picture(
         "loss of each run against samples and against time",
         lambda: draw_runs(losses_of(filter(None, trainings))),

@@ -59,8 +59,12 @@ class Training:
         return np.where(np.isnan(weights), samples, weights)  # older runs tell none
 
     def rates(self) -> Array:
-        """Of all ranks together, in :attr:`unit` a second, of every step."""
-        return self.values("samples_per_s") * self.counted() / self.values("n_global")
+        """Of all ranks together, in :attr:`unit` a second, of every step; NaN of an epoch's last
+        batch that is smaller: a step costs something whatever its batch, so it says nothing of the
+        machines."""
+        samples = self.values("n_global")
+        found = self.values("samples_per_s") * self.counted() / samples
+        return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
 
     def mean_rate(self) -> float:
         """By the clock, see :func:`motley.records.rates.mean_rate`, in :attr:`unit` a second; NaN

@@ -96,10 +96,16 @@ class RunVerdict:
         if self.step_s is None:
             return ""
         words = f"A step took {self.step_s:.3g} s"
-        if self.fraction is not None:
+        more = self.fraction is not None and self.fraction > 1 + _OFF
+        if self.fraction is not None and not more:
             words = f"{self.fraction:.2f} of what these machines can do together: a" + words[1:]
         if self.forecast_s and abs(self.step_s / self.forecast_s - 1) > _OFF:
             words += f", where the plan foresaw {self.forecast_s:.3g}"
+        if more:
+            words += (
+                f": {self.fraction:.2f} times what these machines did together when they were "
+                "measured; others may have used them then"
+            )
         return f"{words}."
 
     def _how_far_off(self) -> str:

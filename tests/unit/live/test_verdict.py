@@ -52,6 +52,12 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
     planned(run)
     sentences, _ = verdict(run)
     assert len(sentences) == 2 and "foresaw" not in sentences[0]
+    forecast = {"global_batch": 40, "limit_s": 0.3, "step_s": 0.35}  # others used them
+    run.update_run(plan={"wire": "exact", "forecast": forecast})
+    assert verdict(run)[0][0] == (
+        "A step took 0.158 s, where the plan foresaw 0.35: 1.90 times what these machines did "
+        "together when they were measured; others may have used them then."
+    )
 
 
 def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -> None:
