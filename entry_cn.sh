@@ -37,7 +37,13 @@ fi
 venv=${MOTLEY_VENV:-$root/.venv}
 python=$venv/bin/python
 if ! [ -x "$python" ]; then
-  echo "motley: no environment at $venv on $(uname -n); make it with: bash $root/setup/make_env.sh" >&2
+  make="bash $root/setup/make_env.sh"
+  if [ -n "${MOTLEY_VENV:-}" ]; then
+    why=", where MOTLEY_VENV says it is; make it there with: MOTLEY_VENV=$venv $make"
+  else
+    why="; make it there with: $make; or name one that is elsewhere: mpirun -x MOTLEY_VENV=/its/path"
+  fi
+  echo "motley: no environment at $venv on $(uname -n)$why" >&2
   exit 2
 fi
 

@@ -11,9 +11,37 @@ elsewhere ResNet-18 at 64.
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import result
+
+if TYPE_CHECKING:
+    import torch
+
+    from motley.data.batch import Tensors
+    from motley.tasks.model import TaskModel
+
+
+MODES = {
+    "torch's batch norm": None, "motley --bn-group 32": 32, "motley --bn-group 16": 16,
+    "motley --bn-group 8": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is timed. n: samples of a micro-batch. passes: of one repeat."""
+
+    model: str
+    pixels: int
+    n: int
+    precision: str
+    passes: int
+
+
+ON_GPU, ON_CPU = Size("resnet50", 224, 256, "bf16", 20), Size("resnet18", 64, 64, "fp32", 2)
 
 
 def main() -> None:
@@ -28,43 +56,60 @@ def main() -> None:
 
     import torch
 
-    from motley.data.batch import Tensors
-    from motley.measure.device import wait_for
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = ON_GPU if device.type == "cuda" else ON_CPU
+    found = time_all(size, device, repeats=1 if options.quick else 7)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    result.write(
+        options.json, rows_of(found, size.n), started, model=size.model,
+        precision=size.precision, device=name,
+    )  # fmt: skip
+
+
+def time_all(size: Size, device: "torch.device", repeats: int) -> dict[str, list[float]]:
+    """Images a second of each mode, repeats interleaved."""
+    models = {mode: model_of(size, group, device) for mode, group in MODES.items()}
+    data = next(iter(models.values())).noise(size.n)
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(repeats):
+        for mode, model in models.items():
+            found[mode].append(rate(model, data, size, device))
+    return found
+
+
+def model_of(size: Size, group: int | None, device: "torch.device") -> "TaskModel":
+    """With batch norm over groups; None: torch's own."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
     from motley.tasks.builtin.image import ImageTask
     from motley.tasks.model import TaskModel
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    name, size, n = ("resnet50", 224, 256) if on_gpu else ("resnet18", 64, 64)
-    precision, passes = ("bf16", 20) if on_gpu else ("fp32", 2)
+    task = ImageTask(
+        name=size.model, dataset="synthetic", img_size=size.pixels, bn_group=group or 32
+    )
+    made = TaskModel(task, task.model(), size.precision, device)
+    for part in made.net.modules() if group is None else ():
+        if isinstance(part, _BatchNorm):
+            del part.forward  # its class's own again
+    return made
 
-    def model_of(group: int | None) -> TaskModel:
-        task = ImageTask(name=name, dataset="synthetic", img_size=size, bn_group=group or 32)
-        made = TaskModel(task, task.model(), precision, device)
-        for part in made.net.modules() if group is None else ():
-            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-                del part.forward  # its class's own again
-        return made
 
-    modes = {"torch's batch norm": None, "motley --bn-group 32": 32, "motley --bn-group 16": 16,
-             "motley --bn-group 8": 8}  # fmt: skip
-    models = {mode: model_of(group) for mode, group in modes.items()}
+def rate(model: "TaskModel", data: "Tensors", size: Size, device: "torch.device") -> float:
+    """Images a second of some passes, after one that warms up."""
+    from motley.measure.device import wait_for
 
-    def rate(model: TaskModel, data: Tensors) -> float:
+    model(data).sum().backward()
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(size.passes):
         model(data).sum().backward()
-        wait_for(device)
-        start = time.perf_counter()
-        for _ in range(passes):
-            model(data).sum().backward()
-            model.zero_grad(set_to_none=True)
-        wait_for(device)
-        return n * passes / (time.perf_counter() - start)
+        model.zero_grad(set_to_none=True)
+    wait_for(device)
+    return size.n * size.passes / (time.perf_counter() - start)
 
-    data = next(iter(models.values())).noise(n)
-    found: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(1 if options.quick else 7):
-        for mode, model in models.items():
-            found[mode].append(rate(model, data))
+
+def rows_of(found: dict[str, list[float]], n: int) -> list[dict[str, Any]]:
+    """A row for each mode, which is printed too."""
     plain = statistics.median(found["torch's batch norm"])
     rows = []
     for mode, rates in found.items():
@@ -76,8 +121,7 @@ def main() -> None:
             "spread": (max(rates) - min(rates)) / middle,
         })  # fmt: skip
         print(f"{mode:24} {middle:8.1f} images/s, {middle / plain:.3f} of torch's", flush=True)
-    device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    result.write(options.json, rows, started, model=name, precision=precision, device=device_name)
+    return rows
 
 
 if __name__ == "__main__":

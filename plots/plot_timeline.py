@@ -112,7 +112,7 @@ def draw_spans(ax: Axes, found: Sequence[Span], ranks: Sequence[int]) -> None:
     begins = {span.step: span.start for span in reversed(found) if span.rank == ranks[0]}
     for step, start in begins.items():
         ax.axvline(factor * start, color="0.3", linewidth=0.8, linestyle=":")
-        ax.annotate(f"step {step}", (factor * start, 0), (2, 2), textcoords="offset points",
+        ax.annotate(f"step {step + 1}", (factor * start, 0), (2, 2), textcoords="offset points",
                     xycoords=("data", "axes fraction"), fontsize=7)  # fmt: skip
     ax.set_ylim(len(ranks) - 0.3, -0.6)
     ax.set_xlim(0, 1.01 * factor * seconds)
@@ -130,15 +130,15 @@ def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> F
     """
     if asked is None:
         middle = longest(training.lead)
-        words = f"around step {middle}, which took longest"
+        words = f"around step {middle + 1}, which took longest"
         first, end = max(0, middle - _AROUND), middle + _AROUND + 1
     else:
-        (first, end), words = asked, f"steps {asked[0]} to {asked[1] - 1}"
+        (first, end), words = asked, f"steps {asked[0] + 1} to {asked[1]}"
     found = spans(training.steps, first, end, pauses(training.lead, training.starts))
     if not found:
-        last = training.lead[-1]["step"]
+        last = training.lead[-1]["step"] + 1
         raise MotleyError(
-            f"{training.path} has no step from {first} to {end - 1}: its last one is {last}"
+            f"{training.path} has no step from {first + 1} to {end}: its last one is {last}"
         )
     ranks = sorted({span.rank for span in found})
     figure = Figure(figsize=(11, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS)), layout="constrained")
@@ -153,10 +153,10 @@ def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> F
 
 
 def read_steps(text: str) -> tuple[int, int]:
-    """``FROM:TO``; TO is the first step that is not drawn."""
+    """``FROM:TO``: what is taken after FROM steps, until TO are."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 100 to 103")
+        raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 101 to 104")
     if int(found[1]) >= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text} ends before it begins")
     return int(found[1]), int(found[2])
@@ -178,7 +178,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=read_steps,
         metavar="FROM:TO",
-        help="from 0, without TO; default: around the longest",
+        help="as 100:104 for 101 to 104; default: around the longest",
     )
 
 

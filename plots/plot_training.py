@@ -20,20 +20,25 @@ from run_steps import others, seat_label, title
 from motley.live.training import Training, column, mean, median, read_training
 from motley.records.costs import leak
 from motley.records.run_folder import find_runs
+from motley.text import rate_in_words
 
 LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 
 
-def draw_curve(ax: Axes, x: style.Array, y: style.Array, label: str) -> None:
-    """Raw values faint, their mean strong; few values just as they are; unknown ones not."""
+def draw_curve(
+    ax: Axes, x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
+) -> None:
+    """Raw values faint, their mean strong, by their weights; few values just as they are; unknown
+    ones not."""
     known = np.isfinite(y)
-    x, y = x[known], y[known]
+    x, y, weights = x[known], y[known], np.ones(known.sum()) if weights is None else weights[known]
     window = len(y) // 40 | 1
     if window == 1:
         ax.plot(x, y, color=LINE, marker=".", label=label)
         return
     ax.plot(x, y, color=LINE, alpha=0.3, linewidth=0.7, label=label)
-    ax.plot(x, style.smooth(y, window), color=LINE, label=f"mean of {window} steps")
+    middle = style.smooth(y * weights, window) / style.smooth(weights, window)
+    ax.plot(x, middle, color=LINE, label=f"mean of {window} steps")
 
 
 def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
@@ -41,12 +46,12 @@ def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
     skipped = np.array([bool(record.get("overflow")) for record in training.lead])
     if skipped.any():
         label = f"overflow: step skipped ({skipped.sum()})"
-        ax.plot(training.values("step")[skipped], y[skipped], "x", color=OVERFLOW, label=label)
+        ax.plot(training.taken()[skipped], y[skipped], "x", color=OVERFLOW, label=label)
 
 
 def draw_loss(ax: Axes, training: Training) -> None:
     """Loss against step, and what evaluations are judged by on an axis of its own."""
-    step, loss = training.values("step"), training.values("loss")
+    step, loss = training.taken(), training.values("loss")
     draw_curve(ax, step, loss, "loss")
     known = np.isfinite(loss)
     if known.any():
@@ -78,17 +83,19 @@ def draw_time(ax: Axes, training: Training) -> None:
 
 
 def draw_rate(ax: Axes, training: Training) -> None:
-    """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints and
-    stalls are in the mean, which is by the clock."""
+    """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints, stalls
+    and an epoch's smaller last batch are in the mean, which is by the clock."""
     rate, unit = training.rates(), f"{training.unit}/s"
-    draw_curve(ax, training.values("step"), rate, unit)
+    label = f"{unit}, without an epoch's smaller last batch" if np.isnan(rate).any() else unit
+    seconds = training.values("n_global") / training.values("samples_per_s")
+    draw_curve(ax, training.taken(), rate, label, weights=seconds)
     by_clock = "mean, evaluations and saves included"
     for name, value, line in (
         ("median", median(rate), ":"),
         (by_clock, training.mean_rate(), "--"),
     ):
         if np.isfinite(value):
-            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {value:,.0f}")
+            ax.axhline(value, color="0.3", linestyle=line, label=f"{name}: {rate_in_words(value)}")
     style.label_axes(ax, "step", f"{unit}, all ranks", zero=True)
     style.legend_above(ax)
 
@@ -96,7 +103,7 @@ def draw_rate(ax: Axes, training: Training) -> None:
 def draw_scale(ax: Axes, training: Training) -> None:
     """The loss scale, and the steps at which it was too large."""
     scale = training.values("loss_scale")
-    ax.plot(training.values("step"), scale, color=LINE, drawstyle="steps-post", label="loss scale")
+    ax.plot(training.taken(), scale, color=LINE, drawstyle="steps-post", label="loss scale")
     mark_overflows(ax, training, scale)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(lambda value, _: f"2^{np.log2(value):.0f}" if value > 0 else "")
@@ -110,7 +117,7 @@ def draw_memory(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
         gib = column(records, "mem_peak_mib") / 1024
-        ax.plot(column(records, "step"), gib, color=color, linewidth=1)
+        ax.plot(column(records, "step") + 1, gib, color=color, linewidth=1)
     style.label_axes(ax, "step", "most that a rank has held (GiB)", zero=True)
     growth = leak(training.steps)
     said = f"grows by {growth:.3g} MiB a step, to the end" if growth else "does not keep growing"

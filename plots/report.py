@@ -42,6 +42,7 @@ from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
 from motley.sweep.table import HEAD, shown
+from motley.text import rate_in_words, step_in_words
 
 _DPI = 110
 
@@ -158,7 +159,7 @@ def _rate(rows: list[Row], name: str) -> str:
 def rates(training: Training) -> tuple[str, str, str]:
     """The median of its steps and the mean by the clock, in words, and what it is judged by."""
     middle, mean = (
-        "" if np.isnan(rate) else f"{rate:,.0f} {training.unit}/s"
+        "" if np.isnan(rate) else f"{rate_in_words(rate)} {training.unit}/s"
         for rate in (median(training.rates()), training.mean_rate())
     )
     return middle, mean, training.headline
@@ -190,7 +191,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         if failure and about.get("status") != "stopped":
             where = f"rank {failure.get('rank')} on {failure.get('host')}"
             if failure.get("step") is not None:
-                where += f", step {failure['step']}"
+                where += f", {step_in_words(failure['step'])}"
             failed.append((run.path.name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
     each = [details(*pair, colours, co2) for pair in zip(runs, trainings, strict=True)]
@@ -199,7 +200,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         (alone,) = each
         said, pictures = alone.verdict or said, alone.pictures[:1]
         each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
-        return Section("run", said, [], head, rows, failed, pictures, each)
+        return Section(runs[0].path.resolve().name, said, [], head, rows, failed, pictures, each)
     together = picture(
         "loss of each run against samples and against time",
         lambda: draw_runs(losses_of(filter(None, trainings))),

@@ -21,6 +21,7 @@ from watch_text import (
 
 from motley.live.rows import Row
 from motley.live.snapshot import RankHistory, Snapshot
+from motley.text import rate_in_words
 
 _FEWEST_EVENTS = 3
 
@@ -142,7 +143,7 @@ def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> l
     named = f"rank {history.rank}" + (f" on {row.host}, {row.device}" if row else "")
     lines = [Text(fit(named, width, signs.cut).rstrip(), "bold")]
     if history.steps:
-        lines.append(Text(f"steps {history.steps[0]:,} to {history.steps[-1]:,}"[:width], "dim"))
+        lines.append(Text(f"steps {history.steps[0] + 1:,} to {now.step:,}"[:width], "dim"))
     curves = {
         name: ([parts[index] for parts in history.parts], "{:.3g} s")
         for index, name in enumerate(PARTS)
@@ -173,7 +174,11 @@ def runs_screen(
     for now in runs:
         done = f" {min(1.0, now.step / now.last_step):.0%}" if now.last_step else ""
         left = f" {clock(now.left_s)} left" if now.left_s is not None else ""
-        rate = f" {now.rate:,.0f} {now.unit}/s" if now.rate and now.status == "running" else ""
+        rate = (
+            f" {rate_in_words(now.rate)} {now.unit}/s"
+            if now.rate and now.status == "running"
+            else ""
+        )
         said = f"{now.name}  {now.status}{done}{left}{rate}"
         look = "reverse" if now.name == view.run else ""
         lines.append(Text(fit(said, width, signs.cut).rstrip(), look))

@@ -7,6 +7,7 @@ from rich.text import Text
 from watch_text import PARTS, Signs, bar, clock, fit
 
 from motley.live.rows import Row
+from motley.text import rate_in_words
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _said(row: Row, column: Column) -> str:
     of = "" if whole is None else f"/{whole:.0f}G" if whole >= 10 else f"/{whole:.1f}G"
     small = row.share is not None and row.share < 0.0095
     values: dict[Column, tuple[float | None, str]] = {
-        _SHARE: (row.share, "{:.2%}" if small else "{:.0%}"), _RATE: (row.rate, "{:,.0f}"),
+        _SHARE: (row.share, "{:.2%}" if small else "{:.0%}"),
         _MEMORY: (gib, ("{:.0f}" if gib and gib >= 100 else "{:.1f}") + of),
         _LOAD: (row.load, "{:.0%}"), _HEAT: (row.temperature_c, "{:.0f}"),
         _POWER: (row.power_w, "{:.0f}"),
@@ -124,7 +125,8 @@ def _said(row: Row, column: Column) -> str:
         value, form = values[column]
         return "" if value is None else form.format(value)
     said = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
-            _PRECISION: row.precision, _OTHERS: row.others}  # fmt: skip
+            _PRECISION: row.precision, _OTHERS: row.others,
+            _RATE: "" if row.rate is None else rate_in_words(row.rate)}  # fmt: skip
     return said[column]
 
 

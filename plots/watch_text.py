@@ -11,6 +11,7 @@ from rich.text import Text
 from motley.live.headline import Mood
 from motley.live.rows import Row
 from motley.live.snapshot import Snapshot
+from motley.text import rate_in_words
 
 PARTS = ("input", "compute", "waiting", "wire", "optimizer")
 _LOOK = ("white", "blue", "yellow", "red", "green")  # of each part
@@ -138,8 +139,9 @@ def fit(said: str, width: int, cut: str) -> str:
 def facts(now: Snapshot) -> list[str]:
     """Short ones, the most important first."""
     share = f"{now.fraction:.2f} of the limit" if now.fraction is not None else ""
+    rate = "" if now.rate is None else f"{rate_in_words(now.rate)} {now.unit}/s"
     return [*filter(None, (
-        "" if now.rate is None else f"{now.rate:,.0f} {now.unit}/s", share, now.evaluation,
+        rate, share, now.evaluation,
         "" if now.lr is None else f"lr {now.lr:.3g}",
         "" if now.loss_scale in (None, 1.0) else f"loss scale {now.loss_scale:g}",
     ))]  # fmt: skip

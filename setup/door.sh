@@ -10,9 +10,15 @@ for argument in "$@"; do
     -h | --help) sed -n '2,/^source /{/^source /d; s/^# \{0,1\}//p}' "$door"; exit 0 ;;
   esac
 done
+make="bash $root/setup/make_env.sh"
+if [ -n "${MOTLEY_VENV:-}" ]; then
+  why=", where MOTLEY_VENV says it is; make it with: MOTLEY_VENV=$MOTLEY_VENV $make"
+else
+  why="; make it with: $make; or name one that is elsewhere: export MOTLEY_VENV=/its/path"
+fi
 export MOTLEY_VENV=${MOTLEY_VENV:-$root/.venv}
 if ! [ -x "$MOTLEY_VENV/bin/python" ]; then
-  echo "motley: no environment at $MOTLEY_VENV; make it with: bash $root/setup/make_env.sh" >&2
+  echo "motley: no environment at $MOTLEY_VENV$why" >&2
   exit 2
 fi
 export PATH=$MOTLEY_VENV/bin:$PATH PYTHONPATH=$root/src PYTHONUNBUFFERED=1

@@ -6,8 +6,10 @@ own parameter files go before those of the environment: they are read, never cha
 """
 
 import ipaddress
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cn import ROOT, VENV
 from cn_report import HostReport
@@ -25,19 +27,28 @@ done
 echo --
 cat "$1" 2>/dev/null || :
 """
-# Puts stdin's three parts, each ended by a line "--", where they belong.
+# Puts stdin's three parts, each ended by a line "--", where they belong. What is there already is
+# left alone, so that an environment may be another user's, who has settled it. Where a file cannot
+# be written, prints who asks, whose folder it is, and which.
 _WRITE = r"""
 new=.new-$(uname -n)-$$
 part() { while IFS= read -r line && [ "$line" != -- ]; do printf '%s\n' "$line"; done; }
+put() { # FILE: stdin becomes all that it holds
+  text=$(cat)
+  [ "$text" != "$(cat "$1" 2>/dev/null)" ] || return 0
+  if [ -z "$text" ]; then rm -f "$1"
+  else printf '%s\n' "$text" >"$1$new" && mv "$1$new" "$1"; fi ||
+    { folder=$(dirname "$1"); echo "$(id -un) $(stat -c %U "$folder") $folder"; return 1; }
+}
 between() { # FILE: what is between our marks becomes stdin
   { sed '/^# motley: begin$/,/^# motley: end$/d' "$1" 2>/dev/null
     lines=$(cat)
     [ -z "$lines" ] || printf '%s\n' '# motley: begin' "$lines" '# motley: end'
-  } >"$1$new" && mv "$1$new" "$1"
+  } | put "$1"
 }
 part | between "$1/etc/openmpi-mca-params.conf" &&
   part | between "$1/etc/prte-mca-params.conf" &&
-  part >"$2$new" && mv "$2$new" "$2" && { [ -s "$2" ] || rm -f "$2"; }
+  part | put "$2"
 """
 # DeepSpeed's launcher reads NAME=VALUE lines and nothing else, no comments: so a variable
 # of ours says which of them are ours.
@@ -134,12 +145,30 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
         text = "".join("".join(f"{line}\n" for line in part) + "--\n" for part in parts)
         done = remote.run(_WRITE, VENV, path, payload=text.encode())
         if done.code != 0:
-            raise HostTrouble(
-                "not written",
-                f"MPI's parameters cannot be written on {remote.host} ({done.errors.strip()})",
-                f"make the environment there yours: bash {ROOT}/setup/install_cn.sh",
-            )
+            raise _not_written(remote.host, done.output, done.errors)
     wanted = {line.replace(" ", "") for part in lines[:2] for line in part}
     other = [line for line in own.splitlines()
              if line.partition(":")[2].replace(" ", "") not in wanted]  # fmt: skip
     return "; ".join(other)
+
+
+def _not_written(host: str, output: str, errors: str) -> HostTrouble:
+    """Why the parameters could not be written, by what _WRITE said."""
+    user, owner, folder = [*output.strip().split(" ", 2), "", "", ""][:3]
+    why = " ".join(errors.split())
+    if not owner or user == owner:
+        return HostTrouble(
+            "not written",
+            f"MPI's parameters cannot be written on {host} ({why})",
+            f"see to it: ssh -- {host} df -h {folder or ROOT}",
+        )
+    way = "bash setup/make_env.sh, bash setup/install_cn.sh, then this"
+    own = (
+        f"an environment of your own (export MOTLEY_VENV={Path.home()}/motley-env; {way})"
+        if os.access(ROOT, os.W_OK) else f"a copy of this repository of your own (in it: {way})"
+    )  # fmt: skip
+    return HostTrouble(
+        "not written",
+        f"MPI's parameters cannot be written on {host} ({why}): {folder} belongs to {owner}",
+        f"have {owner} run this once, after which you need to write nothing there; or use {own}",
+    )

@@ -30,6 +30,7 @@ from motley.infer.leases import Leases
 from motley.infer.shards import MERGED, Shards
 from motley.launch.process import die_with_parent, launched_local_rank, launched_rank
 from motley.plan.precision import PRECISIONS
+from motley.text import rate_in_words
 
 _WORKER = "MOTLEY_INFER_WORKER"
 _WAIT_S = 0.3
@@ -133,10 +134,13 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     }  # fmt: skip
     (options.out / f"rank.{rank}.json").write_text(json.dumps(record) + "\n")
     noun = trained.task.noun
-    rate = f", {record['samples_per_s']:,.0f} {noun}s/s" if done else ""
+    work = "nothing was left to do"
+    if done:
+        rate = rate_in_words(record["samples_per_s"])
+        work = f"{predictor.samples} {noun}s, {rate} {noun}s/s"
     print(
         f"rank {rank} on {record['host']}: {device}, {predictor.precision}, "
-        f"{predictor.samples} {noun}s{rate}, {predictor.mem_peak_mib:,.0f} MiB", flush=True
+        f"{work}, {predictor.mem_peak_mib:,.0f} MiB", flush=True
     )  # fmt: skip
     if leases.take("merge") and not (options.out / MERGED).exists():
         tell(shards.merge(), noun)

@@ -23,6 +23,7 @@ from motley.planner.planner import Planned, plan_batch
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.find import task_of
 from motley.tasks.task import Task
+from motley.text import rate_in_words
 from motley.train.command_line import read_config, training_parser
 from motley.train.progress import console
 
@@ -80,7 +81,7 @@ def show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: T
     for label, forecast in rows.items():
         times = forecast.samples_per_s / predicted.samples_per_s
         others.add_row(
-            label, f"{forecast.step_s:.3g}", f"{task.weight * forecast.samples_per_s:,.0f}",
+            label, f"{forecast.step_s:.3g}", rate_in_words(task.weight * forecast.samples_per_s),
             f"{times:.2f}",
         )  # fmt: skip
     out.print(others)

@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
+from motley.text import step_in_words
 
 _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
@@ -108,7 +109,7 @@ class Fault:
 
     Attributes:
         kind: for programs; the rest is for people.
-        step: the step it was in; None before the first.
+        step: the step it was in, from 0; None before the first.
         error: cause and what was found, one line.
         advice: what to do, one line; may be empty.
         details: the traceback; empty for an error that the user is meant to read.
@@ -142,9 +143,9 @@ class Fault:
     def line(self) -> str:
         """The one line that a user reads."""
         if self.kind in _NOBODYS:
-            at = "" if self.step is None else f" at step {self.step}"
-            return f"{self.error}{at}; {self.advice}"
-        at = "before the first step" if self.step is None else f"step {self.step}"
+            at = " in the first step" if self.step == 0 else f" after step {self.step}"
+            return f"{self.error}{'' if self.step is None else at}; {self.advice}"
+        at = step_in_words(self.step)
         return "; ".join(
             part
             for part in (f"rank {self.rank} on {self.host}, {at}: {self.error}", self.advice)

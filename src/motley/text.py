@@ -1,4 +1,5 @@
-"""What users write: the nearest names, for errors about unknown ones; and times, as 1h30m."""
+"""What users write, and read: the nearest names, for errors about unknown ones; times, as 1h30m;
+steps, as they are counted; rates."""
 
 import re
 from collections.abc import Iterable
@@ -21,3 +22,13 @@ def seconds_of(text: str) -> int | None:
     parts = re.findall(r"([0-9]+)([dhms])", text)
     seconds = sum(int(number) * _UNITS[unit] for number, unit in parts)
     return seconds if 0 < seconds <= _MOST_S else None
+
+
+def step_in_words(step: int | None) -> str:
+    """Which step, as people count: from 1, where records count from 0; None: before the first."""
+    return "before the first step" if step is None else f"step {step + 1}"
+
+
+def rate_in_words(rate: float) -> str:
+    """As in 1,036; 9.6; 0.034: what is slow is not 0."""
+    return f"{rate:,.0f}" if rate >= 9.95 or not rate else f"{rate:.2g}"

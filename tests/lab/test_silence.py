@@ -1,49 +1,24 @@
 """A host or rank that falls silent is named within 30 s, all end, and a short pause is survived."""
 
-import contextlib
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from jobs import processes_of, wait_until
-from lab_door import Door, new_door
+from jobs import wait_until
+from lab_door import Door
+from lab_job import EARLY, LATE, NAMES, LabJob, still_lab
 from long_runs import goes_on, steps_done
-from project import DDP, ROOT, venv
+from project import DDP
 
 from motley.live.follow import RunFollower
 from motley.live.snapshot import take_snapshot
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
-
-NAMES = ("still0", "still1", "still2")
-PROFILE = "".join(
-    f'[[host]]\nname = "{name}"\naddress = "10.97.96.{number}/24"\n'
-    for number, name in enumerate(NAMES, 1)
-)
-
-# When mpirun looks after a cut cable: after Motley, as make_env.sh sets it, or before.
-LATE, EARLY = (10, 5, 4), (5, 2, 3)
-
-MARKS = (
-    "motley.launch",
-    "prte",
-    "ssh -o BatchMode",
-    "motley.launch.launcher_reaper",
-)  # in their command lines
-
-RUN = """
-export PATH={venv}/bin:$PATH OMP_NUM_THREADS=1
-cd {root} && {before} mpirun --host {hosts} -x MOTLEY_VENV -x OMP_NUM_THREADS \\
-  --prtemca oob_tcp_keepalive_time {time} --prtemca oob_tcp_keepalive_intvl {interval} \\
-  --prtemca oob_tcp_keepalive_probes {probes} ./entry_cn.sh {words} 2>&1 | cat >~/{name}.out
-echo ${{PIPESTATUS[0]}}
-"""
 
 # Small and quick to start; its faults go where all hosts see them.
 LOOP = """
@@ -82,70 +57,12 @@ run(lambda world: None)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def lab() -> Iterator[Door]:
     """Three hosts that reach each other by ssh."""
-    profile = tmp_path_factory.mktemp("lab") / "still.toml"
-    profile.write_text(PROFILE)
-    with new_door() as made:
-        made.do("up", "--profile", profile)
-        made.give_keys()
+    with still_lab() as made:
         made.on(NAMES[0], "sh", "-c", "cat >loop.py", stdin=LOOP)
         made.on(NAMES[0], "sh", "-c", "cat >slow.py", stdin=SLOW)
         yield made
-
-
-class LabJob:
-    """A job of the lab, one rank a host."""
-
-    def __init__(
-        self, lab: Door, name: str, keepalive: tuple[int, int, int], hosts: Sequence[str],
-        words: str, begun: str, before: str = "",
-    ) -> None:  # fmt: skip
-        self.lab, self.home, self.name = lab, lab.home(NAMES[0]), name
-        when = dict(zip(("time", "interval", "probes"), keepalive, strict=True))
-        text = RUN.format(
-            venv=venv(),
-            root=ROOT,
-            name=name,
-            words=words,
-            hosts=",".join(hosts),
-            before=before,
-            **when,
-        )
-        self.process = lab.start("exec", NAMES[0], "--", "bash", "-c", text)
-        self.begun = self.home / begun
-
-    def begin(self) -> "LabJob":
-        """Wait for its first steps."""
-        wait_until(self.begun.exists, 90)
-        return self
-
-    @property
-    def said(self) -> list[str]:
-        """Motley's own lines; mpirun writes zeros between its own."""
-        text = (self.home / f"{self.name}.out").read_text(errors="replace").replace("\0", "")
-        return [line for line in text.splitlines() if line.startswith("motley: ")]
-
-    @property
-    def faults(self) -> list[str]:
-        """What was recorded."""
-        path = self.home / f"{self.name}.faults"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def wait(self, limit: float) -> int:
-        """mpirun's status."""
-        output, _ = self.process.communicate(timeout=limit)
-        return int(output.splitlines()[-1])
-
-    def left(self, host: str = "") -> list[int]:
-        """What is left of it, on one host or on all."""
-        user = self.home.stat().st_uid
-        found = []
-        for pid in (pid for mark in MARKS for pid in processes_of(mark)):
-            with contextlib.suppress(FileNotFoundError):
-                if Path(f"/proc/{pid}").stat().st_uid == user and host in ("", host_of(pid)):
-                    found.append(pid)
-        return found
 
 
 def launcher_on(job: LabJob, host: str) -> int:
@@ -154,12 +71,6 @@ def launcher_on(job: LabJob, host: str) -> int:
     parents = {rank.ppid() for rank in ranks if rank.cmdline()[1:3] == ["-m", "motley.launch"]}
     (parent,) = parents
     return parent
-
-
-def host_of(pid: int) -> str:
-    """The lab's host that a process is on, as its kernel calls it."""
-    uname = ["nsenter", "-t", str(pid), "-u", "uname", "-n"]
-    return subprocess.run(uname, capture_output=True, text=True).stdout.strip()
 
 
 def loop(lab: Door, name: str, keepalive: tuple[int, int, int], other: str) -> LabJob:
@@ -209,12 +120,12 @@ def test_a_lost_host_is_named_whoever_notices_first(lab: Door) -> None:
     killed.wait(20)  # mpirun says 0 when it loses a host
     assert cut.wait(35) != 0
     for job, host in ((cut, NAMES[1]), (killed, NAMES[2])):
-        assert len(job.said) == 1 and f"rank 1 on {host}, step 7: silent" in job.said[0]
+        assert len(job.said) == 1 and f"rank 1 on {host}, step 8: silent" in job.said[0]
     lab.do("heal", NAMES[1])
     lab.do("boot", NAMES[2])
     wait_until(lambda: not cut.left(), 12)
     # Each says what it can see, where it can write.
-    assert any(f"rank 1 on {NAMES[1]}, step 7: silent" in line for line in cut.faults)
+    assert any(f"rank 1 on {NAMES[1]}, step 8: silent" in line for line in cut.faults)
 
 
 def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
@@ -222,7 +133,7 @@ def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:
     assert job.left(NAMES[1])
     lab.do("freeze", NAMES[0])
     wait_until(lambda: not job.left(NAMES[1]), 35)
-    assert len(job.faults) == 1 and f"rank 0 on {NAMES[0]}, step 7: silent" in job.faults[0]
+    assert len(job.faults) == 1 and f"rank 0 on {NAMES[0]}, step 8: silent" in job.faults[0]
     lab.do("thaw", NAMES[0])
     assert job.wait(20) != 0
     assert len(job.said) == 1 and f"rank 0 on {NAMES[0]}" in job.said[0]

@@ -68,7 +68,7 @@ run(main)
 @pytest.mark.parametrize(
     ("failure", "says"),
     [
-        ("raise ValueError('bad thing')", "rank 1 on .*, step 7: ValueError: bad thing"),
+        ("raise ValueError('bad thing')", "rank 1 on .*, step 8: ValueError: bad thing"),
         ("os._exit(0)", "rank 1 on .* died without a word"),
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
         ("os.kill(os.getpid(), 11)", "rank 1 on .*: crashed .*: Segmentation fault; its traceback"),
@@ -109,7 +109,7 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     assert job.returncode != 0
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
     assert re.search(
-        r"stopped by you \(.*, while .*\) at step \d+; "
+        r"stopped by you \(.*, while .*\) after step \d+; "
         r"saved as of step \d+: continue with --run long --resume auto$",
         line,
     )
@@ -139,7 +139,8 @@ def test_a_killed_launcher_is_named_and_leaves_nothing(jobs: Jobs) -> None:
     job.kill()
     output, _ = job.communicate(timeout=10)
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
-    assert re.search(r"the launcher \(\w+, process \d+ on .*\) was killed, .* at step \d+; ", line)
+    killed = r"the launcher \(\w+, process \d+ on .*\) was killed, .* after step \d+; "
+    assert re.search(killed, line)
     assert line.endswith("continue with --resume auto")
     wait_until(lambda: not processes_of(str(jobs.logs)), 3)
     wait_until(lambda: not any(path.exists() for path in files), 3)

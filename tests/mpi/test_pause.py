@@ -27,7 +27,7 @@ def test_it_goes_on_to_the_bit(jobs: Jobs, more: tuple[str, ...]) -> None:
     said = re.search(r"motley: saved as of step (\d+)\n", done.output)
     assert said, done.output
     step = int(said[1])
-    assert f"motley: paused as asked (SIGUSR2) at step {step}; continue with" in done.output
+    assert f"motley: paused as asked (SIGUSR2) after step {step}; continue with" in done.output
     folder = jobs.logs / "paused"
     content = json.loads((folder / "run.json").read_text())
     assert (content["status"], content["failure"]["kind"]) == ("stopped", "paused")

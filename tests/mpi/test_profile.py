@@ -42,7 +42,7 @@ def test_all_ranks_lie_in_one_picture_and_nothing_else_changes(jobs: Jobs) -> No
         3, DDP, "profiled", *WORDS, *UNEQUAL, "--profile", "4:7", "--profile-ranks", "all"
     )
     assert run.losses == plain.losses
-    assert "profiled steps 4:7 of ranks 0, 1, 2" in run.done.output
+    assert "profiled steps 5 to 7 of ranks 0, 1, 2" in run.done.output
     assert "profiler_start" not in run.done.output
     said = subprocess.run(
         [sys.executable, "plots/traces.py", run.folder], cwd=ROOT, capture_output=True, text=True
@@ -77,7 +77,7 @@ def test_the_slowest_is_profiled_and_its_steps_move_no_shares(jobs: Jobs) -> Non
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--profile", "10:12"), "the run ends with step 9"),
+        (("--profile", "10:12"), "the run ends with step 10"),
         (("--profile", "2:4", "--profile-ranks", "0,7"), "--profile-ranks 7: those that train are"),
     ],
 )

@@ -30,6 +30,7 @@ LANES = {
         "tests/lab/test_connection.py",
         "tests/lab/test_lab.py::test_down",  # which compares what other labs change too
         "tests/lab/test_lab.py::test_up_and_down",
+        "tests/lab/test_seen.py",  # how soon it is seen
         "tests/lab/test_start.py",
         "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",

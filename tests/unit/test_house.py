@@ -38,11 +38,11 @@ ROOMS = {
     "publish": "series tracker trackers/* publisher",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
-        "process own_folder mpi same_code compile_archive messages handshakes watchdog "
-        "unheard fault_record job_files dead_links leftovers ssh_sessions launcher_reaper "
+        "process ports own_folder mpi same_code compile_archive messages handshakes watchdog "
+        "dead_links unheard fault_record job_files leftovers ssh_sessions launcher_reaper "
         "survivors away pause own_rank regroup first_cause save_before_end background_writer "
-        "start_clock start_watch tcp_ranks ranks watch_first watch_all supervisor world give_way "
-        "__main__"
+        "job_end stop_signals start_clock start_watch tcp_ranks ranks watch_first watch_all "
+        "supervisor world give_way __main__"
     ),
     "config": "option numbers options parser",
     "data": (
@@ -63,8 +63,8 @@ ROOMS = {
     "checkpoint": "tensor_file part_files store read transfer resume find_run run initial verify",
     "measure": "device all_reduce links loader",
     "planner": (
-        "process_group speed_cache wire_cache profile refine compile_trial measured_plan foresee "
-        "open_model planner"
+        "worker process_group speed_cache wire_cache profile refine compile_trial measured_plan "
+        "foresee open_model planner"
     ),
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "

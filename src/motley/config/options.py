@@ -258,7 +258,7 @@ class RecordOptions:
         NOTHING, 2.0, read=above_zero, metavar="SECONDS",
     )  # fmt: skip
     profile: StepSpan | None = option(
-        "torch's profiler in these steps, as 20:40 for 20 to 39; see plots/traces.py",
+        "torch's profiler in these steps, as 20:40 for 21 to 40; see plots/traces.py",
         NOTHING, read=step_span, metavar="FROM:TO",
     )  # fmt: skip
     profile_ranks: str | tuple[int, ...] = option(

@@ -17,7 +17,7 @@ from motley.data.source import Source, UnreadableSample, read
 from motley.engines.memory import in_halves
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
-from motley.planner.process_group import confirmed, promised_precision
+from motley.planner.worker import confirmed, promised_precision
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.task import Task

@@ -22,30 +22,30 @@ _getsockopt = ctypes.PyDLL(None).getsockopt  # which never waits, so it keeps Py
 _LOCAL = ("127.", "::1", "::ffff:127.")
 
 
-def dead_peers(after_s: float = DEAD_AFTER_S) -> list[str]:
+def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list[str]:
     """Addresses of other machines that do not answer; takes two milliseconds for 1,000 connections.
 
     Args:
-        after_s: seconds without an answer.
+        after_s: seconds without an answer. tries: how often something was sent again, or more.
     """
     found = set()
     for number, info in _connections():
-        if is_dead(info, after_s):
+        if is_dead(info, after_s, tries):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
                 found.add(str(line.getpeername()[0]).removeprefix("::ffff:"))
     return sorted(address for address in found if not address.startswith(_LOCAL))
 
 
-def is_dead(info: bytes, after_s: float) -> bool:
-    """Whether a connection has sent in vain for so long.
+def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
+    """Whether a connection has sent in vain for so long, and so often.
 
     Args:
         info: struct tcp_info.
     """
     unacked = struct.unpack_from("=I", info, _UNACKED)[0]
     last_ack_ms = struct.unpack_from("=I", info, _LAST_ACK_MS)[0]
-    tries = info[_RETRANSMITS]
-    return bool(unacked and tries >= _LEAST_TRIES and last_ack_ms > 1000 * after_s)
+    tried = info[_RETRANSMITS]
+    return bool(unacked and tried >= tries and last_ack_ms > 1000 * after_s)
 
 
 def _connections() -> Iterator[tuple[int, bytes]]:

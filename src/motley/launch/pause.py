@@ -14,12 +14,17 @@ that any rank has begun. Nobody waits for a rank that waits, for all take every 
     {"paused": "saved as of ..."} --------> the end of the job
 """
 
+import contextlib
 import signal
+import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from motley.faults import Fault, left, paused
 from motley.launch.away import read_away
+from motley.launch.messages import encode
+from motley.launch.watchdog import RankStatus
 
 # What a signal asks of a rank; nobody but its own user, and root, can send it one.
 LEAVE_SIGNAL = signal.SIGUSR1  # this machine was marked as away: see motley.launch.away
@@ -101,11 +106,26 @@ class PauseAgreement:
         if leaves is not None:
             self._leaving.setdefault(host, (rank, leaves))
 
-    def is_new(self, rank: int) -> bool:
+    def ask(self, others: Mapping[socket.socket, RankStatus], own: OwnPause) -> bool:
+        """Where it is wanted, ask every rank that has come and was not asked yet; whether all have
+        answered now.
+
+        Args:
+            others: all ranks but 0, whose is ``own``.
+        """
+        if not self.wanted:
+            return False
+        for line, status in others.items():
+            if self._is_new(status.rank):
+                with contextlib.suppress(OSError):
+                    line.sendall(encode({"pause": None}))
+        answer = own.hear(None) if self._is_new(0) else None
+        return answer is not None and self.answer(0, answer["begun"])
+
+    def _is_new(self, rank: int) -> bool:
         """Whether a rank was not asked yet; it is now."""
-        new = self.wanted and rank not in self._asked
-        if new:
-            self._asked.add(rank)
+        new = rank not in self._asked
+        self._asked.add(rank)
         return new
 
     def answer(self, rank: int, begun: int | None) -> bool:

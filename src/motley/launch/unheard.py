@@ -1,22 +1,30 @@
 """Which ranks are not heard now, for those who watch the run: told long before it is a fault."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from motley.launch.dead_links import dead_peers
 from motley.launch.watchdog import AwakeClock, RankStatus
 
 TOLD_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
+# The same where its machine acknowledges nothing that was sent twice again: a busy one does.
+CUT_OFF_AFTER_S, _TRIES = 1.0, 2
+
+
+def cut_off() -> Collection[str]:
+    """Addresses of machines that acknowledge nothing."""
+    return dead_peers(CUT_OFF_AFTER_S, _TRIES)
 
 
 class Unheard:
     """Remembers who was silent.
 
     Args:
-        awake: rank 0's waking time.
+        awake: rank 0's waking time. cut_off: see :func:`cut_off`.
     """
 
-    def __init__(self, awake: AwakeClock) -> None:
-        self._awake = awake
+    def __init__(self, awake: AwakeClock, cut_off: Callable[[], Collection[str]] = cut_off) -> None:
+        self._awake, self._cut_off = awake, cut_off
         self._silent = set[int]()
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
@@ -25,15 +33,21 @@ class Unheard:
         Args:
             statuses: all ranks but 0; one that is lost is none of them.
         """
-        late = self._awake.seconds - TOLD_AFTER_S
-        if not self._silent and min((each.heard for each in statuses), default=late) >= late:
+        now = self._awake.seconds
+        late, soon = now - TOLD_AFTER_S, now - CUT_OFF_AFTER_S
+        first = min((each.heard for each in statuses), default=now)
+        if not self._silent and first >= soon:
             return []
-        silent = {each.rank: each for each in statuses if each.heard < late}
+        cut_off = self._cut_off() if first < soon else ()
+        silent = {
+            each.rank: each for each in statuses
+            if each.heard < late or (each.heard < soon and each.address in cut_off)
+        }  # fmt: skip
         again = [each for each in statuses if each.rank in self._silent - silent.keys()]
         new = [each for rank, each in silent.items() if rank not in self._silent]
         self._silent = {*silent}
         return [
             *({"kind": "silent", "rank": each.rank, "host": each.host, "step": each.heartbeat.step,
-               "seconds": round(self._awake.seconds - each.heard, 1)} for each in new),
+               "seconds": round(now - each.heard, 1)} for each in new),
             *({"kind": "heard_again", "rank": each.rank, "host": each.host} for each in again),
         ]  # fmt: skip

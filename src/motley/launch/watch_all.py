@@ -4,23 +4,23 @@ import contextlib
 import faulthandler
 import os
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
-from motley.faults import Fault, FaultKind, daemon_gone, died, stopped
+from motley.faults import Fault, FaultKind, died
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.first_cause import FirstCause
-from motley.launch.handshakes import Handshakes
+from motley.launch.handshakes import Arrival, Handshakes
+from motley.launch.job_end import JobEnd
 from motley.launch.messages import encode
-from motley.launch.own_rank import OwnRank, line_of
+from motley.launch.own_rank import OwnRank
 from motley.launch.pause import PauseAgreement
 from motley.launch.regroup import Regroup
-from motley.launch.save_before_end import save_before_end
+from motley.launch.stop_signals import StopSignals
 from motley.launch.survivors import Regrouping
 from motley.launch.unheard import Unheard
 from motley.launch.watchdog import (
@@ -28,23 +28,14 @@ from motley.launch.watchdog import (
     Heartbeat,
     RankStatus,
     Watchdog,
-    whereabouts,
 )
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
-# Faults after which what the others hold is right, and worth to be saved.
-RESCUED = {*FaultKind} - {
-    FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED,
-    FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
-}  # fmt: skip
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
-_SESSION_S = 0.2  # from the death of a rank by its daemon's to the end of the session to its host
-_HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
 ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
 # What many ranks say in a while is heard in one go: this thread wakes 25 times a second at most,
 # which costs a training that computes in this process little, and hears of a death soon enough.
 _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
-_RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
 
 
 class AllRanksWatch:
@@ -73,13 +64,14 @@ class AllRanksWatch:
         self._witnesses = list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._standby = standby
-        self._on_fault, self._on_event = on_fault, on_event
+        self._on_event = on_event
+        self._job_end = JobEnd(own, writer, on_fault, self._tell_all)
         self._me = RankStatus(own.rank, own.host, address=handshakes.listening.address)
         self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog, self._unheard = Watchdog(own.awake, own.host), Unheard(own.awake)
         self._cause = FirstCause()
-        self._signalled: set[int] = set()  # ranks that a stop signal came to
+        self._signals = StopSignals()
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
         self._pause = PauseAgreement(own.size)
         self._selector = selectors.DefaultSelector()
@@ -95,23 +87,14 @@ class AllRanksWatch:
         self._selector.register(own.wake_read, selectors.EVENT_READ)
         self._handshakes.register(self._selector)
         while True:
-            ready = [key.fileobj for key, _ in self._selector.select(self._until_due())]
+            due = self._cause.due_in(own.heartbeat_in())
+            ready = [key.fileobj for key, _ in self._selector.select(due)]
             now = own.awake.look()
             for line in ready:
                 if isinstance(line, socket.socket) and line in self._others:
                     self._read(line)
             for new in self._handshakes.arrivals(ready, now):
-                if new.rank < 0:
-                    self._witnesses.append(new.line)
-                    self._regroup.witness(~new.rank)
-                    continue
-                address = new.line.getpeername()[0]
-                status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
-                self._others[new.line] = status
-                if new.rank == self._standby:
-                    self._tell_standby_of_crash()
-                for message in new.pending:
-                    self._hear(status, message)
+                self._welcome(new, now)
             if self._first_lost:
                 self._await_others(self._first_lost)
             if self._regroup.waits:
@@ -126,8 +109,8 @@ class AllRanksWatch:
                 self._hear(self._me, {"signal": number})
             while own.outbox:
                 self._hear(self._me, own.outbox.pop(0))
-            if self._pause.wanted:
-                self._ask_who_has_begun()
+            if self._pause.ask(self._others, own.pause):
+                self._pause_all()
             if self._writer.error is not None:  # a full disk, say: without records no run
                 raise self._writer.error
             if self._all_done():
@@ -139,34 +122,24 @@ class AllRanksWatch:
             if len(self._others) + 1 == own.size:  # who comes is heard at once
                 time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.size))
 
+    def _welcome(self, new: Arrival, now: float) -> None:
+        """Hear somebody from now on: a rank, or who tells of one that is lost."""
+        if new.rank < 0:
+            self._witnesses.append(new.line)
+            self._regroup.witness(~new.rank)
+            return
+        address = new.line.getpeername()[0]
+        status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
+        self._others[new.line] = status
+        if new.rank == self._standby:
+            self._tell_standby_of_crash()
+        for message in new.pending:
+            self._hear(status, message)
+
     def end_job(self, fault: Fault) -> NoReturn:
         """Record the first cause, say it, and end all ranks."""
-        fault = self._launchers_loss(fault)
         phases = {status.rank: status.heartbeat.phase.key for status in self._statuses()}
-        fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
-        self._writer.write(partial(self._on_fault, fault))
-        self._writer.flush(_RECORD_S)
-        if fault.details:
-            self._own.print(fault.details)
-        self._own.print(line_of(fault))
-        if fault.kind in RESCUED and not fault.signal:
-            save_before_end(self._own, self._others, fault.rank, self._tell_all)
-        if fault.kind is FaultKind.HOST_LOST and self._own.reaper:
-            self._own.reaper.tell(timeout_s=_HOST_LOST_S)
-        self._tell_all({"stop": fault.code})
-        time.sleep(0.1)  # let the others read it
-        self._own.leave(fault.code)
-
-    def _launchers_loss(self, fault: Fault) -> Fault:
-        """The same, unless the launcher has lost the host of a rank that died, which dies of it."""
-        own = self._own
-        if fault.kind is not FaultKind.KILLED or fault.host == own.host or not own.reaper:
-            return fault
-        own.reaper.tell(fault=asdict(fault))  # should mpirun end this rank meanwhile
-        if not own.reaper.lost_session({fault.host, own.listening[fault.rank].address}, _SESSION_S):
-            return fault
-        own.stopped = True  # mpirun passes nothing on any more
-        return daemon_gone(fault.rank, fault.host, fault.step)
+        self._job_end.end(fault, phases, self._others)
 
     def _regroup_or_end(self) -> None:
         """Go on without lost ranks as soon as all others can; end the job where they cannot."""
@@ -204,10 +177,6 @@ class AllRanksWatch:
         if fault := fault or watchdog.stuck(statuses):
             self.end_job(fault)
 
-    def _until_due(self) -> float:
-        """Seconds until there is something to do."""
-        return self._cause.due_in(self._own.heartbeat_in())
-
     def _all_done(self) -> bool:
         """Whether all ranks are; looks at few of them while one is not."""
         whole = len(self._others) + 1 == self._own.size
@@ -232,7 +201,7 @@ class AllRanksWatch:
                 del self._others[line]
                 return
             spoke = self._cause.fault is not None and self._cause.fault.rank == status.rank
-            if not spoke and status.rank not in self._signalled:
+            if not spoke and status.rank not in self._signals:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 trains = status.regroups or status.heartbeat.step is not None
                 step = self._last_step() if trains else None
@@ -282,7 +251,8 @@ class AllRanksWatch:
         elif "leave" in message or "pause" in message:
             self._pause.want(status.rank, status.host, message.get("leave"))
         elif "begun" in message:
-            self._begun(status.rank, message["begun"])
+            if self._pause.answer(status.rank, message["begun"]):
+                self._pause_all()
         elif "paused" in message:
             if message["paused"]:
                 self._own.print(f"motley: {message['paused']}")
@@ -296,40 +266,15 @@ class AllRanksWatch:
             self._suspect(fault, FIRST_CAUSE_S)
         elif "signal" in message:
             self._own.stopped = True
-            self._signalled.add(status.rank)
-            self._suspect(self._stopped(status, message["signal"]), _SIGNAL_S)
+            known = self._statuses(), self._last_step(), self._own.how_to_continue()
+            self._suspect(self._signals.came(status, message["signal"], *known), _SIGNAL_S)
 
-    def _ask_who_has_begun(self) -> None:
-        """Where a pause is wanted: a step, of every rank that has come and was not asked yet."""
-        for line, status in self._others.items():
-            if self._pause.is_new(status.rank):
-                with contextlib.suppress(OSError):
-                    line.sendall(encode({"pause": None}))
-        if self._pause.is_new(0) and (answer := self._own.pause.hear(None)):
-            self._begun(0, answer["begun"])
-
-    def _begun(self, rank: int, step: int | None) -> None:
-        """Once all have said it, have all stop before the next."""
-        if not self._pause.answer(rank, step):
-            return
+    def _pause_all(self) -> None:
+        """All have said which step they have begun: have all stop before the next."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
         self._tell_all({"pause": self._pause.at})
         self._own.pause.hear(self._pause.at)
-
-    def _stopped(self, status: RankStatus, number: int) -> Fault:
-        """By a signal: the launcher sends it to all ranks at once, when it is told to end."""
-        name = signal.Signals(number).name
-        _, where = whereabouts(self._statuses())
-        if 0 in self._signalled or len(self._signalled) > 1:
-            slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
-            by = f"you{slurm} ({name} from the launcher, while {where})"
-            return stopped(self._last_step(), number, by, self._own.how_to_continue())
-        return Fault(
-            status.rank, status.host, self._last_step(),
-            f"stopped by {name}, which came to this rank alone, when {where}",
-            "continue with --resume auto", echo=True, kind=FaultKind.KILLED, signal=number,
-        )  # fmt: skip
 
     def _last_step(self) -> int | None:
         """The step that training is at; rank 0 itself may be left out of it."""

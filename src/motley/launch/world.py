@@ -5,7 +5,6 @@ Every script starts through :func:`run`.
 
 import atexit
 import copy
-import errno
 import gc
 import os
 import socket
@@ -20,6 +19,7 @@ from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
 from motley.launch.leftovers import say_leftovers
 from motley.launch.mpi import Launched, check_slurm
+from motley.launch.ports import reserve_port, why_not_free
 from motley.launch.process import (
     allow_files,
     die_with_parent,
@@ -296,26 +296,3 @@ def port_of_user(said: Sequence[str | None]) -> int | None:
         words = " and ".join(f"{text} on rank {rank}" for text, rank in ports.items())
         raise MotleyError(f"MASTER_PORT is {words}: set it to one port on all, or unset it")
     return int(next(iter(ports))) if ports else None
-
-
-def why_not_free(port: int) -> str:
-    """Why nobody can listen on a port of this machine; empty if one can."""
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind(("", port))
-        except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            return "another program listens there" if taken else str(error.strerror)
-    return ""
-
-
-def reserve_port(address: str) -> socket.socket:
-    """A free port, held by a socket that is bound and never listens.
-
-    No other program is given the port, while torch, which sets SO_REUSEADDR, can take it.
-    """
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((address, 0))
-    return holder

@@ -10,6 +10,7 @@ from motley.live.follow import RunFollower, workers
 from motley.live.track import mean_parts
 from motley.live.waiting import Held, Waits, last_steps
 from motley.live.words import evaluation, mapping, part, plain
+from motley.text import step_in_words
 
 _STALL_S, _STALL_STEPS = 2.0, 5.0  # without a step, whichever is longer
 _LATE_S, _LATE_SAMPLES = 1.0, 2.5  # a logger of devices writes at its own interval
@@ -114,9 +115,9 @@ def _ended(followed: RunFollower) -> str:
     failure, status = mapping(followed.about, "failure"), plain(followed.about.get("status"))
     if not failure:
         return f"{status}: no process holds the run any more; continue with --resume auto"
-    rank, step = failure.get("rank"), failure.get("step")
-    at = "before the first step" if step is None else f"step {step}"
-    where = f"rank {rank} on {failure['host']}, {at}: " if failure.get("host") else ""
+    rank, host, step = failure.get("rank"), failure.get("host"), failure.get("step")
+    at = step_in_words(step if isinstance(step, int) else None)
+    where = f"rank {rank} on {host}, {at}: " if host else ""
     return plain(f"{status}: {where}{failure.get('error')}")
 
 
@@ -161,6 +162,8 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
                 f"; it is ready after {waits.own_s:.3g} s{why}, the others after "
                 f"{waits.others_s:.3g} s"
             )
+            if waits.usual_s is not None:
+                said += f"; before, all were after {waits.usual_s:.3g} s"
         return Mood.WAITS, said
     if waits.held is Held.WIRE:
         link = f"; {plain(followed.slow_link)}" if followed.slow_link else ""

@@ -1,7 +1,7 @@
 """The records of one training run as columns, one a field. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,10 @@ class Training:
         """A field of every step; NaN where unknown."""
         return column(self.lead, field)
 
+    def taken(self) -> Array:
+        """How many steps are taken with each one: as people count, from 1."""
+        return self.values("step") + 1
+
     @property
     def unit(self) -> str:
         """What a rate counts: images, tokens."""
@@ -55,8 +59,12 @@ class Training:
         return np.where(np.isnan(weights), samples, weights)  # older runs tell none
 
     def rates(self) -> Array:
-        """Of all ranks together, in :attr:`unit` a second, of every step."""
-        return self.values("samples_per_s") * self.counted() / self.values("n_global")
+        """Of all ranks together, in :attr:`unit` a second, of every step; NaN of an epoch's last
+        batch that is smaller: a step costs something whatever its batch, so it says nothing of the
+        machines."""
+        samples = self.values("n_global")
+        found = self.values("samples_per_s") * self.counted() / samples
+        return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
 
     def mean_rate(self) -> float:
         """By the clock, see :func:`motley.records.rates.mean_rate`, in :attr:`unit` a second; NaN
@@ -70,6 +78,23 @@ class Training:
         """The metric that an evaluation is judged by; empty if there is none besides the loss."""
         names = EpochRecord.metrics_of(self.epochs[-1]) if self.epochs else {}
         return next((name for name in names if name != "loss"), "")
+
+    def last_launch(self) -> "Training | None":
+        """With the steps of the job that wrote run.json alone, whose machines and plan are told
+        there; None where it has taken none. An old run that does not tell has all."""
+        began = self.run.get("started")
+        if not isinstance(began, int | float):
+            return self
+        # By the clock of the lowest rank that is there: the first one's wrote run.json.
+        after = (line["step"] for _, lines in sorted(self.steps.items()) for line in lines
+                 if line["time"] > began)  # fmt: skip
+        first = next(after, None)
+        if first is None:
+            return None
+        found = {rank: [line for line in lines if line["step"] >= first]
+                 for rank, lines in self.steps.items()}  # fmt: skip
+        steps = {rank: lines for rank, lines in found.items() if lines}
+        return replace(self, steps=steps, lead=lead(steps))
 
     def worker(self, rank: int) -> JsonDict:
         """What run.json says of a rank (host, device, precision); empty if nothing."""

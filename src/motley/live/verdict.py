@@ -96,10 +96,16 @@ class RunVerdict:
         if self.step_s is None:
             return ""
         words = f"A step took {self.step_s:.3g} s"
-        if self.fraction is not None:
+        more = self.fraction is not None and self.fraction > 1 + _OFF
+        if self.fraction is not None and not more:
             words = f"{self.fraction:.2f} of what these machines can do together: a" + words[1:]
         if self.forecast_s and abs(self.step_s / self.forecast_s - 1) > _OFF:
             words += f", where the plan foresaw {self.forecast_s:.3g}"
+        if more:
+            words += (
+                f": {self.fraction:.2f} times what these machines did together when they were "
+                "measured; others may have used them then"
+            )
         return f"{words}."
 
     def _how_far_off(self) -> str:
@@ -133,11 +139,14 @@ class RunVerdict:
 
 
 def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> RunVerdict:
-    """Judge a run by its records.
+    """Judge a run by its records: by the steps of its last launch, of which the plan is, or by all
+    where it has taken none; energy is of all.
 
     Args:
         co2_per_kwh: grams of CO2 for a kWh where it ran; None: energy is not asked for.
     """
+    energy = None if co2_per_kwh is None else _energy(training, co2_per_kwh)
+    training = training.last_launch() or training
     steps = training.values("n_global") / training.values("samples_per_s")
     step_s = _known(median(steps))
     rate = _known(median(training.values("samples_per_s")))
@@ -146,7 +155,6 @@ def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> 
     seconds = forecast.get("step_s") if _is_full(training, forecast) else None
     lost, (slower, times) = _lost(training), _slower(training, forecast if seconds else {})
     on_wire = lost.get(_PARTS["t_comm"], 0.0) >= _WORTH
-    energy = None if co2_per_kwh is None else _energy(training, co2_per_kwh)
     return RunVerdict(
         fraction_of_limit(about, rate), step_s, seconds, lost,
         slow_link(about) if on_wire else "", slower, times, leak(training.steps),

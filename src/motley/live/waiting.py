@@ -1,9 +1,11 @@
 """What a step waits for: a rank, the wire, input; from the last steps of all ranks. Pure."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import takewhile
+from statistics import median
 
 from motley.live.track import Step, Track, mean_parts
 
@@ -11,6 +13,12 @@ _MOST, _LEAST, _FRESH_S = 20, 3, 3.0  # steps that are looked at: those of so ma
 _WORTH = 0.05  # of a step, that is worth a word
 _NO_WAIT = 0.02  # of a step: whoever waits less is who was ready last
 _FOR_INPUT = 0.5  # of the time until a rank is ready
+# A rank has become slower where the last one is ready after so many times what is usual, in some
+# steps or for so long, while the others are after a part of that. It is named at once, and before
+# the wire: whoever computes slowly sends slowly too, and most of that looks like the wire.
+_SLOWER, _SLOWER_STEPS, _SLOWER_S, _OTHERS = 3.0, 2, 0.5, 0.5
+_USUAL = 8  # steps or more, whose median is usual
+_SLOWER_WORTH = 0.1  # of a step
 
 
 class Held(StrEnum):
@@ -32,6 +40,7 @@ class Waits:
         share: part of each step. rank: that is waited for; None with Held.RANK: one that writes no
             records here.
         own_s, others_s: until that rank was ready, and the others on average; None: unknown.
+        usual_s: until the last rank was ready before this one became slower; None: it did not.
         for_input: most of ``own_s`` was for its samples.
         steps: that were looked at.
         by_rank: part of each step in which a rank was waited for.
@@ -44,7 +53,27 @@ class Waits:
     rank: int | None = None
     own_s: float | None = None
     others_s: float | None = None
+    usual_s: float | None = None
     for_input: bool = False
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some steps.
+
+    Attributes:
+        steps: how many. lines: of them, by rank and number. seconds: that they took.
+        by_rank: part of that in which each was waited for.
+    """
+
+    steps: int
+    lines: Mapping[int, Mapping[int, Step]]
+    seconds: float
+    by_rank: Mapping[int | None, float]
+
+    @property
+    def waited_for_most(self) -> int | None:
+        return max(self.by_rank, key=lambda rank: self.by_rank[rank], default=None)
 
 
 def last_steps(track: Track) -> list[Step]:
@@ -61,7 +90,41 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
         tracks: of the ranks that write their steps here. lead: whose steps reach furthest.
         ranks: all that train.
     """
-    numbers = [step.step for step in last_steps(lead)]
+    since, usual_s = _since_slower(lead)
+    found = _window(since, tracks, ranks)
+    if (rank := found.waited_for_most) is not None and found.by_rank[rank] > _SLOWER_WORTH:
+        waits = _for_rank(rank, found)
+        if waits.own_s and (waits.others_s or 0.0) < _OTHERS * waits.own_s:
+            return replace(waits, usual_s=usual_s)
+    return _most(_window(last_steps(lead), tracks, ranks), len(ranks))
+
+
+def _since_slower(lead: Track) -> tuple[list[Step], float | None]:
+    """The last steps, if some rank has become slower in them; and after how long the last rank was
+    ready before, seconds."""
+    ready = [_last_ready(step) for step in lead.recent]
+    known = [seconds for seconds in ready if seconds is not None]
+    if len(known) < _USUAL:
+        return [], None
+    usual = median(known)
+    slower = len([*takewhile(lambda seconds: (seconds or 0.0) > _SLOWER * usual, reversed(ready))])
+    since = list(lead.recent)[-min(slower, _MOST) :] if slower else []
+    lasts = len(since) >= _SLOWER_STEPS or sum(step.seconds for step in since) > _SLOWER_S
+    return (since, usual) if lasts else ([], None)
+
+
+def _last_ready(step: Step) -> float | None:
+    """Until the last rank was ready, by one rank's line, seconds."""
+    if step.ready_s is None:
+        return None
+    if step.others:
+        return max(step.others[2], step.ready_s)
+    return None if step.parts[2] is None else step.ready_s + step.parts[2]
+
+
+def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collection[int]) -> _Window:
+    """All ranks' lines of one rank's steps."""
+    numbers = [step.step for step in steps]
     lines = {
         rank: found for rank, track in tracks.items()
         if (found := {step.step: step for step in list(track.recent)[-2 * _MOST:]
@@ -74,24 +137,32 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
         whole += max(step.seconds for step in of_step.values())
         who, seconds = waited_for(of_step, ranks)
         lost[who] += seconds
-    if not whole:
-        return Waits(Held.UNKNOWN, 0.0, len(numbers), {})
-    by_rank = {rank: seconds / whole for rank, seconds in lost.items() if seconds}
-    parts = mean_parts([step for steps in lines.values() for step in steps.values()])
-    usual = whole / len(numbers)
+    by_rank = {rank: seconds / whole for rank, seconds in lost.items() if seconds and whole}
+    return _Window(len(numbers), lines, whole, by_rank)
+
+
+def _most(found: _Window, ranks: int) -> Waits:
+    """What is waited for most in some steps.
+
+    Args:
+        ranks: how many train.
+    """
+    if not found.seconds:
+        return Waits(Held.UNKNOWN, 0.0, found.steps, {})
+    by_rank, usual = found.by_rank, found.seconds / found.steps
+    parts = mean_parts([step for steps in found.lines.values() for step in steps.values()])
     shares = {
         Held.WIRE: (parts[3] or 0.0) / usual, Held.INPUT: (parts[0] or 0.0) / usual,
         Held.OPTIMIZER: (parts[4] or 0.0) / usual,
     }  # fmt: skip
-    rank = max(by_rank, key=lambda each: by_rank[each], default=None)
-    held = max(shares, key=lambda each: shares[each])
+    rank, held = found.waited_for_most, max(shares, key=lambda each: shares[each])
     if by_rank and by_rank[rank] >= max(_WORTH, shares[held]):
-        return _for_rank(rank, by_rank, lines, len(numbers))
+        return _for_rank(rank, found)
     if shares[held] >= _WORTH:
-        return Waits(held, shares[held], len(numbers), by_rank)
-    told = parts[2] is not None or len(ranks) < 2
+        return Waits(held, shares[held], found.steps, by_rank)
+    told = parts[2] is not None or ranks < 2
     return Waits(
-        Held.NOTHING if told else Held.UNKNOWN, (parts[1] or 0.0) / usual, len(numbers), by_rank
+        Held.NOTHING if told else Held.UNKNOWN, (parts[1] or 0.0) / usual, found.steps, by_rank
     )
 
 
@@ -120,24 +191,24 @@ def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int |
     return who, sum(waits) / len(waits) if waits else 0.0
 
 
-def _for_rank(
-    rank: int | None, by_rank: Mapping[int | None, float], lines: Mapping[int, Mapping[int, Step]],
-    steps: int,
-) -> Waits:  # fmt: skip
+def _for_rank(rank: int | None, found: _Window) -> Waits:
+    lines = found.lines
     own = list(lines[rank].values()) if rank is not None and rank in lines else []
     own_s = _mean([step.ready_s for step in own])
     input_s = _mean([step.parts[0] for step in own])
-    if own_s is None:  # of many ranks, the first tells
-        told = [step.others for found in lines.values() for step in found.values() if step.others]
+    rest = [step for other, steps in lines.items() if other != rank for step in steps.values()]
+    others_s = _mean([step.ready_s for step in rest])
+    if own_s is None and any(step.others for step in rest):  # of many ranks, the first tells
+        told = [step.others for step in rest if step.others]
         own_s = _mean([last for _, who, last in told if who == rank])
         others_s = _mean([middle for middle, _, _ in told])
-    else:
-        others_s = _mean(
-            [step.ready_s for other, found in lines.items() if other != rank
-             for step in found.values()]
-        )  # fmt: skip
+    elif own_s is None and rank is not None:  # its line of a step comes last, as it does
+        own_s = _mean([_last_ready(step) for step in rest])
     for_input = bool(own_s and input_s and input_s > _FOR_INPUT * own_s)
-    return Waits(Held.RANK, by_rank[rank], steps, by_rank, rank, own_s, others_s, for_input)
+    return Waits(
+        Held.RANK, found.by_rank[rank], found.steps, found.by_rank, rank, own_s, others_s,
+        for_input=for_input,
+    )  # fmt: skip
 
 
 def _mean(values: Collection[float | None]) -> float | None:

@@ -66,6 +66,8 @@ def event(line: JsonDict) -> Event:
     text = line.get("text")
     if not isinstance(text, str):
         told = {name: "?" if value is None else value for name, value in line.items()}
+        if isinstance(step := line.get("step"), int):
+            told["step"] = step + 1  # as people count
         text = _SAID.get(kind, "").format_map(_Told(told))
     return Event(when if isinstance(when, int | float) else None, plain(kind), plain(text))
 

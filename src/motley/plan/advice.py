@@ -9,6 +9,7 @@ from motley.plan.forecast import Choice, Forecast, arrange, choose_machines, rat
 from motley.plan.links import Links
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
+from motley.text import rate_in_words
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -186,10 +187,11 @@ def bound_by_input(
         who = f"{readers} loader processes" if readers > 1 else "one process"
         more = f", or --workers {readers + 1} if it has cores to spare" if not readers else ""
         meanwhile = "" if readers else ", and computes nothing meanwhile"
+        reads = rate_in_words(1 / speed.input_s)
+        computes = rate_in_words(n / speed.computing().seconds_of(n))
         sentences[name] = (
-            f"{name} waits for its samples: {who} a rank can read {1 / speed.input_s:,.0f} a "
-            f"second{meanwhile}, where a rank could compute "
-            f"{n / speed.computing().seconds_of(n):,.0f}; for images, what helps is --dataset "
-            f"packed (see setup/stage_cn.sh -h){more}"
+            f"{name} waits for its samples: {who} a rank can read {reads} a second"
+            f"{meanwhile}, where a rank could compute {computes}; for images, what "
+            f"helps is --dataset packed (see setup/stage_cn.sh -h){more}"
         )
     return tuple(Advice(text, "--dataset packed") for text in sentences.values())

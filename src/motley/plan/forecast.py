@@ -14,6 +14,7 @@ from motley.plan.plan import apportion
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import Speeds, limit_s, split
 from motley.plan.wire import AllReduceCost
+from motley.text import rate_in_words
 
 _WORTH = 0.01  # of a step, that larger micro-batches must save
 _WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecasts are that good
@@ -68,9 +69,9 @@ class Forecast:
         """
         rate, most = weight * self.samples_per_s, weight * self.global_batch / self.limit_s
         return (
-            f"predicted: {self.step_s:.3g} s a step, {rate:,.0f} {unit}/s, which is "
+            f"predicted: {self.step_s:.3g} s a step, {rate_in_words(rate)} {unit}/s, which is "
             f"{self.fraction:.2f} of what these machines can do together "
-            f"({most:,.0f} {unit}/s; the wire alone takes "
+            f"({rate_in_words(most)} {unit}/s; the wire alone takes "
             f"{self.wire_s:.3g} s a step)"
         )
 

@@ -19,7 +19,8 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.foresee import foresee
 from motley.planner.measured_plan import Planned, measure_and_plan
-from motley.planner.process_group import ProcessGroup, Worker, kept_workers, shrink_group
+from motley.planner.process_group import ProcessGroup, shrink_group
+from motley.planner.worker import Worker, kept_workers
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task

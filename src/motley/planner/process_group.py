@@ -9,53 +9,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from motley.cluster.binding import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
 from motley.engines.memory import uuid_of
 from motley.errors import MotleyError
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.measure.device import kernel_speed
 from motley.plan.per_rank import PerRank, named_hosts
 from motley.plan.plan import Candidate, LeftOut, choose_participants
 from motley.plan.precision import (
-    PRECISIONS,
-    best_precision,
-    best_precision_of_amd,
     read_precisions,
 )
+from motley.planner.worker import Worker, bind_to_device, find_worker, kept_workers
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 
 _RCCL = "RCCL "
-_FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 # Of a collective. The supervisor ends the job long before, and can name the rank.
 _TIMEOUT = timedelta(seconds=2 * PROGRESS_TIMEOUT_S)
-
-
-@dataclass(frozen=True)
-class Worker:
-    """One rank that trains, as run.json lists it.
-
-    Attributes:
-        rank: in the launch, as errors and file names call it.
-        group_rank: in the process group; among all ranks, those that train are counted.
-        device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
-        uuid: of its GPU; empty without one.
-        why: why this precision.
-        cores: that it is kept on, in words; empty: any.
-        maker: of its GPU, NVIDIA or AMD; empty without one.
-    """
-
-    rank: int
-    group_rank: int
-    host: str
-    device: str
-    uuid: str
-    precision: str
-    why: str
-    cores: str = ""
-    maker: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,8 +131,8 @@ def join_process_group(
     wanted = (precision or read_precisions("auto")).of(len(participants))
     own = None
     if rank is not None:
-        cores = _bind(world, device) if bind else ""
-        own = _worker(rank, world, device, wanted[rank], cores)
+        cores = bind_to_device(world, device) if bind else ""
+        own = find_worker(rank, world, device, wanted[rank], cores)
     workers = world.allgather(own)
     group = tuple(worker for worker in workers if worker is not None)
     return ProcessGroup(rank, group, left_out, device, _connect(world, rank, group, device))
@@ -193,12 +163,6 @@ def _connect(
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device, pg_options=options)
     return "nccl"
-
-
-def kept_workers(workers: Sequence[Worker], ranks: Collection[int]) -> tuple[Worker, ...]:
-    """Those of these launched ranks, numbered anew."""
-    kept = [worker for worker in workers if worker.rank in ranks]
-    return tuple(replace(worker, group_rank=number) for number, worker in enumerate(kept))
 
 
 def shrink_group(
@@ -274,65 +238,3 @@ def gpu_logger(
     lowest = here[0].rank if here else world.rank  # nobody trains here
     ranks = {"": lowest} | {worker.uuid: worker.rank for worker in here if worker.uuid}
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)
-
-
-def _bind(world: World, device: torch.device) -> str:
-    """Keep this rank next to its device; says where that is, nothing where it may be anywhere."""
-    has_gpu, near = device.type == "cuda", None
-    if has_gpu:
-        uuid = uuid_of(device)
-        own = [each for each in world.nodes[world.rank].devices if each.uuid == uuid]
-        near = own[0].memory_node if own else None
-    node = choose_node(
-        memory_nodes(), near, has_gpu, world.local_rank, world.local_size, os.sched_getaffinity(0)
-    )
-    if node is None:
-        return ""
-    bind_process(node.cores)
-    return node.words()
-
-
-def _worker(rank: int, world: World, device: torch.device, wanted: str, cores: str) -> Worker:
-    name, uuid, maker = "cpu", "", ""
-    if device.type == "cuda":
-        name = f"{device} {torch.cuda.get_device_properties(device).name}"
-        uuid, maker = uuid_of(device), "AMD" if torch.version.hip else "NVIDIA"
-    precision, why = wanted, "asked for"
-    if wanted == "auto":
-        precision, why = confirmed(*promised_precision(device), device)
-    speed = kernel_speed(device, precision, seconds=0.02)
-    if speed.tflops is None:
-        able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
-        fix = (
-            f"it can do {', '.join(able)}: choose one with --precision for rank {rank}"
-            if able
-            else "this torch has no kernels for it: bash setup/install_cn.sh chooses one that has"
-        )
-        raise MotleyError(
-            f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
-        )
-    return Worker(world.rank, rank, world.host, name, uuid, precision, why, cores, maker)
-
-
-def promised_precision(device: torch.device) -> tuple[str, str]:
-    """The precision that a device should run fast, by what its maker calls it, and why."""
-    if device.type != "cuda":
-        return best_precision(None)
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:  # whose "compute capability" is another number
-        return best_precision_of_amd(properties.gcnArchName)
-    return best_precision((properties.major, properties.minor))
-
-
-def confirmed(precision: str, why: str, device: torch.device) -> tuple[str, str]:
-    """The precision that a capability promises, if a real kernel keeps it; else fp32.
-
-    A claim of support can be emulation, slower than fp32.
-    """
-    if precision == "fp32":
-        return precision, why
-    fast = kernel_speed(device, precision, seconds=0.02).tflops or 0.0
-    plain = kernel_speed(device, "fp32", seconds=0.02).tflops or 0.0
-    if fast > _FASTER * plain:
-        return precision, why
-    return "fp32", f"{why}, but {precision} does {fast:.3g} TFLOP/s here and fp32 {plain:.3g}"

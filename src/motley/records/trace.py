@@ -69,8 +69,8 @@ class TraceSummary:
 
 
 def step_span_name(step: int) -> str:
-    """How the span of a step is called."""
-    return f"{_STEP}{step}"
+    """How the span of a step is called: as people count, from 1."""
+    return f"{_STEP}{step + 1}"
 
 
 def write_trace(

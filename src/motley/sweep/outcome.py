@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motley.faults import FaultKind, kind_of_text
+from motley.text import step_in_words
 
 DONE = "done"
 _SIGNAL = re.compile(r"(?:exited on|by) signal (\d+)")  # mpirun says it
@@ -40,10 +41,10 @@ class Outcome:
 
     @property
     def when(self) -> str:
-        """``epoch 0, step 3, backward``, as far as known."""
+        """``epoch 0, step 4, backward``, as far as known, of ``step`` 3."""
         parts = [
             None if self.epoch is None else f"epoch {self.epoch}",
-            None if self.step is None else f"step {self.step}", self.phase,
+            None if self.step is None else step_in_words(self.step), self.phase,
         ]  # fmt: skip
         return ", ".join(filter(None, parts))
 

@@ -12,6 +12,7 @@ from motley.records.run_folder import RunFolder
 from motley.sweep.cells import REFERENCE, Cell
 from motley.sweep.outcome import DONE, Outcome
 from motley.sweep.results import BaselineFolder
+from motley.text import rate_in_words
 
 _PARTS = ("data", "compute", "wait", "comm", "opt")
 
@@ -90,7 +91,9 @@ class Row:
         return self._words(self.mean_samples_per_s)
 
     def _words(self, samples_per_s: float | None) -> str:
-        return f"{self.weight * samples_per_s:,.0f} {self.unit}/s" if samples_per_s else ""
+        return (
+            f"{rate_in_words(self.weight * samples_per_s)} {self.unit}/s" if samples_per_s else ""
+        )
 
     @property
     def is_compiled(self) -> bool:

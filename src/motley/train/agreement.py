@@ -16,7 +16,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
-from motley.planner.process_group import Worker
+from motley.planner.worker import Worker
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
 

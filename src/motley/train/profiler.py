@@ -23,7 +23,8 @@ from motley.config.numbers import ALL, SLOWEST, StepSpan
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.planner.process_group import ProcessGroup, Worker
+from motley.planner.process_group import ProcessGroup
+from motley.planner.worker import Worker
 from motley.records.run_folder import RunFolder
 from motley.records.trace import TraceClock, step_span_name, write_trace
 from motley.train.recorder import Recorder, Timed
@@ -42,7 +43,7 @@ def check_profile(config: Config, workers: Sequence[Worker], last: int) -> None:
         return
     if config.profile.first >= last:
         raise MotleyError(
-            f"--profile {config.profile}: the run ends with step {last - 1}; profile earlier ones, "
+            f"--profile {config.profile}: the run ends with step {last}; profile earlier ones, "
             "or train for longer"
         )
     ranks = [worker.rank for worker in workers]
@@ -157,9 +158,10 @@ class StepProfiler:
 
     def _end(self) -> None:
         """Write the traces, and say where they are; all ranks call it."""
-        if not self._chosen:
+        if not self._chosen or self._steps is None:
             return
-        steps, chosen = self._steps, [self._ranks[rank] for rank in self._chosen]
+        first, last = self._steps.first + 1, self._steps.end  # as people count, from 1
+        chosen = [self._ranks[rank] for rank in self._chosen]
         self._steps, self._chosen = None, []
         if self._running is not None:
             self._say(Phase.SAVE)  # a large trace takes longer than a step
@@ -169,8 +171,8 @@ class StepProfiler:
             names += ", the slowest"
         self._recorder.note(
             "profile",
-            f"profiled steps {steps} of {names}: see where the time went, and put it into one "
-            f"picture, with: python plots/traces.py {self._folder.path}",
+            f"profiled steps {first} to {last} of {names}: see where the time went, and put it "
+            f"into one picture, with: python plots/traces.py {self._folder.path}",
             ranks=chosen,
         )
 

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from motley.records.training import EMA, EpochRecord, StepRecord
 from motley.tasks.task import Task
+from motley.text import rate_in_words
 
 
 class Reporter:
@@ -49,7 +50,7 @@ class Reporter:
         if record.loss is not None:
             self._loss = f"loss {record.loss:.4f}  "
         rate = record.samples_per_s * record.weight / record.n_global
-        text = f"epoch {record.epoch}  {self._loss}{rate:,.0f} {self._about.unit}/s"
+        text = f"epoch {record.epoch}  {self._loss}{rate_in_words(rate)} {self._about.unit}/s"
         if self._on_terminal:
             self._bar.update(self._task, completed=done, description=text)
             return

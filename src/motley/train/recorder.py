@@ -114,7 +114,8 @@ class Recorder:
 
         By then the device has done it, so reading its times waits for nothing, and the
         other ranks' times have come along with the next step's exchange. It is written by
-        :meth:`write`.
+        :meth:`write`; on a CPU, where no device computes meanwhile and the next backward pass may
+        wait for a slow rank, at once.
 
         Args:
             state: before it. plan: of its batch.
@@ -135,6 +136,8 @@ class Recorder:
             time=time.time(),
         )  # fmt: skip
         self._pending = (record, result.laps, plan)
+        if self._device.type == "cpu":
+            self.write()
         return timed
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteErro
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
+from motley.text import step_in_words
 from motley.train.overflow import find_overflow
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
@@ -187,14 +188,15 @@ def shrink_micro_batches(
             f"out of memory with the smallest micro-batches ({said}); wait until others leave, "
             "or take the host out of hosts.txt, and continue with --resume auto"
         ) from None
+    at = step_in_words(step)
     before = {names[rank]: max(plan.micro_batches[rank]) for rank in short}
     after = {names[rank]: smaller.max_micro_batch[rank] for rank in short}
     recorder.note(
         "out_of_memory",
         (
-            f"out of memory in step {step}, which is done again with micro-batches of at most "
+            f"out of memory in {at}, which is done again with micro-batches of at most "
             if result.retry
-            else f"out of memory before step {step}; from here on micro-batches of at most "
+            else f"out of memory before {at}; from here on micro-batches of at most "
         )
         + ", ".join(f"{after[name]} (before: {before[name]}) on {name}" for name in names.values())
         + f". {said}",

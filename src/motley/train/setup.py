@@ -27,7 +27,8 @@ from motley.plan.ramp import ramp_of
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
-from motley.planner.process_group import ProcessGroup, Worker
+from motley.planner.process_group import ProcessGroup
+from motley.planner.worker import Worker
 from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
 from motley.train.budget import Budget, checkpoint_bytes
@@ -194,16 +195,7 @@ def assemble(
     if model.by_blocks:
         model.by_blocks.unfold()
         release()
-    numbers = sum(value.numel() for value in model.net.state_dict().values())
-    shapes = [tuple(each.shape) for each in model.net.parameters() if each.requires_grad]
-    trained, whole = sum(map(math.prod, shapes)), sum(p.numel() for p in model.net.parameters())
-    gradient_bytes = plan.wire.bytes_of(shapes)
-    if trained < whole:
-        text = (
-            f"{trained:,} of {whole:,} parameters are trained: a gradient of "
-            f"{gradient_bytes / 1e6:.3g} MB"
-        )
-        notes.append(("frozen", text, {"trained": trained, "parameters": whole}))
+    sizes = _Sizes.of(model, plan)
     if not engine_factory.traits.fills_model:
         model.fill(model.net)
     engine = engine_factory(  # some leave no rank a whole parameter
@@ -212,20 +204,58 @@ def assemble(
     )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
-
-    every = config.save_every or (None if model.task.keeps else 0)
-    length = Length(
-        config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
-        save_every=None if isinstance(every, Duration) else every,
-        by_clock=isinstance(every, Duration), ramp=ramp_of(config.batch_size),
-    )  # fmt: skip
+    length = _length(config, plan, loader, keeps=model.task.keeps)
     return Job(
         config, run, plan, loader, model, engine,
         schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
-        checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=numbers,
-        trained=trained, gradient_bytes=gradient_bytes, length=length,
-        saved_config={**config.as_json(), **identity_of(config)}, notes=notes,
+        checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=sizes.numbers,
+        trained=sizes.trained, gradient_bytes=sizes.gradient_bytes, length=length,
+        saved_config={**config.as_json(), **identity_of(config)}, notes=[*notes, *sizes.notes()],
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of a model before an engine cuts it; see :class:`Job`. parameters: ``trained`` or not."""
+
+    numbers: int
+    parameters: int
+    trained: int
+    gradient_bytes: int
+
+    @classmethod
+    def of(cls, model: TaskModel, plan: Plan) -> "_Sizes":
+        net = model.net
+        shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
+        return cls(
+            sum(value.numel() for value in net.state_dict().values()),
+            sum(each.numel() for each in net.parameters()), sum(map(math.prod, shapes)),
+            plan.wire.bytes_of(shapes),
+        )  # fmt: skip
+
+    def notes(self) -> list[Note]:
+        """That some parameters stay as they are."""
+        if self.trained == self.parameters:
+            return []
+        text = (
+            f"{self.trained:,} of {self.parameters:,} parameters are trained: a gradient of "
+            f"{self.gradient_bytes / 1e6:.3g} MB"
+        )
+        return [("frozen", text, {"trained": self.trained, "parameters": self.parameters})]
+
+
+def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
+    """Where the run ends, and when it saves.
+
+    Args:
+        keeps: checkpoints, unless the user says how often.
+    """
+    every = config.save_every or (None if keeps else 0)
+    return Length(
+        config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
+        save_every=None if isinstance(every, Duration) else every,
+        by_clock=isinstance(every, Duration), ramp=ramp_of(config.batch_size),
     )  # fmt: skip
 
 

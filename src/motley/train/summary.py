@@ -82,10 +82,10 @@ def records_of(
 def print_verdict(run: Run) -> None:
     """Say what a run that ends reached, and what would be faster; the first rank calls it."""
     try:
-        training = read_training(run.folder, last=True)
+        training = read_training(run.folder, last=True).last_launch()
     except MotleyError:
         return  # it had no step left to take
-    if len(training.lead) < _JUDGED:
+    if training is None or len(training.lead) < _JUDGED:
         return
     for sentence in run_verdict(training, co2_per_kwh=None).sentences():
         print(f"  {sentence}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,9 @@ from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch import away
 from motley.launch.away import mark_away, read_away, remove_mark
+from motley.launch.messages import encode
 from motley.launch.pause import LEAVE_SIGNAL, OwnPause, PauseAgreement
+from motley.launch.watchdog import RankStatus
 
 
 @pytest.fixture
@@ -92,9 +95,15 @@ def test_no_link_is_followed_and_nothing_is_shared(folder: Path, tmp_path: Path)
 def test_all_stop_before_the_step_after_the_last_that_any_has_begun() -> None:
     rank0, rank1, pause = OwnPause(), OwnPause(), PauseAgreement(2)
     assert rank0.begin(7) and rank1.begin(7) and rank1.begin(8)
+    here, there = socket.socketpair()
+    others = {here: RankStatus(1, "b")}
+    assert not pause.ask(others, rank0)  # nobody wants it
     pause.want(1, "b", "leaves as asked (leave_cn.sh)")
-    assert pause.is_new(0) and pause.is_new(1) and not pause.is_new(1)
-    assert not pause.answer(0, rank0.hear(None)["begun"])  # type: ignore[index]
+    for _ in range(2):  # each is asked once
+        assert not pause.ask(others, rank0)  # rank 1 has not answered
+    assert there.recv(99) == encode({"pause": None})
+    here.close()
+    there.close()
     begun = list[bool]()
     waits = threading.Thread(target=lambda: begun.append(rank0.begin(8)))
     waits.start()
@@ -109,7 +118,7 @@ def test_all_stop_before_the_step_after_the_last_that_any_has_begun() -> None:
     assert not rank0.begin(9) and not rank1.begin(9)
     fault = pause.fault(9)
     assert (fault.kind, fault.rank, fault.host) == (FaultKind.LEFT, 1, "b")
-    assert fault.line().startswith("b leaves as asked (leave_cn.sh) at step 9; continue with")
+    assert fault.line().startswith("b leaves as asked (leave_cn.sh) after step 9; continue with")
 
 
 def test_before_the_first_step_there_is_nothing_to_agree_on() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from motley.faults import FaultKind, Phase
 from motley.launch.messages import Messages, encode
-from motley.launch.unheard import TOLD_AFTER_S, Unheard
+from motley.launch.unheard import CUT_OFF_AFTER_S, TOLD_AFTER_S, Unheard
 from motley.launch.watchdog import (
     HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
@@ -138,6 +138,23 @@ def test_time_asleep_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         awake.look()
     now += 3600  # Ctrl-Z
     assert awake.look() == 4.0
+
+
+def test_who_is_cut_off_is_told_sooner() -> None:
+    clock, _, (_, one, two) = world("a", "b", "c")
+    one.address = two.address = "10.0.0.2"
+    dead = list[str]()
+    unheard = Unheard(clock, lambda: dead)  # type: ignore[arg-type]
+    hear(clock, 10.0, one, two)
+    clock.seconds = 10.1 + CUT_OFF_AFTER_S
+    two.heard = clock.seconds
+    assert unheard.changes([one, two]) == []  # a busy machine acknowledges what it is sent
+    dead.append("10.0.0.2")
+    (said,) = unheard.changes([one, two])
+    assert (said["kind"], said["rank"], said["seconds"]) == ("silent", 1, CUT_OFF_AFTER_S + 0.1)
+    dead.clear()
+    (again,) = unheard.changes([one, two])
+    assert again["kind"] == "heard_again"
 
 
 def test_who_is_not_heard_is_told_once_and_so_is_that_it_is_heard_again() -> None:

@@ -190,7 +190,7 @@ def test_last_words_come_after_the_end(tmp_path: Path) -> None:
         runs.look(clock, NOW)
         now = runs.snapshot("run", NOW)
         assert now is not None
-        assert [event.text for event in now.events] == ["rank 1 on tesla1, step 1: out of memory"]
+        assert [event.text for event in now.events] == ["rank 1 on tesla1, step 2: out of memory"]
     assert runs.running() == [] and runs.names == ["run"]
     follower = runs.follower("run")
     assert follower is not None and follower.looks == 3  # nothing is read of what has ended

@@ -137,6 +137,28 @@ def test_a_slow_host_is_named_besides_a_slower_wire(tmp_path: Path) -> None:
     live.close()
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(0.15, 2), (0.3, 1)])
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_host_that_has_become_slower_is_named_at_once_and_before_the_wire(
+    tmp_path: Path, seconds: float, steps: int, writes: bool
+) -> None:
+    live = LiveRun(tmp_path / "run", compute_s=0.01)
+    for _ in range(20):
+        live.take_step(comm_s=0.02)
+    live.take_step(slow=dict.fromkeys(range(5), 50.0), comm_s=1.0)  # no rank alone
+    assert watched(live).headline.startswith("waits for the wire: ")
+    live.take_step(slow={1: 8.0})  # once is nothing, if it is short
+    live.take_step(comm_s=0.02)
+    assert watched(live).headline.startswith("waits for the wire: ")
+    for _ in range(steps):  # it sends slowly too
+        live.take_step(slow={3: seconds / 0.01}, comm_s=2 * seconds, silent=[] if writes else [3])
+    assert watched(live).headline == (
+        f"waits for tesla3 (rank 3): {31 if seconds < 0.2 else 32} % of each step; it is ready "
+        f"after {seconds + 0.001:.3g} s, the others after 0.011 s; before, all were after 0.011 s"
+    )
+    live.close()
+
+
 def test_a_pause_of_all_is_said_and_blamed_on_nobody(tmp_path: Path) -> None:
     live = LiveRun(tmp_path / "run", config={"gpu_log_interval": 60})
     assert watched(live).headline == "starting: no step is recorded yet"
@@ -175,7 +197,7 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
     failure = {"rank": 3, "host": "tesla3", "step": 17, "error": "out of memory"}
     for changes, mood, said in (
         ({"status": "failed", "failure": failure}, Mood.FAILED,
-         "failed: rank 3 on tesla3, step 17: out of memory"),
+         "failed: rank 3 on tesla3, step 18: out of memory"),
         ({"status": "finished", "result": {"steps": 200}}, Mood.DONE,
          "finished after 200 steps: top1 0.9722, loss 0.1 (epoch 0)"),
     ):  # fmt: skip

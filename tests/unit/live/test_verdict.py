@@ -52,6 +52,12 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
     planned(run)
     sentences, _ = verdict(run)
     assert len(sentences) == 2 and "foresaw" not in sentences[0]
+    forecast = {"global_batch": 40, "limit_s": 0.3, "step_s": 0.35}  # others used them
+    run.update_run(plan={"wire": "exact", "forecast": forecast})
+    assert verdict(run)[0][0] == (
+        "A step took 0.158 s, where the plan foresaw 0.35: 1.90 times what these machines did "
+        "together when they were measured; others may have used them then."
+    )
 
 
 def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -> None:
@@ -72,6 +78,25 @@ def test_what_would_be_faster_comes_by_its_gain_with_its_price(tmp_path: Path) -
     assert "as foreseen by a plan that was 2.5 times off; it is" in " ".join(verdict(run)[0])
     run.update_run(advice=[{"of": "another version"}])
     assert verdict(run)[1]["advice"] == []
+
+
+def test_a_run_that_went_on_is_judged_by_its_last_launch(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for rank in range(2):
+        with run.steps(rank) as lines:  # twice as slow as before
+            for step in range(60, 70):
+                lines.write({
+                    "step": step, "epoch": 3, "n_local": 20, "n_global": 40, "t_data": 0.001,
+                    "t_compute": 0.3, "t_wait": 0.0, "t_comm": 0.011, "t_opt": 0.008,
+                    "mem_peak_mib": 400.0, "samples_per_s": 125.0, "weight": 128.0,
+                    "time": START + 100 + 0.32 * (step - 60) - 200 * rank,  # its clock is late
+                })  # fmt: skip
+    run.update_run(started=START + 90)
+    sentences, _ = verdict(run)
+    assert sentences == ["A step took 0.32 s.", "What is not computing: 3% the wire, 2% the "
+                         "optimizer."]  # fmt: skip
+    run.update_run(started=START + 1000)  # it has taken none
+    assert verdict(run)[0][0].startswith("A step took 0.15")
 
 
 def test_a_report_of_one_run_opens_with_it(tmp_path: Path) -> None:

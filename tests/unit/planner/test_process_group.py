@@ -8,7 +8,8 @@ import torch
 
 from motley.errors import MotleyError
 from motley.planner import process_group
-from motley.planner.process_group import ProcessGroup, Worker, check_nccl
+from motley.planner.process_group import ProcessGroup, check_nccl
+from motley.planner.worker import Worker
 
 
 @pytest.mark.parametrize(

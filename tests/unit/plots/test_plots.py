@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import plot_training
 import pytest
 import style
 from forked import run_script
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 from matrices import KNOWN
@@ -84,6 +86,17 @@ def test_training_picture_says_what_is_unknown_and_leaves_it_out(tmp_path: Path)
     assert {"compute", "communication", "waiting for the slowest rank"} <= set(good)
     assert not {"communication", "waiting for the slowest rank"} & set(cut)
     assert any("communication not separable from compute" in text for text in cut)
+
+
+def test_a_smaller_last_batch_of_an_epoch_is_no_dip_of_the_rate(tmp_path: Path) -> None:
+    training = read_training(write_run(tmp_path / "run"))
+    for line in training.lead[19::20]:  # a third of the time for a tenth of the samples
+        line |= {"n_global": 4, "weight": 12.8, "samples_per_s": 75.0}
+    ax = Figure().subplots()
+    plot_training.draw_rate(ax, training)
+    drawn = np.asarray(ax.lines[0].get_ydata())
+    assert len(drawn) == 57 and drawn.min() == 250 * 128 / 40
+    assert ax.lines[0].get_label() == "images/s, without an epoch's smaller last batch"
 
 
 def test_training_picture_of_many_ranks_has_three_of_the_others(tmp_path: Path) -> None:

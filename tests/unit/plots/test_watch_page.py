@@ -2,43 +2,19 @@
 
 import http.client
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from chromium import Chromium
 from forked import run_script
 from live_runs import LAB, LiveRun
-from project import ROOT
 from small_runs import write_run
+from watched_page import served
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
-
-
-@contextmanager
-def served(folder: Path, where: str = "127.0.0.1:0") -> Iterator[str]:
-    """The address that it prints."""
-    job = subprocess.Popen(
-        [sys.executable, "plots/watch.py", str(folder), "--serve", where], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
-    assert job.stdout is not None
-    try:
-        yield job.stdout.readline().strip()
-        job.send_signal(signal.SIGINT)
-        _, errors = job.communicate(timeout=10)
-        assert (job.returncode, errors) == (0, "")
-    finally:
-        job.kill()
-        job.wait()
 
 
 def ask(

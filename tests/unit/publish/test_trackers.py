@@ -113,7 +113,7 @@ def told_mlflow(run: Path) -> None:
     _, found = mlflow_run(run)
     assert found.data.params["versions.torch"] == "2.14.1"
     assert found.info.status == "FAILED" and found.info.run_name == "run"
-    assert "step 9, fault: rank 1 on tesla1.lab" in found.data.tags["mlflow.note.content"]
+    assert "step 10, fault: rank 1 on tesla1.lab" in found.data.tags["mlflow.note.content"]
 
 
 def told_trackio(run: Path) -> None:

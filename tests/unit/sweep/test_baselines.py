@@ -187,7 +187,7 @@ def test_who_was_told_to_stop_is_not_to_blame() -> None:
         "hang",
         None,
         None,
-        "epoch 1, step 7",
+        "epoch 1, step 8",
     )
 
 
@@ -195,7 +195,7 @@ def test_a_death_before_the_first_beat_of_training_is_dated_by_the_records() -> 
     fields = {"rank": 1, "host": "b", "step": None, "kind": FaultKind.KILLED,
               "phase": "build", "error": "died without a word"}  # fmt: skip
     found = judge(137, "", {"status": "failed", "failure": fields}, STEPS, 9.0)
-    assert (found.kind, found.when) == ("killed", "epoch 1, step 8")
+    assert (found.kind, found.when) == ("killed", "epoch 1, step 9")
 
 
 def test_memory_that_grows_to_the_end_is_a_leak_and_a_buffer_is_not() -> None:

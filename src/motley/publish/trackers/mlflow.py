@@ -12,6 +12,7 @@ from motley.extras import import_extra
 from motley.publish.series import Note, Row
 from motley.publish.tracker import Published, Tracker
 from motley.records.lines import JsonDict
+from motley.text import step_in_words
 
 _FILE = "mlflow.db"
 _AT_ONCE, _PARAMETERS = 1000, 100  # that MLflow takes in one request
@@ -111,7 +112,7 @@ def _module(name: str) -> Any:
 
 def _line(note: Note) -> str:
     when = datetime.fromtimestamp(note.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    at = "" if note.step is None else f", step {note.step}"
+    at = "" if note.step is None else f", {step_in_words(note.step)}"
     return f"- {when}{at}, {note.kind}: {note.text}"
 
 
