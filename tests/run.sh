@@ -54,8 +54,8 @@ trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
 # Bytecode is made once, not by each worker, each rank and each user of a lab, who may not write it.
 export PYTHONDONTWRITEBYTECODE=
 "$bin/python" -m compileall -q src
-# Five on two cores: labs wait for most of their time. What only computes needs no more than three.
-workers=5
+# Four on two cores: labs wait for most of their time. What only computes needs no more than three.
+workers=4
 case " $* " in *" not mpi "*) workers=3 ;; esac
 code=0
 "$bin/python" -m pytest --numprocesses "$workers" "$@" || code=$?

@@ -21,7 +21,7 @@ PROFILE = "".join(
     f'[[host]]\nname = "{name}"\naddress = "10.97.98.{number}/24"\n'
     for number, name in enumerate(NAMES, 1)
 )
-WORDS = ("--epochs", 6, "--batch-size", 96, "--precision", "fp32", "--eval-samples", 60)
+WORDS = ("--epochs", 12, "--batch-size", 96, "--precision", "fp32", "--eval-samples", 60)
 LINE = f"""
 export PATH={venv()}/bin:$PATH MOTLEY_VENV={venv()} OMP_NUM_THREADS=1
 cd {ROOT} && bash setup/keep_training.sh mpirun -np 3 --hostfile ~/hosts.txt -x MOTLEY_VENV \\

@@ -40,7 +40,7 @@ def test_local_steps_go_on_and_halve_it_when_all_have_heard(jobs: Jobs) -> None:
     first, second = [event for event in run.events if event["event"] == "out_of_memory"]
     (name,) = first["found"]
     assert name.startswith("rank 1 on ") and f"at most 128 (before: 256) on {name}" in first["text"]
-    assert "before step 6" in first["text"] and "before step 9" in second["text"]
+    assert "before step 7" in first["text"] and "before step 10" in second["text"]
     assert (second["before"], second["after"]) == ({name: 128}, {name: 64})
     assert [step["step"] for step in run.steps()] == list(range(12))
     assert not [event for event in run.events if event["event"] == "drift"]

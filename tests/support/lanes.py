@@ -2,8 +2,8 @@
 
 A test with a lab waits for most of its time: for a host that is frozen, a cable that is cut, a
 processor of which a host has a third. It says how long things take, so no other of its kind runs
-beside it; those that only say what comes of it are two other lanes. Nor do two that start mpirun
-here, and say how soon all has ended, run beside each other.
+beside it; those that only say what comes of it are another lane. Nor do two that start mpirun here,
+and say how soon all has ended, run beside each other.
 What compares two times that this machine takes has it alone, in the end, while the other workers
 wait. All others only compute. They run file after file in whichever worker of pytest-xdist is
 free, at a lower priority: they take what is left.
@@ -19,36 +19,28 @@ import pytest
 from warm.ranks import keep_place
 from xdist.scheduler import LoadScopeScheduling
 
-INSTALLS = ("lab_chain", "private")
-SCRIPTS = (
-    "clean", "keep_slurm", "lab", "launchers", "login_shell", "slurm_job", "srun_alone", "ssh",
-    "stage",
-)  # fmt: skip
+INSTALLS = ("lab_chain", "private", "launchers")
 MPIRUN = ("ending", "silence", "starting", "setup_mpi", "same_code", "baselines", "infer")
 LANES = {
     "alone": (
         "tests/lab/test_connection.py",
-        "tests/lab/test_lab.py::test_down",  # which compares what other labs change too
-        "tests/lab/test_lab.py::test_up_and_down",
+        "tests/lab/test_lab.py",  # which compares what other labs change too
         "tests/lab/test_seen.py",  # how soon it is seen
         "tests/lab/test_start.py",
         "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",
         "tests/mpi/test_replan.py",
-        "tests/unit/plots/test_watch.py::test_20_columns",  # how soon it is seen
-        "tests/unit/plots/test_watch.py::test_it_is_live",
-        "tests/unit/plots/test_watch_page.py::test_a_browser",
+        "tests/unit/plots/test_watch",  # how soon it is seen
         "tests/unit/planner/test_input.py",
     ),
     "installs": tuple(f"tests/lab/test_{name}.py" for name in INSTALLS),
-    "scripts": tuple(f"tests/lab/test_{name}.py" for name in SCRIPTS),
     "labs": ("tests/lab/",),
     "mpirun": tuple(f"tests/mpi/test_{name}.py" for name in MPIRUN),
 }
 # A tenth of a processor's time beside a lane that says how soon things are, and a third.
-PRIORITIES = {None: 10, "installs": 5, "scripts": 5}
+PRIORITIES = {None: 10, "installs": 5}
 # What takes longest comes first, so that no worker is left with it in the end.
-ORDER = ("installs", "labs", "mpirun", "scripts")
+ORDER = ("labs", "installs", "mpirun")
 
 
 def lane_of(nodeid: str) -> str | None:
