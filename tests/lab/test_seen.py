@@ -15,7 +15,7 @@ from watched_page import Headlines, served
 
 pytestmark = pytest.mark.mpi
 
-WORDS = f"{DDP} --epochs 500 --batch-size 48 --shares equal --hosts all --logs ~/logs --run seen"
+WORDS = f"{DDP} --epochs 500 --batch-size 48 --shares equal --hosts all --logs ~/logs"
 WITHIN_S = 3.0
 SEES_S = 12.0  # for which it is looked, so that a failure says how long it took
 
@@ -47,11 +47,13 @@ class Watchers:
 
 
 def test_a_host_that_is_cut_off_is_named_within_3_s(lab: Door) -> None:
-    job = LabJob(lab, "seen", LATE, NAMES, WORDS, "logs/seen/steps.rank0.jsonl").begin()
-    folder, cut = job.home / "logs" / "seen", NAMES[1]
+    run, cut = f"seen{time.monotonic_ns()}", NAMES[1]  # it may be run again
+    words = f"{WORDS} --run {run}"
+    job = LabJob(lab, run, LATE, NAMES, words, f"logs/{run}/steps.rank0.jsonl").begin()
+    folder = job.home / "logs" / run
     wait_until(lambda: steps_done(folder) > 100, 60)
     with (
-        served(folder) as address, Headlines(address, "seen") as page,
+        served(folder) as address, Headlines(address, run) as page,
         PseudoTerminal("plots/watch.py", folder, columns=160, lines=30) as terminal,
     ):  # fmt: skip
         terminal.await_frame(lambda text: "of each step" in text)

@@ -1,5 +1,7 @@
 """A rank that dies takes no finished step with it: the others save what they hold."""
 
+import time
+
 import pytest
 from jobs import Jobs, Trained
 from project import DDP, ZERO
@@ -64,7 +66,7 @@ def test_the_run_goes_on_from_the_last_finished_step(
 def test_those_who_are_left_go_on_by_themselves(
     module_jobs: Jobs, unbroken: Trained, lost: int, words: tuple[object, ...]
 ) -> None:
-    name = f"without {lost} {len(words)}"
+    name = f"without {lost} {len(words)} {time.monotonic_ns()}"  # it may be run again
     place = ("--logs", module_jobs.logs, "--run", name)
     fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", lost)
     done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS, *words)
