@@ -20,7 +20,9 @@ from warm.ranks import keep_place
 from xdist.scheduler import LoadScopeScheduling
 
 INSTALLS = ("lab_chain", "private", "launchers")
-MPIRUN = ("ending", "silence", "starting", "setup_mpi", "same_code", "baselines", "infer")
+MPIRUN = (
+    "ending", "silence", "starting", "setup_mpi", "same_code", "baselines", "infer", "rescue",
+)  # fmt: skip
 LANES = {
     "alone": (
         "tests/lab/test_connection.py",
