@@ -53,9 +53,9 @@ def measure_wire(
     part_s = send_s(part) if len(part) > 1 else first_s
     first, more, whole = (_bytes_of(mode, sent) for sent in (pieces[:1], part, pieces))
     all_s = _all_s(first, more, whole, first_s, part_s)
-    count, of_all = len(pieces), len(part) == len(pieces) > 1
+    count = len(pieces)
     del part, pieces  # memory of theirs is needed
-    if mode.addition is Addition.BUCKETS and of_all:
+    if mode.addition is Addition.BUCKETS and first < more == whole:
         # Its matrices are computed with, so a bucket costs more than one of next to nothing does.
         at_once_s = send_s(buckets_of(some, total))
         latency_s = max(latency_s, (all_s - at_once_s) / (count - 1))

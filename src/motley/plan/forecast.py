@@ -196,7 +196,8 @@ def choose_machines(
         return Choice(everyone, frozenset(), whole, whole)
     best = most = choice(everyone)
     some_s = {
-        some: global_batch / sum(map(rates.__getitem__, some)) for some in _subsets(rates, links)
+        some: global_batch / sum(rates[machine] for machine in some)
+        for some in _subsets(rates, links)
     }
     for some in sorted(some_s, key=some_s.__getitem__):
         # With no wire it would take so long: of most subsets no more need be known.

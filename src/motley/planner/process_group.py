@@ -16,9 +16,7 @@ from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.per_rank import PerRank, named_hosts
 from motley.plan.plan import Candidate, LeftOut, choose_participants
-from motley.plan.precision import (
-    read_precisions,
-)
+from motley.plan.precision import read_precisions
 from motley.planner.worker import Worker, bind_to_device, find_worker, kept_workers
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
