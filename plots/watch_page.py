@@ -24,10 +24,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from motley.errors import MotleyError
 from motley.live.collect import Collector
-from motley.live.runs import Runs
+from motley.live.runs import GLANCE_S, Runs
 
 _PAGE = Path(__file__).with_name("watch.html")
-_REFRESH_S, _MOST_VIEWERS, _REQUEST_S = 1.0, 32, 30.0
+_MOST_VIEWERS, _REQUEST_S = 32, 30.0
 _NAMES = ("localhost", "127.0.0.1", "::1")  # by which a browser asks for a loopback address
 
 
@@ -83,22 +83,27 @@ def open_server(host: str, port: int) -> "Server":
 
 
 class Live:
-    """Looks at the runs while somebody watches; one look a second, however many they are."""
+    """Looks at the runs while somebody watches; as often, however many they are."""
 
     def __init__(self, runs: Runs, collector: Collector) -> None:
         self._runs, self._collector = runs, collector
         self._lock = threading.Lock()
-        self._looked = float("-inf")
+
+    def await_look(self, seen: int) -> int:
+        """Until there have been more looks than these; how many there were."""
+        while True:
+            with self._lock:
+                if self._runs.look_if_due(time.monotonic(), time.time()):
+                    self._collector.start(self._runs.running_followers())
+                if self._runs.looks != seen:
+                    return self._runs.looks
+            time.sleep(GLANCE_S)
 
     def told(self, name: str, rank: int | None) -> str:
         """What a page shows: all runs in short, and the one of that name, else the one that runs
         alone, or is alone."""
         with self._lock:
-            clock, wall, runs = time.monotonic(), time.time(), self._runs
-            if clock - self._looked >= _REFRESH_S / 2:
-                self._looked = clock
-                runs.look(clock, wall)
-                self._collector.start(runs.running_followers())
+            wall, runs = time.time(), self._runs
             names, running = runs.names, runs.running()
             if name not in names:
                 alone = names if len(names) == 1 else running if len(running) == 1 else []
@@ -199,10 +204,11 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self._head(200, "text/event-stream")
             number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 9 else None
+            looks = -1
             while True:
+                looks = self.server.live.await_look(looks)
                 told = self.server.live.told(run, number)
                 self.wfile.write(f"data: {told}\n\n".encode())
-                time.sleep(_REFRESH_S)
         except OSError:  # it has left
             pass
         finally:

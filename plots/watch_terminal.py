@@ -15,10 +15,10 @@ from watch_screen import View, runs_screen, screen
 from watch_text import ASCII, BLOCKS, Signs, Sort
 
 from motley.live.collect import Collector
-from motley.live.runs import Runs
+from motley.live.runs import GLANCE_S, Runs
 from motley.live.snapshot import Snapshot
 
-_REFRESH_S, _TEXT_WIDTH = 1.0, 120
+_TEXT_WIDTH = 120
 _LIKE = str.maketrans({"°": " ", "↑": "^", "↓": "v", "…": "~"})
 
 
@@ -60,39 +60,27 @@ def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
 
 
 def watch(runs: Runs, collector: Collector) -> int:
-    """Draw once a second, and when a key is pressed or the terminal changes its size."""
+    """Draw after each look, and when a key is pressed or the terminal changes its size."""
     for name in ("COLUMNS", "LINES"):  # a shell's, which know of no window that changes
         os.environ.pop(name, None)
     console = Console(highlight=False)
     signs, view = signs_of(console), View()
     with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         view = view if keys.there else replace(view, keys=False)
-        due, size = 0.0, console.size
-        while True:
-            clock = time.monotonic()
-            if clock >= due:
-                due = clock + _REFRESH_S
-                runs.look(clock, time.time())
+        size, shown, key = None, None, None
+        while key is not Key.QUIT:
+            view = view if key is None else after(view, key, shown, runs)
+            looked = runs.look_if_due(time.monotonic(), time.time())
+            if looked:
                 collector.start(runs.running_followers())
-            lines, shown = _draw(runs, view, size.width, size.height, signs)
-            for line in plain_where_needed(lines, signs):
-                line.no_wrap, line.overflow = True, "crop"
-            live.update(Group(*lines), refresh=True)
-            key = _next(keys, console, due)
-            size = console.size
-            if key is Key.QUIT:
-                return 0
-            if key is not None:
-                view = after(view, key, shown, runs)
-
-
-def _next(keys: Keys, console: Console, due: float) -> Key | None:
-    """The next key, or none: it is due, or the terminal has another size."""
-    size = console.size
-    while (left := due - time.monotonic()) > 0 and console.size == size:
-        if (key := keys.wait(min(left, 0.25))) is not None:
-            return key
-    return None
+            if looked or key is not None or console.size != size:
+                size = console.size
+                lines, shown = _draw(runs, view, size.width, size.height, signs)
+                for line in plain_where_needed(lines, signs):
+                    line.no_wrap, line.overflow = True, "crop"
+                live.update(Group(*lines), refresh=True)
+            key = keys.wait(GLANCE_S)
+    return 0
 
 
 def _draw(

@@ -35,9 +35,9 @@ class StepResult:
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
         overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
         loss_scale: that this step's losses were multiplied by.
-        ready_s: of each rank, seconds of data and compute in the step *before* this one, until its
-            own gradient was ready: they travel along, and cost no exchange of their own. 0.0 after
-            a pause; empty if nobody told.
+        ready_s: of each rank, seconds of data and compute until its own gradient was ready: they
+            travel along, and cost no exchange of their own. Of the step *before* this one, and 0.0
+            after a pause, unless all ranks compute on CPUs; empty if nobody told.
         weight: of all samples that ``loss_sum`` is of, as their tokens; None: one each.
         oom_ranks: ranks that ran out of memory, and what was found there. If there is one,
             nobody stepped, and the parameters and the loss scale are as before.

@@ -26,7 +26,11 @@ class Clock:
 
     Attributes:
         on_phase: called with what the host is at from now on.
+        at_once: when the rank was ready is told within the step, not with the next: all ranks
+            compute on CPUs, whose times are known at once.
     """
+
+    at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -40,8 +44,10 @@ class Clock:
 
     @property
     def ready_s(self) -> float:
-        """Data and compute of the last step until this rank's own gradient was ready, seconds; 0.0
-        after a pause."""
+        """Data and compute until this rank's own gradient was ready, seconds; of the last step, and
+        0.0 after a pause, if not ``at_once``."""
+        if self.at_once:
+            return Laps(self._marks).ready_s
         return self._last.ready_s if self._last else 0.0
 
     def lap(self, name: str, ready: bool = False) -> None:

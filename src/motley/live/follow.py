@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from motley.errors import MotleyError
 from motley.live.tail import SAMPLES, Tail
 from motley.live.track import RECENT, Track, read_step
+from motley.live.waiting import since_slower
 from motley.plan.links import Links
 from motley.records.gpu_csv import GpuRows, GpuSample
 from motley.records.lines import JsonDict
@@ -72,10 +73,21 @@ class RunFollower:
         for line in self._lines(self.run.epochs_file, wall, samples=0):
             self.evaluation = line
         for rank, path in self._found(RunFolder.step_files).items():
-            self._look_at_steps(rank, path, wall)
+            self._steps[rank] = self._tail(path, samples=SAMPLES)
+            self._look_at_steps(rank, wall)
         for host, path in self._found(RunFolder.gpu_files).items():
             self._look_at_devices(host, path, wall)
         self._look_at_run()
+
+    def glance(self, clock: float, wall: float) -> bool:
+        """Read the new steps of one rank, the one that leads: whether some rank has just become
+        slower, so that a look at all would say which."""
+        rank = self._leading() if self.about.get("status") == "running" else None
+        if rank is None:
+            return False
+        self.clock = clock
+        self._look_at_steps(rank, wall)
+        return bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
         """Whether a look may find anything: of a run that has ended, when its run.json changes, and
@@ -105,9 +117,8 @@ class RunFollower:
             self._tails[path] = Tail(path, samples)
         return self._tails[path]
 
-    def _look_at_steps(self, rank: int, path: Path, wall: float) -> None:
-        tail = self._steps[rank] = self._tail(path, samples=SAMPLES)
-        new = tail.look(self.clock, wall)
+    def _look_at_steps(self, rank: int, wall: float) -> None:
+        new = self._steps[rank].look(self.clock, wall)
         last, before = max(_FEWEST, _AT_ONCE // (1 + len(self.tracks))), _BETWEEN
         if new.anew or rank not in self.tracks:
             self.tracks[rank] = Track()
@@ -193,8 +204,12 @@ class RunFollower:
 
     def lead(self) -> Track | None:
         """Of the rank whose records reach furthest; None before the first step."""
+        rank = self._leading()
+        return None if rank is None else self.tracks[rank]
+
+    def _leading(self) -> int | None:
         known = [(track.last.step, -rank) for rank, track in self.tracks.items() if track.last]
-        return self.tracks[-max(known)[1]] if known else None
+        return -max(known)[1] if known else None
 
 
 def files_in(

@@ -10,6 +10,8 @@ from motley.records.run_folder import RunFolder, find_runs
 MOST_RUNS = 40  # that are shown, the newest
 _MOST_TAKEN = 200  # snapshots that are kept
 _FIND_S = 5.0  # seconds between two searches
+_LOOK_S = 1.0  # between two looks
+GLANCE_S = 0.25  # between two glances, and looks while some rank becomes slower
 
 
 class Runs:
@@ -20,7 +22,7 @@ class Runs:
         copies: folders with what other hosts wrote for a run, by its folder.
 
     Attributes:
-        hidden: how many older runs there are.
+        hidden: how many older runs there are. looks: how many there were.
     """
 
     def __init__(
@@ -29,11 +31,23 @@ class Runs:
         self._folder, self._copies = folder, copies
         self._followers: dict[str, RunFollower] = {}
         self._taken: dict[tuple[str, int, int | None], tuple[int, Snapshot]] = {}
-        self._next = float("-inf")
-        self.hidden = 0
+        self._next = self._due = float("-inf")
+        self.hidden = self.looks = 0
+
+    def look_if_due(self, clock: float, wall: float) -> bool:
+        """Look once a second, and at once where some rank has just become slower; is to be called
+        each GLANCE_S. Whether it was."""
+        if clock < self._due and not any(
+            follower.glance(clock, wall) for follower in self.running_followers()
+        ):
+            return False
+        self._due = clock + _LOOK_S - GLANCE_S / 2  # of the glances, the one that is next to it
+        self.look(clock, wall)
+        return True
 
     def look(self, clock: float, wall: float) -> None:
         """Read what is new; see :meth:`RunFollower.look`."""
+        self.looks += 1
         if clock >= self._next:
             self._next = clock + _FIND_S
             self._find(clock, wall)

@@ -90,7 +90,7 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
         tracks: of the ranks that write their steps here. lead: whose steps reach furthest.
         ranks: all that train.
     """
-    since, usual_s = _since_slower(lead)
+    since, usual_s = since_slower(lead)
     found = _window(since, tracks, ranks)
     if (rank := found.waited_for_most) is not None and found.by_rank[rank] > _SLOWER_WORTH:
         waits = _for_rank(rank, found)
@@ -99,7 +99,7 @@ def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int])
     return _most(_window(last_steps(lead), tracks, ranks), len(ranks))
 
 
-def _since_slower(lead: Track) -> tuple[list[Step], float | None]:
+def since_slower(lead: Track) -> tuple[list[Step], float | None]:
     """The last steps, if some rank has become slower in them; and after how long the last rank was
     ready before, seconds."""
     ready = [_last_ready(step) for step in lead.recent]

@@ -49,6 +49,11 @@ class ProcessGroup:
         return len(self.workers)
 
     @property
+    def has_gpus(self) -> bool:
+        """Some rank computes on one."""
+        return any(worker.maker for worker in self.workers)
+
+    @property
     def is_mixed(self) -> bool:
         """Some ranks have a GPU and some have not, or GPUs of two makers: none can send from its
         GPU's memory to all others'."""

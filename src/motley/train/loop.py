@@ -59,7 +59,7 @@ class Loop:
         self._timer = SaveTimer(job.config.save_every, state.step)
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
         self._profiler = profiler
-        job.engine.clock.on_phase = self._enter
+        job.engine.clock.on_phase, job.engine.clock.at_once = self._enter, recorder.at_once
 
     def run(self) -> EpochRecord:
         """Train to the end; returns the last evaluation."""

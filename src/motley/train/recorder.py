@@ -51,6 +51,7 @@ class Recorder:
 
     Attributes:
         progress: where training is, for the GPU log.
+        at_once: a step's times are known with its end, on all ranks: none has a GPU.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Recorder:
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
         self._run, self._rank, self._device = run, rank, group.device
+        self.at_once = not group.has_gpus
         self._launched, self._ranks = launched, [worker.rank for worker in group.workers]
         self._many = len(self._ranks) > most_writers
         self._open(done)
@@ -115,15 +117,15 @@ class Recorder:
         By then the device has done it, so reading its times waits for nothing, and the
         other ranks' times have come along with the next step's exchange. It is written by
         :meth:`write`; on a CPU, where no device computes meanwhile and the next backward pass may
-        wait for a slow rank, at once.
+        wait for a slow rank, at once. Where no rank has a GPU, it is due and written now.
 
         Args:
             state: before it. plan: of its batch.
 
         Returns:
-            The step before, now that its times are known; None where they are not.
+            The last step of which times are known now; None where they are not.
         """
-        timed = self._complete(result.ready_s)
+        timed = None if self.at_once else self._complete(result.ready_s)
         self._local |= result.loss_sum is None
         weight = result.weight or plan.global_batch * self._task.weight
         record = StepRecord(
@@ -136,6 +138,8 @@ class Recorder:
             time=time.time(),
         )  # fmt: skip
         self._pending = (record, result.laps, plan)
+        if self.at_once:
+            timed = self._complete(result.ready_s)
         if self._device.type == "cpu":
             self.write()
         return timed

@@ -23,11 +23,14 @@ READY_S = (0.2, 0.5, 0.1, 0.3)  # of each in the first step
 PLAN = Plan(10, (4.0, 1.0, 3.0, 2.0), (9,) * 4, EXACT)
 
 
-def write(folder: RunFolder, rank: int, most_writers: int, done: int = 0) -> None:
-    """Two steps of a rank, of which only the first one's times are known to all."""
+def write(
+    folder: RunFolder, rank: int, most_writers: int, done: int = 0, has_gpus: bool = True
+) -> None:
+    """Two steps of a rank; with GPUs, only the first one's times are known to all in the end."""
     run: Any = SimpleNamespace(folder=folder, event=lambda *_, **__: None)
     workers = [SimpleNamespace(rank=launched) for launched in LAUNCHED]
-    group: Any = SimpleNamespace(rank=rank, workers=workers, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    group: Any = SimpleNamespace(rank=rank, workers=workers, device=device, has_gpus=has_gpus)
     own = READY_S[rank]
     laps = Laps([("", 0.0), ("data", 0.02), ("compute", own), ("sync", 0.6), ("opt", 0.7)])
     recorder = Recorder(
@@ -50,6 +53,12 @@ def test_few_ranks_write_each_their_own(tmp_path: Path) -> None:
     waited = [lines[0]["t_wait"] for lines in found.values()]
     assert waited == pytest.approx([0.3, 0.0, 0.4, 0.2])
     assert all(line["others_ready"] is None for lines in found.values() for line in lines)
+
+
+def test_without_gpus_a_step_is_written_as_soon_as_it_is_taken(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, 0, most_writers=4, has_gpus=False)
+    assert [line["t_wait"] for line in folder.read_steps()[0]] == pytest.approx([0.0, 0.3])
 
 
 def test_of_many_the_first_alone_writes_with_three_of_the_others(tmp_path: Path) -> None:
