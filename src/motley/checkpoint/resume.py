@@ -14,6 +14,7 @@ from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
 from motley.config.option import Decides, flag_of
 from motley.config.options import Config
+from motley.engines.adamw8bit import CONVERTIBLE
 from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine, HoldsParts
 from motley.errors import MotleyError
@@ -133,7 +134,11 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
             if declared.decides & decides
             and name in saved  # an older version's may not be
             and saved[name] != now[name]
+            and not (name == "opt" and converts)
         ]
+
+    optimizers = saved.get("opt"), now["opt"]
+    converts = CONVERTIBLE.issuperset(optimizers) and len(set(optimizers)) > 1
 
     declared = {name for name, _, _ in config.options()}
     wrong = differing(Decides.MODEL) + [
@@ -143,7 +148,12 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
     ]
     if wrong:
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
-    return [f"note: {text}" for text in differing(Decides.NUMBERS)]
+    notes = [f"note: {text}" for text in differing(Decides.NUMBERS)]
+    if converts:
+        notes.append(
+            f"note: --opt {now['opt']}, and the moments of the checkpoint's {saved['opt']}"
+        )
+    return notes
 
 
 def _scatter_own(tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:

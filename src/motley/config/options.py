@@ -166,7 +166,10 @@ class BatchOptions:
 class OptimizationOptions:
     """optimization"""
 
-    opt: str = option("timm name, default adamw", MODEL | SPEED, "adamw", metavar="NAME")
+    opt: str = option(
+        "timm name, default adamw; adamw8bit: its moments take a quarter of the memory",
+        MODEL | SPEED, "adamw", metavar="NAME",
+    )  # fmt: skip
     lr: float = option(
         "at the top of the schedule, default 1e-3", NUMBERS, 1e-3, read=above_zero, metavar="RATE",
         usual="at the top of the schedule, default 1e-3",

@@ -15,9 +15,10 @@ try:
     import timm.scheduler
     from timm.data import auto_augment
     from timm.data.random_erasing import RandomErasing
+    from timm.optim._optim_factory import default_registry as optimizers
     from timm.scheduler.scheduler import Scheduler
 finally:
     if _absent:
         del sys.modules["wandb"]
 
-__all__ = ["RandomErasing", "Scheduler", "auto_augment", "timm"]
+__all__ = ["RandomErasing", "Scheduler", "auto_augment", "optimizers", "timm"]

@@ -21,12 +21,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
+from motley.engines.adamw8bit import AdamW8bit
 from motley.engines.local_shards import LocalShards
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import on_cpu, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding, is_elementwise
 from motley.engines.protocol import EngineContext
+from motley.engines.rows import is_by_rows, rows_as
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
@@ -84,7 +86,9 @@ class FsdpEngine(SynchronousEngine):
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
         traits = self.optimizer_traits
-        plain = not (traits.wraps or traits.nests) and is_elementwise(context.config)
+        plain = not (traits.wraps or traits.nests) and (
+            isinstance(self.optimizer, AdamW8bit) or is_elementwise(context.config)
+        )
         self._shards = LocalShards(self.optimizer) if plain else None
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
@@ -160,7 +164,7 @@ class FsdpEngine(SynchronousEngine):
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
         own = _parameter_of(name, self._model.net)
-        if not isinstance(own, DTensor) or own.shape != torch.Size(shape):
+        if not isinstance(own, DTensor) or not is_by_rows(shape, own.shape):
             return None
         rows = -(-shape[0] // self._context.size)  # as torch.chunk cuts
         first = min(self._context.rank * rows, shape[0])
@@ -182,12 +186,9 @@ class FsdpEngine(SynchronousEngine):
 
     def _as_held(self, value: Tensor, own: Tensor | None) -> Tensor:
         """Rows as this rank holds them of a parameter."""
-        if not isinstance(own, DTensor) or value.shape != own.to_local().shape:
+        if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.to_local().shape):
             return value
-        return DTensor.from_local(
-            value.to(own.device), self._mesh, own.placements, run_check=False, shape=own.shape,
-            stride=own.stride(),
-        )  # fmt: skip
+        return rows_as(value.to(own.device), own)
 
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
         """The optimizer knows of whole parameters meanwhile."""
@@ -198,7 +199,7 @@ class FsdpEngine(SynchronousEngine):
 
         def share(key: str, value: Tensor) -> Tensor:
             own = _parameter_of(key, net)
-            if not isinstance(own, DTensor) or own.shape != value.shape:
+            if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.shape):
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
             return part.to(own.device)

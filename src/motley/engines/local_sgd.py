@@ -14,6 +14,7 @@ gradient is of a rank's own samples alone: this is not the training of one big m
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from motley.comm.collectives import all_gather_floats
 from motley.data.batch import Batch
+from motley.engines.adamw8bit import is_scale, narrow, widen
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.optimizer_state import State
@@ -200,8 +202,12 @@ class LocalEngine(EngineBase):
             with self._changing():
                 self._step_of_size_0()
         memory = self.memory.slots()
+        wide = {name: widen(slots) for name, slots in memory.items()}
         groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
-        kept = [(memory[n], slot) for n in sorted(memory) for slot in sorted(memory[n])]
+        kept: list[tuple[dict[str, Any], str]] = [
+            (wide[n] if slot in wide[n] else memory[n], slot)
+            for n in sorted(memory) for slot in sorted(memory[n]) if not is_scale(slot)
+        ]  # fmt: skip
         kept += [(group, key) for group, changed in groups for key in sorted(changed)]
         if self.average:  # of each rank's own; it is linear
             own = self.average
@@ -217,6 +223,8 @@ class LocalEngine(EngineBase):
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
             with self._changing():
                 _copy_into(some, flat)
+                for name in wide if many else ():
+                    narrow(memory[name], wide[name])
         numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps
         if numbers:
             table = all_gather_floats([float(each[key]) for each, key in numbers])

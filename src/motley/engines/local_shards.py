@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from motley.engines.rows import is_by_rows, own_rows, rows_as
+
 
 class LocalShards:
     """Puts plain tensors, which share their memory, in the place of an optimizer's parameters.
 
     Args:
-        optimizer: which does to a number what it does whatever the tensor around it; it has taken
-            no step yet.
+        optimizer: which does to a number what it does whatever the tensor around it, or to a row;
+            it has taken no step yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -31,7 +33,7 @@ class LocalShards:
         """The parts, each with its gradient."""
         with torch.no_grad():  # then a DTensor's part costs nothing
             for whole, own in zip(self._whole, self._own, strict=True):
-                own.grad = None if whole.grad is None else _part_of(whole.grad)
+                own.grad = None if whole.grad is None else own_rows(whole.grad)
         return self._own
 
     def zero_gradients(self) -> None:
@@ -62,17 +64,8 @@ class LocalShards:
             }
 
 
-def _part_of(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _like(value: Any, old: Tensor, new: Tensor) -> Any:
     """What an optimizer keeps of a parameter, as it keeps it of the other."""
-    if not isinstance(value, Tensor) or value.shape != old.shape:  # a step, say
+    if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # a step, say
         return value
-    if not isinstance(new, DTensor):
-        return _part_of(value)
-    return DTensor.from_local(
-        value, new.device_mesh, new.placements, run_check=False, shape=new.shape,
-        stride=new.stride(),
-    )  # fmt: skip
+    return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)

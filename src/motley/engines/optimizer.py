@@ -7,8 +7,17 @@ import torch
 from torch import nn
 
 from motley.config.options import Config
-from motley.data.import_timm import timm
+from motley.data.import_timm import optimizers, timm
+from motley.engines.adamw8bit import BLOCK, AdamW8bit
+from motley.engines.strategy import IN_8_BITS
 from motley.errors import MotleyError
+
+optimizers.register(
+    timm.optim.OptimInfo(
+        name=IN_8_BITS, opt_class=AdamW8bit, has_betas=True,
+        description="AdamW whose moments take 8 bits a number",
+    )
+)  # fmt: skip
 
 
 def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.optim.Optimizer:
@@ -31,9 +40,12 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
         raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
 
 
-def a_part(numbers: int, device: torch.device) -> nn.Module:
-    """So many numbers to step, with a gradient of zeros."""
+def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
+    """So many numbers to step, with a gradient of zeros; for an optimizer that knows rows, in so
+    many whole ones."""
+    rows = -(-numbers // BLOCK)
+    shape = (rows, BLOCK) if config.opt.lower().endswith(IN_8_BITS) else (numbers,)
     part = nn.Module()
-    part.weight = nn.Parameter(torch.zeros(numbers, device=device))
-    part.weight.grad = torch.zeros(numbers, device=device)
+    part.weight = nn.Parameter(torch.zeros(shape, device=device))
+    part.weight.grad = torch.zeros(shape, device=device)
     return part

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motley.engines.adamw8bit import AdamW8bit, converted
 from motley.engines.named_state import on_cpu, part_of
 
 JsonDict = dict[str, Any]
@@ -99,7 +100,10 @@ class OptimizerMemory:
 
     def load(self, state: State) -> None:
         """Continue from :meth:`state`; tensors keep their type, and go to their parameter's
-        device."""
+        device. Of AdamW, also from what it keeps in more bits, or fewer."""
+        if isinstance(self._optimizer, torch.optim.AdamW | AdamW8bit):
+            in_8_bits = isinstance(self._optimizer, AdamW8bit)
+            state = State(converted(state.tensors, in_8_bits), state.plain)
         names = [name for group in self._names for name in group]
         slots = {number: self._slots_of(name, state) for number, name in enumerate(names)}
         packed = self._optimizer.state_dict()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.config.options import Config
+from motley.engines.adamw8bit import BLOCK
 from motley.engines.memory import out_of_memory
 from motley.engines.named_state import (
     load_model_state,
@@ -225,11 +226,11 @@ def is_elementwise(config: Config) -> bool:
 
 
 def kept_numbers(config: Config) -> float:
-    """Numbers that the optimizer keeps of each parameter's, tried on a small layer. Draws no
-    random numbers: a resumed run continues with those of the checkpoint."""
+    """What the optimizer keeps of each number of a parameter, in numbers of 32 bits, tried on a
+    small layer. Draws no random numbers: a resumed run continues with those of the checkpoint."""
     layer = nn.Module()
-    layer.weight = nn.Parameter(torch.zeros(64, 64))
-    layer.weight.grad = torch.zeros(64, 64)
+    layer.weight = nn.Parameter(torch.zeros(64, BLOCK))
+    layer.weight.grad = torch.zeros(64, BLOCK)
     try:
         optimizer = make_optimizer(layer, config)
         memory = OptimizerMemory(layer, optimizer)
@@ -239,4 +240,4 @@ def kept_numbers(config: Config) -> float:
     except Exception:  # made for GPUs alone; what is estimated here must not end a run
         return _USUAL_SLOTS
     kept = memory.state().tensors.values()
-    return sum(value.numel() for value in kept) / layer.weight.numel()
+    return sum(value.nbytes for value in kept) / layer.weight.nbytes

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from motley.tasks.model import TaskModel
 
 TORCH, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
+IN_8_BITS = "adamw8bit"  # --opt, of motley.engines.adamw8bit
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
+from motley.engines.adamw8bit import converted
 from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
@@ -273,6 +274,7 @@ class ZeroEngine(EngineBase):
         if self._stage == 0:
             super().load_state(state)
             return
+        state = State(converted(state.tensors, in_8_bits=False), state.plain)
         if any(name.startswith("optimizer.") for name in state.tensors):
             # A step with a gradient of zeros: partitions get their slots only by stepping. It
             # decays the weights, so they are loaded after it. Not where no step was taken yet:

@@ -1,7 +1,8 @@
 """What a rank is going to hold of a model in memory, before anything is allocated. Pure.
 
-With P parameters, T of them trained, an optimizer that keeps k numbers of each, and W ranks, a rank
-holds 4 P bytes of parameters, 4 T of gradients and 4 k T of the optimizer; of what an engine cuts
+With P parameters, T of them trained, an optimizer that keeps k numbers of each (of 32 bits: AdamW
+two, in 8 bits half of one and the scales of blocks), and W ranks, a rank holds 4 P bytes of
+parameters, 4 T of gradients and 4 k T of the optimizer; of what an engine cuts
 (motley.plan.engine_traits), a W-th. Where parameters are cut they are gathered piece by piece, in
 b bytes a number, and gradients scattered in r bytes. With g numbers in the largest piece, and u
 outside of all, which stay gathered from the first use to the end of the backward pass, as their
@@ -31,7 +32,8 @@ class ModelSize:
     Attributes:
         parameters: all. trained: of these. largest: in what is gathered at once. outside: in no
             such piece, as embeddings.
-        slots: that the optimizer keeps of each that is trained; and an average, if there is one.
+        slots: that the optimizer keeps of each that is trained, and an average, if there is one; in
+            numbers of 32 bits.
     """
 
     parameters: int

@@ -52,7 +52,9 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
 
     def make() -> torch.optim.Optimizer:
         is_whole = shards == 1 and not model.by_blocks
-        return make_optimizer(model.net if is_whole else a_part(stepped, group.device), config)
+        return make_optimizer(
+            model.net if is_whole else a_part(stepped, config, group.device), config
+        )
 
     try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
     speed = measure_speed(model, make, config.batch_size)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from motley.config.options import Config
-from motley.engines.strategy import ZERO, Strategy
+from motley.engines.strategy import IN_8_BITS, ZERO, Strategy
 from motley.engines.zero_config import STAGES, ZeroOptions, config_path, read_stage
+from motley.errors import MotleyError
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
 
@@ -46,6 +47,12 @@ def _traits(config: Config) -> EngineTraits:
     own = config.of(ZeroOptions)
     path = config_path(own)
     stage = read_stage(path)
+    if stage and config.opt.lower().endswith(IN_8_BITS):
+        raise MotleyError(
+            f"--opt {config.opt} keeps a scale of each block of a row, and ZeRO stage {stage} "
+            "gives an optimizer flat parts of all parameters, which have no rows; take "
+            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or --opt adamw"
+        )
     say = f"zero_optimization.stage in {path} of" if own.deepspeed_config else "--stage"
     others = {
         f"{say} {n}, if memory allows," if n < stage else f"{say} {n}": traits

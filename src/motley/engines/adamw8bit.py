@@ -1,0 +1,291 @@
+"""AdamW whose two moments take 8 bits a number, and 32 a block of numbers: ``--opt adamw8bit``.
+
+Each block of a moment is divided by its largest number, and each number becomes the nearest of 256
+that lie closer together the nearer they are to zero (T. Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization", arXiv:2110.02861). Blocks and codes are those of torchao.optim.AdamW8bit
+where rows are whole blocks. Here
+
+- a block lies in one row of a parameter, so however rows are cut over ranks, their blocks are too;
+- a step is made of operations that IEEE rounds alike on every device, one at a time and none of
+  them fused: where a GPU's multiplication and addition round once and a processor's twice, a number
+  may get the next code, one percent away, and unlike ranks would part in a few steps;
+- nothing is compiled, so no host needs a compiler, and no rank waits for one;
+- the second moment is never rounded to zero, behind which a step would have no bound, and small
+  gradients, as of models of billions, are not lost (torchao has no scale below 1e-12, which is
+  that of a gradient of 1e-6).
+
+Vectors, as norms and biases, and matrices of short rows keep moments of 32 bits.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from motley.engines.rows import own_rows, rows_as
+from motley.engines.strategy import IN_8_BITS
+
+CONVERTIBLE = {"adamw", IN_8_BITS}  # --opt: each goes on from the other's checkpoints
+BLOCK = 256  # numbers that share a scale
+_SHORTEST = 64  # row in 8 bits: its scale is a sixteenth of a number's 8 bits more
+_SCALE = "_scale"  # behind the name of a slot of codes
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+_LEAST = 1e-30  # scale, so that nothing is divided by zero
+_CELLS, _REST = 1 << 16, 16  # of numbers that begin with the same bits; bits besides
+# Numbers that are stepped at a time: what is computed between codes and codes takes 25 bytes of
+# each, and should be in the cache of a processor's core. A GPU is no faster with more.
+_A_CORES, _A_GPUS = 1 << 15, 1 << 22
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """See above. Computes in fp32, whatever the parameters are. Does to a row what it does whatever
+    the tensor around it, if that is no vector.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """See torch.optim.Optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    slots = self.state[parameter]
+                    if not slots:
+                        slots.update(_new_slots(parameter))
+                    slots["step"] += 1
+                    _step(parameter, slots, _Factors(group, int(slots["step"])))
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer, which would make 32 bits of the codes first."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        for number, slots in state_dict["state"].items():
+            device = parameters[number].device
+            self.state[parameters[number]] = {
+                name: value if name == "step" else value.to(device) for name, value in slots.items()
+            }
+
+
+def is_scale(slot: str) -> bool:
+    """Whether a slot is what its codes are multiplied with."""
+    return slot.removesuffix(_SCALE) in _SIGNED and slot.endswith(_SCALE)
+
+
+def widen(slots: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The moments that a parameter has in 8 bits, in 32, by name; empty where it has none."""
+    return {
+        name: unpack(own_rows(slots[name]).flatten(1), own_rows(slots[name + _SCALE]), signed)
+        for name, signed in _SIGNED.items()
+        if name + _SCALE in slots
+    }
+
+
+def narrow(slots: Mapping[str, Any], wide: Mapping[str, Tensor]) -> None:
+    """The other way, in place."""
+    for name, values in wide.items():
+        codes, scale = pack(values, _SIGNED[name])
+        own_rows(slots[name]).flatten(1).copy_(codes)
+        own_rows(slots[name + _SCALE]).copy_(scale)
+
+
+def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tensor]:
+    """What one AdamW has saved, as another keeps it: moments in 8 bits, or in 32.
+
+    Args:
+        tensors: by name, ``optimizer.<parameter>.<slot>`` among them.
+    """
+    found = dict(tensors)
+    for key, value in tensors.items():
+        kind, slot = key.partition(".")[0], key.rpartition(".")[2]
+        if kind != "optimizer" or slot not in _SIGNED:
+            continue
+        own, scale = own_rows(value), tensors.get(key + _SCALE)
+        made: dict[str, Tensor] = {}
+        if in_8_bits and scale is None and is_packed(value.shape):
+            codes, scale = pack(own.float().flatten(1), _SIGNED[slot])
+            made = {key: codes.view(own.shape), key + _SCALE: scale}
+        elif not in_8_bits and scale is not None:
+            del found[key + _SCALE]
+            made = {key: unpack(own.flatten(1), own_rows(scale), _SIGNED[slot]).view(own.shape)}
+        for each, part in made.items():
+            found[each] = rows_as(part, value) if isinstance(value, DTensor) else part
+    return found
+
+
+class _Factors:
+    """What a step multiplies with: computed here, in Python's numbers, on no device."""
+
+    def __init__(self, group: Mapping[str, Any], step: int) -> None:
+        self.beta1, self.beta2 = group["betas"]
+        rate = float(group["lr"])
+        self.keep = 1 - rate * group["weight_decay"]
+        self.rate = rate / (1 - self.beta1**step)
+        self.root = 1 / math.sqrt(1 - self.beta2**step)
+        self.eps = group["eps"]
+
+
+def _new_slots(parameter: Tensor) -> dict[str, Tensor]:
+    own = own_rows(parameter)
+    slots = {"step": torch.zeros(())}
+    for name in _SIGNED:
+        if not is_packed(own.shape):
+            slots[name] = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
+            continue
+        slots[name] = torch.zeros(own.shape, dtype=torch.uint8, device=own.device)
+        shape = (len(own), -(-math.prod(own.shape[1:]) // BLOCK))
+        slots[name + _SCALE] = torch.zeros(shape, device=own.device)
+    if isinstance(parameter, DTensor):
+        found = {name: rows_as(value, parameter) for name, value in slots.items() if value.ndim}
+        slots |= found
+    return slots
+
+
+def is_packed(shape: torch.Size) -> bool:
+    """Whether a parameter's moments are kept in 8 bits: the same for any of its rows."""
+    return len(shape) > 1 and math.prod(shape[1:]) >= _SHORTEST
+
+
+def _step(parameter: Tensor, slots: Mapping[str, Tensor], factors: _Factors) -> None:
+    whole, grad = own_rows(parameter.detach()), own_rows(parameter.grad)  # type: ignore[arg-type]
+    if not whole.numel():
+        return
+    moments = [own_rows(slots[name]) for name in _SIGNED]
+    if moments[0].dtype != torch.uint8:
+        _advance(whole, grad, factors, *moments)
+        return
+    scales = [own_rows(slots[name + _SCALE]) for name in _SIGNED]
+    values = whole.contiguous().flatten(1)  # a view, but of a parameter in another order
+    grads, codes = grad.flatten(1), [each.flatten(1) for each in moments]
+    most = _A_CORES * torch.get_num_threads() if whole.device.type == "cpu" else _A_GPUS
+    count = max(1, most // values.shape[1])
+    for first in range(0, len(values), count):
+        rows = slice(first, first + count)
+        wide = [
+            unpack(code[rows], scale[rows], signed)
+            for code, scale, signed in zip(codes, scales, _SIGNED.values(), strict=True)
+        ]
+        _advance(values[rows], grads[rows], factors, *wide)
+        for code, scale, each, signed in zip(codes, scales, wide, _SIGNED.values(), strict=True):
+            code[rows], scale[rows] = pack(each, signed)
+    if not whole.is_contiguous():
+        whole.copy_(values.view(whole.shape))
+
+
+def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, square: Tensor) -> None:
+    """One step, in place. No operation here rounds twice, or once where another device would
+    twice: not lerp, addcmul, addcdiv, nor add of a multiple; and a GPU divides by a number by
+    multiplying."""
+    grad = grad.float()
+    mean.mul_(factors.beta1).add_(grad * (1 - factors.beta1))
+    square.mul_(factors.beta2).add_((grad * grad).mul_(1 - factors.beta2))
+    step = _root(square).mul_(factors.root).add_(factors.eps)
+    torch.div(mean * factors.rate, step, out=step)
+    values.mul_(factors.keep).sub_(step)
+
+
+def _root(values: Tensor) -> Tensor:
+    """The nearest number to the square root, in new memory. On a processor torch leaves it to MKL,
+    which takes the one beside it of 0.7 % of numbers on Intel's, and of 17 % on AMD's; of 64 bits
+    it is close enough, as its distance to a tie of 32 bits is larger than that."""
+    if values.is_cuda and torch.version.hip is None:
+        return values.sqrt()
+    return values.double().sqrt_().float()
+
+
+def pack(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 [rows, numbers], and scales, fp32 [rows, blocks], of fp32 [rows, numbers]."""
+    rows, numbers = values.shape
+    blocks = -(-numbers // BLOCK)
+    if fill := blocks * BLOCK - numbers:
+        values = torch.nn.functional.pad(values, (0, fill))
+    values = values.view(rows, blocks, BLOCK)
+    scale = values.abs().amax(dim=2).clamp_(min=_LEAST)
+    scaled = (values / scale.unsqueeze(2)).flatten()
+    tables = _tables(signed, str(values.device))
+    cell = (scaled.view(torch.int32) >> _REST).add_(_CELLS // 2)
+    codes = tables.lowest.index_select(0, cell)
+    codes += scaled >= tables.edge.index_select(0, cell)
+    return codes.view(rows, -1)[:, :numbers], scale
+
+
+def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """The other way, but for what rounding has lost: fp32 [rows, numbers], in memory of its own."""
+    numbers = _tables(signed, str(codes.device)).numbers
+    found = numbers.index_select(0, codes.int().flatten()).view(codes.shape)
+    blocks, last = divmod(codes.shape[1], BLOCK)
+    whole = blocks * BLOCK
+    if blocks:
+        found[:, :whole].view(-1, blocks, BLOCK).mul_(scale[:, :blocks].unsqueeze(2))
+    if last:
+        found[:, whole:].mul_(scale[:, blocks:])
+    return found
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What codes mean, and how the nearest is found: by the first 16 bits of a number, which leave
+    two codes at most, and a comparison. (A search takes a processor ten times as long.)
+
+    Attributes:
+        numbers: of each code, fp32 [256], in order.
+        lowest: of what begins with these bits, uint8 [cells]; edge: from which number on it is the
+            next one, fp32 [cells].
+    """
+
+    numbers: Tensor
+    lowest: Tensor
+    edge: Tensor
+
+
+@cache
+def _tables(signed: bool, device: str) -> _Tables:
+    """In each of seven decades twice as many codes as in the one below, each in the middle of an
+    equal part of it; with both signs half as many. Zero and one besides. By Python, alike on all
+    hosts."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        parts = 2 ** (decade + (not signed))
+        middles = [(0.1 + 0.9 * (part + 0.5) / parts) * 10.0 ** (decade - 6)
+                   for part in range(parts)]  # fmt: skip
+        found += middles + [-each for each in middles] * signed
+    found.sort()
+    between = torch.tensor([(one + other) / 2 for one, other in pairwise(found)] + [math.inf])
+    cells = torch.arange(-_CELLS // 2, _CELLS // 2, dtype=torch.int32) << _REST
+    cells[: _CELLS // 2] |= (1 << _REST) - 1  # of what is below zero the last is the lowest
+    lowest = torch.bucketize(cells.view(torch.float32), between, right=True)
+    lowest.clamp_(0 if signed else 1, len(found) - 1)
+    return _Tables(
+        torch.tensor(found, device=device), lowest.to(device, torch.uint8),
+        between[lowest].to(device),
+    )  # fmt: skip
