@@ -65,7 +65,6 @@ def test_checkpoints_are_as_small_as_memory(runs: dict[str, Trained], adamw: Tra
     for way, run in runs.items():
         # Rows of 64 numbers, and vectors: 2 bytes and an eighth of 8, and 8.
         assert sum(each.nbytes for each in kept(run).values()) < 0.29 * wide, way
-    assert run.run["memory"] is None or run.run["memory"]
 
 
 @pytest.mark.turns
@@ -118,16 +117,18 @@ def test_each_adamw_goes_on_from_the_other(
     assert any("and the moments of the checkpoint's" in str(event) for event in run.events)
 
 
-def test_local_steps_average_moments_and_not_their_codes(module_jobs: Jobs) -> None:
+def test_local_steps_average_moments_and_not_their_codes(jobs: Jobs) -> None:
     ranks, script, *own = LOCAL
     small, wide = (
-        module_jobs.train(ranks, script, f"local{len(opt)}", *GPT, *own, *opt)
-        for opt in (SMALL, ())
+        jobs.train(ranks, script, name, *GPT, *own, *opt)
+        for name, opt in (("small", SMALL), ("wide", ()))
     )
     ours, others = converted(kept(small), in_8_bits=False), kept(wide)
     assert ours.keys() == others.keys()
     for name, value in others.items():
         if value.ndim:
-            error = (ours[name] - value).abs().max()
-            assert float(error) < 0.05 * float(value.abs().max()), name
+            error, most = (ours[name] - value).abs(), float(value.abs().max())
+            # A step and an average each round by 0.7 %, and a mean forgets a tenth a step.
+            assert float(error.max()) < 0.14 * most, name
+            assert float(error.mean()) < 0.01 * most, name
     assert small.epochs[-1]["loss"] == pytest.approx(wide.epochs[-1]["loss"], rel=1e-3)

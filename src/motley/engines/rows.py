@@ -21,11 +21,13 @@ def own_rows(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def rows_as(value: Tensor, parameter: DTensor) -> DTensor:
-    """This rank's rows as a part of a whole tensor, which is cut as the parameter is."""
+def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's rows as a part of a whole tensor, which is cut as the parameter is; where they
+    are now, which is the host's memory where a GPU's parameters are kept there."""
     shape = torch.Size((parameter.shape[0], *value.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
+    whole = DTensor.from_local(  # takes them to the mesh's device
         value, parameter.device_mesh, parameter.placements, run_check=False, shape=shape,
         stride=stride,
     )  # fmt: skip
+    return whole.to(value.device)
