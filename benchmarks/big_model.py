@@ -3,6 +3,7 @@
     mpirun -np 4 ./entry_cn.sh benchmarks/big_model.py --strategy fsdp --json big.json
     mpirun -np 2 ./entry_cn.sh benchmarks/big_model.py --strategy fsdp --json big2.json \\
         --resume logs/big/checkpoints/step_00000010 --against logs/big --run big2
+    mpirun -np 2 ./entry_cn.sh benchmarks/big_model.py --strategy fsdp --opt adamw8bit --json 8.json
     mpirun -np 4 ./entry_cn.sh benchmarks/big_model.py --stage 3 --json zero.json
     mpirun -np 2 ./entry_cn.sh benchmarks/big_model.py --strategy fsdp --quick
 

@@ -60,6 +60,13 @@ def test_losses_are_those_of_one_rank_and_near_those_of_adamw(
     assert runs["alone"].losses != adamw.losses
 
 
+def test_ranks_of_unlike_precision_keep_the_same_bits(jobs: Jobs) -> None:
+    mixed = ("--precision", "bf16,fp32,fp32", "--shares", "3,1,0", "--save-every", 1)
+    run = jobs.train(3, DDP, "mixed", *GPT, *SMALL, *mixed)
+    # All are compared at each save.
+    assert [event["event"] for event in run.events] == ["finished"]
+
+
 def test_checkpoints_are_as_small_as_memory(runs: dict[str, Trained], adamw: Trained) -> None:
     wide = sum(each.nbytes for each in kept(adamw).values())
     for way, run in runs.items():

@@ -62,7 +62,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(jobs: J
     done = jobs.fork(2, DDP, *wide, "--strategy", "fsdp", "--logs", jobs.logs)
     assert done.code != 0 and done.seconds < 60
     assert "the model does not fit: 2 ranks on" in done.output, done.output
-    assert "--reshard-after-forward, or a smaller model" in done.output
+    assert "Take --opt adamw8bit, or --reshard-after-forward, or a smaller model" in done.output
     assert not jobs.logs.exists()
 
 
