@@ -35,7 +35,7 @@ TRAITS = (  # by stage
     replace(
         _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
         gathers_per_micro_step=1.0, mixed=False, mixes_precisions=False, shards_optimizer=True,
-        shards_gradients=True, shards_parameters=True,
+        shards_gradients=True, shards_parameters=True, fills_model=True,
         compiles=False,  # it gathers each layer's parameters by hooks inside a block
         words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
     ),
@@ -56,9 +56,11 @@ def _traits(config: Config) -> EngineTraits:
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
+    from motley.engines.zero3_engine import Zero3Engine
     from motley.engines.zero_engine import ZeroEngine
 
-    return ZeroEngine(model, context)
+    is_cut = read_stage(config_path(context.config.of(ZeroOptions))) == 3
+    return (Zero3Engine if is_cut else ZeroEngine)(model, context)
 
 
 STRATEGIES = (
