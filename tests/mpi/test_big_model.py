@@ -59,12 +59,19 @@ def test_any_ranks_draw_the_same_numbers(module_jobs: Jobs, alone: Trained, name
     assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-5)
 
 
-def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [((DDP, "--strategy", "fsdp"), "--reshard-after-forward, or "), ((ZERO, "--stage", 3), "")],
+    ids=["FSDP", "DeepSpeed 3"],
+)
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
+    jobs: Jobs, words: tuple[object, ...], instead: str
+) -> None:
     wide = ("--task", "text", "--width", 24576, "--depth", 96, "--heads", 96)
-    done = jobs.fork(2, DDP, *wide, "--strategy", "fsdp", "--logs", jobs.logs)
+    done = jobs.fork(2, *words, *wide, "--logs", jobs.logs)
     assert done.code != 0 and done.seconds < 60
     assert "the model does not fit: 2 ranks on" in done.output, done.output
-    assert "--reshard-after-forward, or a smaller model" in done.output
+    assert f". Take {instead}a smaller model" in done.output
     assert not jobs.logs.exists()
 
 
@@ -112,7 +119,9 @@ def test_parts_are_read_by_any_number_of_ranks_and_the_other_engine(
     assert parts.losses == pytest.approx(whole.losses[:6], rel=5e-6)
 
 
-AVERAGED = (*STEPS, "--model-ema", "--model-ema-decay", 0.8)
+# Tied, frozen and single numbers, buffers; so much decay that it shows what decays.
+ODD = ROOT / "tests" / "support" / "odd_gpt.py"
+AVERAGED = (*STEPS, "--task", ODD, "--weight-decay", 10, "--model-ema", "--model-ema-decay", 0.8)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +136,8 @@ def zero(module_jobs: Jobs) -> Trained:
 def test_a_rank_holds_its_part_and_one_block_while_deepspeed_builds(zero: Trained) -> None:
     tensors = load_checkpoint(zero.folder / "checkpoints/step_00000006", only=("model",))[0]
     assert tensors["model.head.weight"].equal(tensors["model.token.weight"])  # one, of two names
-    sizes = {name: each.nbytes for name, each in tensors.items() if name != "model.head.weight"}
+    besides = ("head.weight", "angles")  # the same again, and buffers
+    sizes = {name: each.nbytes for name, each in tensors.items() if not name.endswith(besides)}
     block = sum(size for name, size in sizes.items() if ".blocks.3." in name)
     padded = 4 * len(sizes)  # a part may be one number longer
     found = re.findall(r"rank (\d) held at most (\d+) bytes of parameters", zero.done.output)

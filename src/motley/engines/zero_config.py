@@ -14,6 +14,7 @@ from motley import ROOT
 from motley.config.option import Decides, option
 from motley.engines.strategy import check_offload
 from motley.errors import MotleyError
+from motley.plan.memory import STATE
 from motley.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -187,6 +188,22 @@ def read_stage(path: Path) -> int:
     if stage not in STAGES:
         raise MotleyError(f"{path}: zero_optimization.stage {stage} is not one of 0, 1, 2, 3")
     return int(stage)
+
+
+def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
+    """What ``--offload`` or the file keeps there; see motley.plan.engine_traits."""
+    path = config_path(options)
+    stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
+    found = {
+        each: zero.get(key, {}).get("device", "none") != "none"
+        for each, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
+    }
+    parameters = options.offload == "parameters" or found["parameters"]
+    if options.offload == "none" and not found["optimizer"]:
+        return STATE[:1] if parameters else ()
+    if parameters:
+        return STATE
+    return STATE[1:] if stage > 1 else STATE[2:]  # a whole gradient stays where it is made
 
 
 def _read(path: Path) -> dict[str, Any]:

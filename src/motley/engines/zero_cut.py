@@ -25,7 +25,8 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
     blocks = list(model.task.blocks(model.net).values())
     if blocks and _all_hear_of_gradients(model, blocks):  # a block's are then gathered together
         utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
-    comm.init_distributed(dist_init_required=False)
+    backend = deepspeed.get_accelerator().communication_backend_name()
+    comm.init_distributed(backend, dist_init_required=False)  # as it does itself, but later
     for part in (*blocks, *reversed(list(model.net.modules()))):  # children before their parents
         model.fill(part)
         if not all(hasattr(each, "ds_id") for each in part.parameters()):

@@ -61,6 +61,11 @@ class ZeroEngine(EngineBase):
                 f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
+        if scalars := [name for name, each in model.net.named_parameters() if not each.ndim]:
+            raise MotleyError(
+                f"DeepSpeed sends no parameter without a dimension, as {scalars[0]} is one; have "
+                "it be of shape [1], or take torch_dist/train_vit.py"
+            )
         self._model = model
         with self._prepared(config):
             super().__init__(model, context)
