@@ -1,6 +1,7 @@
 """Cuts a model for DeepSpeed's stage 3, block by block: no rank ever holds the whole of it."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -27,11 +28,24 @@ def cut_model(model: TaskModel, config: Mapping[str, Any]) -> None:
         utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
     backend = deepspeed.get_accelerator().communication_backend_name()
     comm.init_distributed(backend, dist_init_required=False)  # as it does itself, but later
-    for part in (*blocks, *reversed(list(model.net.modules()))):  # children before their parents
-        model.fill(part)
-        if not all(hasattr(each, "ds_id") for each in part.parameters()):
-            # It fills the configuration in.
-            deepspeed.zero.Init(module=part, config_dict_or_path=deepcopy(dict(config)))
+    with _on(model.device):
+        for part in (*blocks, *reversed(list(model.net.modules()))):  # children before parents
+            model.fill(part)
+            if not all(hasattr(each, "ds_id") for each in part.parameters()):
+                # It fills the configuration in.
+                deepspeed.zero.Init(module=part, config_dict_or_path=deepcopy(dict(config)))
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """DeepSpeed cuts on GPU LOCAL_RANK, which is another one where each rank sees its own alone."""
+    before = os.environ["LOCAL_RANK"]
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before
 
 
 def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:

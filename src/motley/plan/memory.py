@@ -14,9 +14,9 @@ for a piece is gathered while the one before it is in use, and its gradient is s
 in r bytes, of which torch keeps the one before until the next is sent. In 16 bits that is
 ``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it. DeepSpeed's stage 3 keeps
 another 4 T / W bytes, which its optimizer steps, gathers a block at a time, in fp32, by way of a
-copy, and lets go of what is not used again within L = 10^9 numbers:
+copy, lets go of what is not used again within L = 10^9 numbers, and collects B of a gradient:
 
-    4 min(P, L + g) + 4 u + g (8 + r)
+    4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from motley.plan.engine_traits import EngineTraits
 _MIB = 2**20
 _WIDE, _NARROW = 4, 2  # bytes of a number
 _SOON = 1e9  # numbers; stage3_max_reuse_distance, where the user's file does not say it
+BUCKET = 50_000_000  # numbers, of a gradient
 STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -157,7 +158,7 @@ def need_of(
     gathered = 0.0
     if traits.flat_parts:
         gathered = _WIDE * (min(size.parameters, _SOON + size.largest) + size.outside)
-        gathered += size.largest * (2 * _WIDE + wire_bytes)
+        gathered += size.largest * (2 * _WIDE + wire_bytes) + _WIDE * min(size.parameters, BUCKET)
     elif traits.shards_parameters:
         wide = _NARROW if narrow else _WIDE
         if traits.keeps_gathered:

@@ -34,10 +34,10 @@ def test_deepspeed_keeps_a_copy_and_lets_go_of_what_is_not_needed_soon() -> None
     need = need_of(LARGE, ZERO[3], 4, narrow=False)
     fsdp = need_of(LARGE, RESHARDS, 4, narrow=False)
     assert need.state - fsdp.state == pytest.approx(need.parameters)
-    live = 4 * (1e9 + 314_613_760 + 268_057_600) + 12 * 314_613_760
+    live = 4 * (1e9 + 314_613_760 + 268_057_600) + 12 * 314_613_760 + 2e8
     assert need.gathered * 2**20 == pytest.approx(live)
     small = replace(LARGE, parameters=10**8, trained=10**8, largest=10**7, outside=10**6)
-    assert need_of(small, ZERO[3], 4, narrow=False).gathered * 2**20 == 4.04e8 + 1.2e8
+    assert need_of(small, ZERO[3], 4, narrow=False).gathered * 2**20 == 4.04e8 + 1.2e8 + 2e8
     away = need_of(LARGE, replace(ZERO[3], state_in_host=STATE[1:]), 4, narrow=False)
     assert away.peak == pytest.approx(need.gathered + need.parameters)
     assert away.host == pytest.approx(need.gradients + need.optimizer)
