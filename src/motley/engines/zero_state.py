@@ -86,8 +86,9 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise of_another_model(f"{wrong[0]} is in one of the two alone")
     parameters: dict[str, Any] = dict(net.named_parameters())
     for name, parameter in parameters.items():
-        if tensors[name].shape[1:] != parameter.ds_shape[1:]:
-            raise of_another_model(f"{name} has another shape")
+        shape, (first, last) = parameter.ds_shape, rows_in(parameter)
+        if tensors[name].shape not in (shape, (last - first, *shape[1:])):
+            raise of_another_model(f"{name} has another shape, {tuple(tensors[name].shape)}")
         _held(parameter).copy_(_own_part(tensors[name], parameter))
         parameter.partition()  # a small one may still be whole, as it was
     for name, buffer in net.named_buffers():
