@@ -1,10 +1,12 @@
 """A model that no rank holds whole, in small: the same numbers on any ranks, by any engine."""
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import Jobs, Trained
@@ -57,12 +59,22 @@ def test_any_ranks_draw_the_same_numbers(module_jobs: Jobs, alone: Trained, name
     assert run.steps()[0]["grad_norm"] == pytest.approx(alone.steps()[0]["grad_norm"], rel=1e-5)
 
 
-def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(jobs: Jobs) -> None:
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ((DDP, "--strategy", "fsdp"), "--opt adamw8bit, or --reshard-after-forward, or "),
+        ((ZERO, "--stage", 3), ""),
+    ],
+    ids=["FSDP", "DeepSpeed 3"],
+)
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
+    jobs: Jobs, words: tuple[object, ...], instead: str
+) -> None:
     wide = ("--task", "text", "--width", 24576, "--depth", 96, "--heads", 96)
-    done = jobs.fork(2, DDP, *wide, "--strategy", "fsdp", "--logs", jobs.logs)
+    done = jobs.fork(2, *words, *wide, "--logs", jobs.logs)
     assert done.code != 0 and done.seconds < 60
     assert "the model does not fit: 2 ranks on" in done.output, done.output
-    assert "Take --opt adamw8bit, or --reshard-after-forward, or a smaller model" in done.output
+    assert f". Take {instead}a smaller model" in done.output
     assert not jobs.logs.exists()
 
 
@@ -108,6 +120,56 @@ def test_parts_are_read_by_any_number_of_ranks_and_the_other_engine(
                             "--resume", place)  # fmt: skip
     assert len(run.losses) == 3 and run.losses == pytest.approx(whole.losses[6:], rel=5e-6)
     assert parts.losses == pytest.approx(whole.losses[:6], rel=5e-6)
+
+
+# Tied, frozen and single numbers, buffers; so much decay that it shows what decays.
+ODD = ROOT / "tests" / "support" / "odd_gpt.py"
+AVERAGED = (*STEPS, "--task", ODD, "--weight-decay", 10, "--model-ema", "--model-ema-decay", 0.8)
+
+
+@pytest.fixture(scope="module")
+def zero(module_jobs: Jobs) -> Trained:
+    """Of DeepSpeed, stopped after 6 steps, saved by two ranks, each what it holds."""
+    words = ("tests/support/drivers/built.py", "zero", *AVERAGED, "--stage", 3)
+    run = module_jobs.train(2, *words, "--max-steps", 6, "--shares", "3,1")
+    assert (run.folder / "checkpoints/step_00000006/part_00001.safetensors").exists()
+    return run
+
+
+def test_a_rank_holds_its_part_and_one_block_while_deepspeed_builds(zero: Trained) -> None:
+    tensors = load_checkpoint(zero.folder / "checkpoints/step_00000006", only=("model",))[0]
+    assert tensors["model.head.weight"].equal(tensors["model.token.weight"])  # one, of two names
+    besides = ("head.weight", "angles")  # the same again, and buffers
+    sizes = {name: each.nbytes for name, each in tensors.items() if not name.endswith(besides)}
+    block = sum(size for name, size in sizes.items() if ".blocks.3." in name)
+    padded = 4 * len(sizes)  # a part may be one number longer
+    found = re.findall(r"rank (\d) held at most (\d+) bytes of parameters", zero.done.output)
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    for _, most in found:
+        assert sum(sizes.values()) / 2 < int(most) <= sum(sizes.values()) / 2 + block / 2 + padded
+
+
+@pytest.fixture(scope="module")
+def average(module_jobs: Jobs) -> Trained:
+    """Without a stop, on one rank of DDP."""
+    return module_jobs.train(1, DDP, "average", *AVERAGED, "--max-steps", 9)
+
+
+@pytest.mark.parametrize("reader", [(3, ZERO, "--stage", 3), (1, DDP)], ids=["3", "DDP"])
+def test_deepspeed_saves_parts_that_any_ranks_read(
+    module_jobs: Jobs, zero: Trained, average: Trained, reader: tuple[Any, ...]
+) -> None:
+    count, script, *options = reader
+    place = zero.folder / "checkpoints/step_00000006"
+    run = module_jobs.train(count, script, f"from zero {count}", *options, *AVERAGED,
+                            "--max-steps", 9, "--resume", place)  # fmt: skip
+    assert [*zero.losses, *run.losses] == pytest.approx(average.losses, rel=5e-6)
+    own, other = (
+        load_checkpoint(each.folder / "checkpoints/step_00000009")[0] for each in (run, average)
+    )
+    assert own.keys() == other.keys() and any(name.startswith("ema.") for name in own)
+    for name, tensor in own.items():
+        assert tensor.numpy() == pytest.approx(other[name].numpy(), abs=2e-4), name
 
 
 @pytest.mark.turns

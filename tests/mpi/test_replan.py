@@ -26,3 +26,16 @@ def test_shares_follow_the_speed_and_the_losses_stay(jobs: Jobs) -> None:
     evaluated = re.findall(r"evaluated (\d+) after step (\d+)", run.done.output)
     images = sum(int(count) for count, step in evaluated if step == "46")
     assert images == pytest.approx(360 * slower[-1]["counts"][0] / 64, abs=1)
+
+
+def test_so_they_do_while_the_batch_grows(jobs: Jobs) -> None:
+    options = ("--precision", "fp32", "--batch-size", "32:64:8/2900", "--max-steps", 56)
+    one = jobs.train(1, DDP, "one", *options)
+    run = jobs.train(2, "tests/support/drivers/slowing.py", "two", *options)
+    assert run.losses == pytest.approx(one.losses, rel=2e-5)
+    replans = [event for event in run.events if event["event"] == "replan"]
+    assert 1 <= len(replans) <= 2 and 30 <= replans[-1]["step"] <= 50, replans
+    assert sum(replans[-1]["counts"]) == 64 and replans[-1]["counts"][0] < 20
+    sizes = [step["n_global"] for step in run.steps()]
+    assert sizes == [step["n_global"] for step in one.steps()] and sizes[50] < 64
+    assert run.steps()[-1]["n_local"] < 20

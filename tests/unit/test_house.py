@@ -58,7 +58,8 @@ ROOMS = {
     "engines": (
         "named_state average strategy rows adamw8bit local_shards optimizer optimizer_state "
         "optimizer_trial gradients memory step_timer protocol base synchronous alone ddp fsdp "
-        "local_sgd zero_config zero_state zero_at_once zero_engine import_deepspeed strategies/*"
+        "local_sgd zero_config zero_state zero_at_once zero_cut zero_engine zero3_engine "
+        "import_deepspeed strategies/*"
     ),
     "checkpoint": "tensor_file part_files store read transfer resume find_run run initial verify",
     "measure": "device all_reduce links loader",

@@ -24,7 +24,7 @@ from motley.data.batch import Batch
 from motley.engines.adamw8bit import AdamW8bit
 from motley.engines.local_shards import LocalShards
 from motley.engines.memory import no_second_try, out_of_memory
-from motley.engines.named_state import on_cpu, snapshot
+from motley.engines.named_state import on_cpu, parameter_of, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding, is_elementwise
 from motley.engines.protocol import EngineContext
@@ -163,7 +163,7 @@ class FsdpEngine(SynchronousEngine):
 
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
         """See HoldsParts."""
-        own = _parameter_of(name, self._model.net)
+        own = parameter_of(name, self._model.net)
         if not isinstance(own, DTensor) or not is_by_rows(shape, own.shape):
             return None
         rows = -(-shape[0] // self._context.size)  # as torch.chunk cuts
@@ -177,7 +177,7 @@ class FsdpEngine(SynchronousEngine):
             found = {}
             for name, value in state.tensors.items():
                 if name.partition(".")[0] in kinds:
-                    found[name] = self._as_held(value, _parameter_of(name, self._model.net))
+                    found[name] = self._as_held(value, parameter_of(name, self._model.net))
             return State(found, state.plain)
 
         with self._put_together():
@@ -198,19 +198,10 @@ class FsdpEngine(SynchronousEngine):
         """Whole tensors cut as the parameters of ``net`` are."""
 
         def share(key: str, value: Tensor) -> Tensor:
-            own = _parameter_of(key, net)
+            own = parameter_of(key, net)
             if not isinstance(own, DTensor) or not is_by_rows(value.shape, own.shape):
                 return value
             part = distribute_tensor(value, self._mesh, own.placements, src_data_rank=None)
             return part.to(own.device)
 
         return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)
-
-
-def _parameter_of(key: str, net: nn.Module) -> nn.Parameter | None:
-    """What a tensor of a state is of, or beside, by any of its names; None: of no parameter."""
-    kind, _, name = key.partition(".")
-    try:
-        return net.get_parameter(name.rpartition(".")[0] if kind == "optimizer" else name)
-    except AttributeError:
-        return None

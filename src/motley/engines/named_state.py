@@ -75,10 +75,28 @@ def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
     try:
         net.load_state_dict(part_of(state, "model"))
     except RuntimeError as error:
-        raise MotleyError(
-            f"the checkpoint is of another model: {' '.join(str(error).split())[:300]}; give the "
-            "--model, --dataset and --img-size that it was made with"
-        ) from None
+        raise of_another_model(str(error)) from None
+
+
+def of_another_model(said: str) -> MotleyError:
+    """What is said of a checkpoint that is.
+
+    Args:
+        said: what tells so.
+    """
+    return MotleyError(
+        f"the checkpoint is of another model: {' '.join(said.split())[:300]}; give the --model, "
+        "--dataset and --img-size that it was made with"
+    )
+
+
+def parameter_of(key: str, net: nn.Module) -> nn.Parameter | None:
+    """What a tensor of a state is of, or beside, by any of its names; None: of no parameter."""
+    kind, _, name = key.partition(".")
+    try:
+        return net.get_parameter(name.rpartition(".")[0] if kind == "optimizer" else name)
+    except AttributeError:
+        return None
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from motley import ROOT
 from motley.config.option import Decides, option
 from motley.engines.strategy import check_offload
 from motley.errors import MotleyError
+from motley.plan.memory import BUCKET, STATE
 from motley.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -25,9 +26,8 @@ STAGES = (0, 1, 2, 3)
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 # Elements that DeepSpeed sends at once: it sets room for all of them aside, in every step, so
-# no more than the model has.
+# no more than the model has, or BUCKET.
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
-_BUCKET = 50_000_000
 
 # --offload, and the stage from which on DeepSpeed can.
 OFFLOADS = {"optimizer": 1, "parameters": 3}
@@ -104,7 +104,7 @@ def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> d
     _check_stage(path, zero, context.config.of(ZeroOptions).stage)
     for key in _BUCKETS:
         if zero.get(key) == "auto":
-            zero[key] = min(_BUCKET, parameters + parameters % 2)  # it takes no odd one
+            zero[key] = min(BUCKET, parameters + parameters % 2)  # it takes no odd one
     _fill_sizes(path, content, context)
     _fill_wire(path, content, context)
     content.setdefault("steps_per_print", 10**9)
@@ -187,6 +187,22 @@ def read_stage(path: Path) -> int:
     if stage not in STAGES:
         raise MotleyError(f"{path}: zero_optimization.stage {stage} is not one of 0, 1, 2, 3")
     return int(stage)
+
+
+def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
+    """What ``--offload`` or the file keeps there; see motley.plan.engine_traits."""
+    path = config_path(options)
+    stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
+    found = {
+        each: zero.get(key, {}).get("device", "none") != "none"
+        for each, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
+    }
+    parameters = options.offload == "parameters" or found["parameters"]
+    if options.offload == "none" and not found["optimizer"]:
+        return STATE[:1] if parameters else ()
+    if parameters:
+        return STATE
+    return STATE[1:] if stage > 1 else STATE[2:]  # a whole gradient stays where it is made
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,58 +1,45 @@
-"""The DeepSpeed engine: ZeRO stages 0 to 3 with unequal shares and one loss scale.
+"""The DeepSpeed engine: ZeRO with unequal shares and one loss scale.
 
 DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is inside
 the model, and the loss scale is Motley's, the same number on every rank.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
 from motley.engines.adamw8bit import converted
-from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
-from motley.engines.import_deepspeed import deepspeed, utils
+from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import no_second_try, out_of_memory
-from motley.engines.named_state import fill_tied, model_state, on_cpu, snapshot
+from motley.engines.named_state import fill_tied, model_state, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.strategies.zero import TRAITS
 from motley.engines.zero_at_once import work_at_once
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
-from motley.engines.zero_state import AverageOfParts, cut_state, whole_state
+from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.tasks.model import TaskModel
 
 
-def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
-    """Whether the backward pass goes on before each block: DeepSpeed lets go of the parameters of
-    one that it ends in too early. It does where what comes first is not trained."""
-    found = []
-
-    def look(_: nn.Module, given: Any, named: Any) -> None:
-        tensors = [each for each in tree_leaves((given, named)) if isinstance(each, Tensor)]
-        found.append(any(tensor.requires_grad for tensor in tensors))
-
-    hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
-    model(model.blank())
-    for hook in hooks:
-        hook.remove()
-    return all(found)
+def _nothing(value: Tensor) -> Tensor:
+    return value.new_empty(0)
 
 
 class ZeroEngine(EngineBase):
-    """Implements Engine.
+    """Implements Engine; of stages 0 to 2, see Zero3Engine.
 
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
     ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
@@ -75,16 +62,19 @@ class ZeroEngine(EngineBase):
                 f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
-        super().__init__(model, context)
+        if scalars := [name for name, each in model.net.named_parameters() if not each.ndim]:
+            raise MotleyError(
+                f"DeepSpeed sends no parameter without a dimension, as {scalars[0]} is one; have "
+                "it be of shape [1], or take torch_dist/train_vit.py"
+            )
+        self._model = model
+        with self._prepared(config):
+            super().__init__(model, context)
         self._check_optimizer()
         self.loss_weight = context.size
         # DeepSpeed takes GPU LOCAL_RANK, which is wrong where each rank sees its own GPU alone.
         local = int(os.environ["LOCAL_RANK"])
         index = local if context.device.index is None else context.device.index
-        if self._stage == 3:  # a block's parameters are gathered together
-            blocks = list(model.task.blocks(model.net).values())
-            if blocks and _all_hear_of_gradients(model, blocks):
-                utils.set_z3_leaf_modules(model, list({type(block) for block in blocks}))
         self._engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(local_rank=local, device_rank=index),
             model=model,
@@ -96,6 +86,14 @@ class ZeroEngine(EngineBase):
             work_at_once(self._engine.optimizer, context.device)
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
+
+    def _prepared(self, config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """The model, before it gets an optimizer, in this context.
+
+        Args:
+            config: DeepSpeed's.
+        """
+        return contextlib.nullcontext()
 
     def _check_optimizer(self) -> None:
         """MotleyError if ``--opt`` is another one where it is cut, keeps what cannot be saved, or
@@ -230,29 +228,28 @@ class ZeroEngine(EngineBase):
             self._engine.step()
         return heard.tolist(), overflow, correction
 
-    def _held(self) -> Named:
-        """See EngineBase. At stage 3 no rank holds a whole parameter between two passes."""
-        if self.replicated:
-            return super()._held()
-        parts: dict[str, Any] = self._trained
-        return {name: each.ds_tensor for name, each in parts.items()}
-
-    def _make_average(self, decay: float, warmup: bool) -> ParameterAverage:
-        if self.replicated:
-            return super()._make_average(decay, warmup)
-        return AverageOfParts(self._trained, self._held, decay, warmup)
-
     def state(self) -> State:
         """See Engine. Stages 1 to 3 put their partitions together."""
         if self._stage == 0:
             return super().state()
-        state = whole_state(self._engine.optimizer, self.optimizer, self._model.net)
-        state.tensors.update(self._average_state(on_cpu))
-        fill_tied(self._model.net, state.tensors)
-        state.plain["groups"] = self.memory.groups(state.tensors)
-        if self._context.rank != 0:
-            return State()
-        return State({name: snapshot(each) for name, each in state.tensors.items()}, state.plain)
+        first = self._context.rank == 0
+        state = self._put_together(snapshot if first else _nothing)
+        return state if first else State()
+
+    def _put_together(self, keep: Callable[[Tensor], Tensor]) -> State:
+        """:meth:`state` from stage 1 on; all ranks call it.
+
+        Args:
+            keep: what this rank takes of each tensor.
+        """
+        net = self._model.net
+        groups: dict[str, Tensor] = {}
+        state = whole_state(self._engine.optimizer, self.optimizer, net, keep)
+        state.tensors.update(self._average_state(keep))
+        fill_tied(net, state.tensors)
+        state.plain["groups"] = self.memory.groups(groups)
+        state.tensors.update({name: keep(each) for name, each in groups.items()})
+        return state
 
     def alike(self) -> State:
         """See Engine. From stage 1 on no rank has another's part of the optimizer."""

@@ -11,47 +11,55 @@ from torch.nn import functional
 from motley.comm.collectives import gather_parts
 from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.import_deepspeed import deepspeed, utils
-from motley.engines.named_state import load_model_state, model_state
+from motley.engines.named_state import (
+    load_model_state,
+    model_state,
+    of_another_model,
+    part_of,
+)
 from motley.engines.optimizer_state import State, slots_of
 
 Optimizer = torch.optim.Optimizer
 
 
-def whole_state(zero: Any, optimizer: Optimizer, net: nn.Module) -> State:
+def whole_state(
+    zero: Any, optimizer: Optimizer, net: nn.Module, keep: Callable[[Tensor], Tensor]
+) -> State:
     """The model of stages 1 to 3, and what the optimizer keeps of each parameter; all ranks call
-    it.
+    it. One whole tensor at a time is put together.
 
     Args:
-        zero: DeepSpeed's optimizer, around ours.
+        zero: DeepSpeed's optimizer, around ours. keep: what this rank takes of each tensor.
     """
-    state = model_state(net)
+    state = model_state(net, keep)
     steps, numbers, slots = _slots(zero, optimizer)
     for name, parameter in net.named_parameters():
         if _is_cut(parameter):
-            state[f"model.{name}"] = _whole(parameter)
+            state[f"model.{name}"] = keep(_whole(parameter))
     parameters = trained(net)  # DeepSpeed keeps fp32 copies and slots of these alone
     for name, parameter in parameters.items():
         for slot in slots:
             whole = utils.safe_get_full_optimizer_state(parameter, slot)
-            state[f"optimizer.{name}.{slot}"] = whole.cpu()
-        state |= {f"optimizer.{name}.{slot}": value.cpu() for slot, value in steps.items()}
+            state[f"optimizer.{name}.{slot}"] = keep(whole)
+        state |= {f"optimizer.{name}.{slot}": keep(value) for slot, value in steps.items()}
     return State(state, {"slots": dict.fromkeys(parameters, numbers)})
 
 
 def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> None:
-    """Continue from :func:`whole_state`, which all ranks have; the slots must be there."""
-    _slots(zero, optimizer)
-    with deepspeed.zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
+    """Continue from :func:`whole_state`, of which each rank has all, or of what is cut the rows
+    :func:`rows_in`; the slots must be there."""
+    *_, of_each = _slots(zero, optimizer)
+    if any(map(_is_cut, net.parameters())):
+        _load_parts(net, part_of(state.tensors, "model"))
+    else:
         load_model_state(net, state.tensors)
     for name, parameter in trained(net).items():
         if _is_cut(parameter):
-            utils.safe_set_local_fp32_param(
-                parameter, _own_part(state.tensors[f"model.{name}"], parameter)
-            )
+            utils.safe_set_local_fp32_param(parameter, _held(parameter))
         else:
             utils.safe_set_full_fp32_param(parameter, parameter.detach())
         for slot, value in slots_of(name, state.tensors).items():
-            if not value.ndim:
+            if slot not in of_each:  # a step, say
                 for slots in optimizer.state.values():
                     if isinstance(slots[slot], Tensor):
                         slots[slot].copy_(value)
@@ -64,6 +72,28 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
     numbers: dict[str, Any] = next(iter(state.plain.get("slots", {}).values()), {})
     for slots in optimizer.state.values():
         slots.update(numbers)
+
+
+@torch.no_grad()
+def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Of stage 3: this rank's part of each parameter; buffers whole.
+
+    Raises:
+        MotleyError: they are of another model.
+    """
+    own = net.state_dict()  # of a parameter, nothing
+    if wrong := sorted(own.keys() ^ tensors.keys()):
+        raise of_another_model(f"{wrong[0]} is in one of the two alone")
+    parameters: dict[str, Any] = dict(net.named_parameters())
+    for name, parameter in parameters.items():
+        shape, (first, last) = parameter.ds_shape, rows_in(parameter)
+        if tensors[name].shape not in (shape, (last - first, *shape[1:])):
+            raise of_another_model(f"{name} has another shape, {tuple(tensors[name].shape)}")
+        _held(parameter).copy_(_own_part(tensors[name], parameter))
+        parameter.partition()  # a small one may still be whole, as it was
+    for name, buffer in net.named_buffers():
+        if name in own:
+            buffer.copy_(tensors[name])
 
 
 def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
@@ -83,12 +113,12 @@ def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """A parameter of stage 3, on the CPU; all ranks ask."""
+    """A parameter of stage 3; all ranks ask."""
     if parameter.requires_grad:
         whole: Tensor = utils.safe_get_full_fp32_param(parameter)
-        return whole.cpu()
+        return whole
     with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().clone().cpu()
+        return parameter.detach().clone()
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
@@ -96,11 +126,30 @@ def _is_cut(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def _held(parameter: Any) -> Tensor:
+    """What this rank has of it, flat."""
+    own: Tensor = parameter.ds_tensor
+    return own
+
+
+def rows_in(parameter: Any) -> tuple[int, int]:
+    """The rows of a parameter of stage 3 that this rank has a part of, from the first to before the
+    second: parts are equally many numbers, and end within a row."""
+    rows, count = parameter.ds_shape[0], parameter.ds_tensor.ds_numel
+    row, begin = parameter.ds_numel // rows, count * dist.get_rank()
+    first = min(begin // row, rows)
+    return first, max(first, min(-(-(begin + count) // row), rows))
+
+
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Of a whole tensor, this rank's: as long as the others', the last one filled up with zeros."""
-    count: int = parameter.ds_tensor.ds_numel
-    padded = functional.pad(value.flatten(), (0, count * dist.get_world_size() - value.numel()))
-    return padded.narrow(0, count * dist.get_rank(), count)
+    """Of a whole tensor, or of its rows :func:`rows_in`, this rank's part: as long as the others',
+    the last one filled up with zeros."""
+    count = parameter.ds_tensor.ds_numel
+    begin = count * dist.get_rank()
+    if value.shape != parameter.ds_shape:
+        begin -= rows_in(parameter)[0] * (parameter.ds_numel // parameter.ds_shape[0])
+    part = value.flatten()[begin : begin + count]
+    return functional.pad(part, (0, count - len(part)))
 
 
 class AverageOfParts(ParameterAverage):

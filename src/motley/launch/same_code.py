@@ -159,9 +159,10 @@ def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """What is compared, by the name that it has on all hosts."""
+    before = len(f"{PACKAGE}/")
     for path in PACKAGE.rglob("*.py"):
         if path.is_file():  # an editor's lock of an unsaved file is a link to nowhere
-            yield f"src/motley/{path.relative_to(PACKAGE)}", path
+            yield f"src/motley/{str(path)[before:]}", path
     near = [script, *_loaded(script)]
     if script.parent.is_relative_to(ROOT):  # else it is a home, full of other things
         near += [path for path in script.parent.glob("*") if path.suffix in _SUFFIXES]
@@ -178,11 +179,12 @@ def _loaded(script: Path) -> Iterator[Path]:
     places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     own = [script.parent, ROOT, *(Path(place).resolve() for place in places)]
     installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), PACKAGE]
+    known = (f"{PACKAGE}/", f"{Path(os.__file__).parent}/")  # Motley's and Python's
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        if file.startswith(f"{PACKAGE}/") or any(f"/{place}/" in file for place in _PLACES):
+        if file.startswith(known) or any(f"/{place}/" in file for place in _PLACES):
             continue  # most of thousands: to resolve each would take half a second
         path = Path(file).resolve()
         if any(map(path.is_relative_to, own)) and not (

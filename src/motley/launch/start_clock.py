@@ -1,6 +1,6 @@
 """How long the parts of a start take, from the launch of this process to where it trains.
 
-    imports      since the process began, its environment included
+    imports      since the process began, its environment included, until all ranks have imported
     connect      MPI; code, facts and addresses of all hosts; the supervisor
     prepare      the run's folder, and the data on each host's disk
     group        the process group, and the precision of each rank
@@ -55,5 +55,5 @@ class StartClock:
         parts = dict(self._parts)
         imports_s = parts.pop("imports", 0.0)
         said = ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S)
-        after = f" after {imports_s:.1f} s of imports" if imports_s else ""
+        after = f" after {imports_s:.1f} s of imports" if imports_s >= _SHOWN_S else ""
         return f"ready in {sum(parts.values()):.1f} s{after}{': ' if said else ''}{said}"

@@ -25,7 +25,10 @@ class EngineTraits:
         shards_gradients, shards_parameters: it keeps a part of these alone.
         keeps_gathered: parameters that were gathered for the forward pass stay until the backward
             pass has used them.
-        state_in_host: parameters, gradients and optimizer are in the host's memory.
+        flat_parts: as DeepSpeed's: the optimizer steps a copy of its part of the parameters,
+            gradients have their place all the time, and what was gathered stays if it is needed
+            again soon.
+        state_in_host: which of "parameters", "gradients" and "optimizer" are in the host's memory.
         fills_model: it gives a model its initial numbers as it cuts it, if it has none yet.
         compiles: the model that it wraps may be compiled by blocks.
         words: how it sends, for the user.
@@ -46,7 +49,8 @@ class EngineTraits:
     shards_gradients: bool = False
     shards_parameters: bool = False
     keeps_gathered: bool = False
-    state_in_host: bool = False
+    flat_parts: bool = False
+    state_in_host: tuple[str, ...] = ()
     fills_model: bool = False
     compiles: bool = True
     words: str = "gradients are sent while the backward pass still runs"

@@ -86,6 +86,11 @@ class Length:
         used = position.epoch * self.epoch_samples + position.consumed
         return self._growth.at(used)
 
+    @property
+    def full_batches(self) -> range:
+        """All that :meth:`full_batch` may give, ascending."""
+        return self._growth.batches()
+
     def updates(self, position: TrainState) -> float:
         """Where the schedule stands, in steps of this batch since the start; whole numbers, the
         steps themselves, unless the batch changed in the middle of the current epoch."""

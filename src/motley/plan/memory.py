@@ -13,7 +13,11 @@ gradient does:
 
 for a piece is gathered while the one before it is in use, and its gradient is scattered from a copy
 in r bytes, of which torch keeps the one before until the next is sent. In 16 bits that is
-``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it.
+``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it. DeepSpeed's stage 3 keeps
+another 4 T / W bytes, which its optimizer steps, gathers a block at a time, in fp32, by way of a
+copy, lets go of what is not used again within L = 10^9 numbers, and collects B of a gradient:
+
+    4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
 """
 
 from dataclasses import dataclass
@@ -23,6 +27,9 @@ from motley.plan.engine_traits import EngineTraits
 
 _MIB = 2**20
 _WIDE, _NARROW = 4, 2  # bytes of a number
+_SOON = 1e9  # numbers; stage3_max_reuse_distance, where the user's file does not say it
+BUCKET = 50_000_000  # numbers, of a gradient
+STATE = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class MemoryNeed:
         parameters, gradients, optimizer: its part of each.
         gathered: of the others' parts, and of gradients on their way, at most.
         activations: of a micro-batch, with what follows the model; None: not known.
-        in_host: parameters, gradients and optimizer are in the host's memory.
+        in_host: which of the first three are in the host's memory.
         accumulates: gradients of an earlier micro-batch are there while a backward pass begins.
     """
 
@@ -60,7 +67,7 @@ class MemoryNeed:
     optimizer: float
     gathered: float
     activations: float | None = None
-    in_host: bool = False
+    in_host: tuple[str, ...] = ()
     accumulates: bool = True
 
     @property
@@ -71,13 +78,14 @@ class MemoryNeed:
     @property
     def host(self) -> float:
         """MiB of the host's memory."""
-        return self.state if self.in_host else 0.0
+        found: list[float] = [getattr(self, name) for name in self.in_host]
+        return sum(found)
 
     @property
     def beside_activations(self) -> float:
         """MiB of the device, when activations are most."""
-        early = 0.0 if self.accumulates else self.gradients
-        return self.gathered + (0.0 if self.in_host else self.state - early)
+        comes = not self.accumulates and "gradients" not in self.in_host
+        return self.gathered + self.state - self.host - (self.gradients if comes else 0.0)
 
     @property
     def peak(self) -> float:
@@ -94,7 +102,8 @@ class MemoryNeed:
             "activations": self.activations,
         }  # fmt: skip
         said = [f"{name} {amount(mib)}" for name, mib in parts.items() if mib]
-        return ", ".join(said) + (", the first three in the host's memory" if self.in_host else "")
+        away = f"; {', '.join(self.in_host)} in the host's memory" if self.in_host else ""
+        return ", ".join(said) + away
 
     def as_json(self) -> dict[str, Any]:
         """For run.json."""
@@ -149,7 +158,10 @@ def need_of(
             scattered.
     """
     gathered = 0.0
-    if traits.shards_parameters:
+    if traits.flat_parts:
+        gathered = _WIDE * (min(size.parameters, _SOON + size.largest) + size.outside)
+        gathered += size.largest * (2 * _WIDE + wire_bytes) + _WIDE * min(size.parameters, BUCKET)
+    elif traits.shards_parameters:
         wide = _NARROW if narrow else _WIDE
         if traits.keeps_gathered:
             gathered = wide * (size.parameters + size.outside)
@@ -163,7 +175,7 @@ def need_of(
     return MemoryNeed(
         part(size.parameters, traits.shards_parameters),
         part(size.trained, traits.shards_gradients),
-        part(size.slots * size.trained, traits.shards_optimizer),
+        part((size.slots + traits.flat_parts) * size.trained, traits.shards_optimizer),
         gathered / _MIB, in_host=traits.state_in_host,
     )  # fmt: skip
 

@@ -45,7 +45,9 @@ class ReplanMonitor:
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
         self._tables, self._kinds = tuple(speeds), _Kinds(kinds)
-        self._slowdown = np.ones(len(speeds))
+        self._slowdown = np.ones(
+            len(speeds)
+        )  # of the last step in which a rank had something to do
         self.forget()
 
     def forget(self) -> None:
@@ -60,22 +62,27 @@ class ReplanMonitor:
         self._tables = tuple(table.at_most(size) for table, size in pairs)
         self.forget()
 
-    def step(self, ready_s: Sequence[float], counts: Sequence[int]) -> Proposal | None:
-        """Take in a full step.
+    def step(
+        self, ready_s: Sequence[float], counts: Sequence[int], full: Sequence[int] | None = None
+    ) -> Proposal | None:
+        """Take in a step.
 
         Args:
             ready_s: each rank's data and compute until its gradient was ready, seconds.
             counts: samples of each rank in it.
+            full: of each rank in a full batch, which a growing one is not yet; None: ``counts``.
         """
         if self._speeds is None:
             return None
-        self._steps.append(np.array(ready_s))
+        usual, took = self._speeds.ready_s(np.array(counts, dtype=float)), np.array(ready_s)
+        works = usual > 0  # who had nothing to do showed nothing
+        self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
+        self._steps.append(self._slowdown.copy())
         steps = np.array(self._steps)
-        usual = self._speeds.ready_s(np.array(counts, dtype=float))
         # The noise of a median falls with the root of what it is taken of.
         bands = ((span, DEAD_BAND * math.sqrt(WINDOW / span)) for span in SPANS)
         found = (
-            self._propose(self._speeds, counts, usual, _median(steps[-span:]), band)
+            self._propose(self._speeds, full or counts, _median(steps[-span:]), band)
             for span, band in bands if len(steps) >= span
         )  # fmt: skip
         proposal = next((each for each in found if each), None)
@@ -83,16 +90,14 @@ class ReplanMonitor:
         return proposal if self._asked >= STEPS_IN_A_ROW else None
 
     def _propose(
-        self, speeds: Speeds, counts: Sequence[int], usual: Floats, took: Floats, band: float
+        self, speeds: Speeds, counts: Sequence[int], slowdown: Floats, band: float
     ) -> Proposal | None:
         """Another split, if it saves more than ``band`` of a step.
 
         Args:
-            usual: seconds for ``counts`` until the gradient is ready, as measured. took: now.
+            slowdown: of each rank, against its measured speed.
         """
-        works = usual > 0  # who had nothing to do showed nothing
-        self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
-        slowdown = self._kinds.median(self._slowdown)
+        slowdown = self._kinds.median(slowdown)
         old = speeds.seconds_of(np.array(counts, dtype=float), slowdown).max()
         # So quick that each step can ask it: could all together be faster by so much? And who is
         # not left without a sample, with the least that it keeps?

@@ -67,7 +67,9 @@ def foresee(
         steps = max(map(len, plan.micro_batches))  # of those that communicate all take as many
         if planned.speeds and sizes:
             activations = planned.speeds[rank].activations_mib(max(sizes))
-            need = replace(need, activations=activations, accumulates=steps > 1)
+            need = replace(
+                need, activations=activations, accumulates=steps > 1 or traits.flat_parts
+            )
         room = _room(group)
         _check(need, group, config, traits, room)
         own = rank, need, room
@@ -87,9 +89,10 @@ def _need(
     traits: EngineTraits,
     wire_bytes: int = 4,
 ) -> MemoryNeed:
+    blocks = list(task.blocks(net).values())
     pieces = [
         sum(each.numel() for block in piece for each in block.parameters())
-        for piece in pieces_of(list(task.blocks(net).values()))
+        for piece in ([[block] for block in blocks] if traits.flat_parts else pieces_of(blocks))
     ]
     numbers = sum(each.numel() for each in parameters)
     size = ModelSize(
@@ -143,7 +146,7 @@ def _changes(
         found.append("--strategy fsdp")
     elif on_gpu and not need.in_host and (ranks := enough_ranks(need, group.size, room)):
         found.append(f"{ranks} such ranks")
-    if config.opt in ("adam", "adamw"):
+    if config.opt == "adamw" and not traits.flat_parts:
         found.append(f"--opt {IN_8_BITS}")
     if traits.keeps_gathered:
         found.append("--reshard-after-forward")
@@ -151,6 +154,6 @@ def _changes(
         found.append("a smaller --micro-batch")
         if not config.grad_checkpointing:
             found.append("--grad-checkpointing")
-    if traits.shards_parameters and on_gpu and not need.in_host:
+    if traits.shards_parameters and on_gpu and "parameters" not in need.in_host:
         found.append("--offload parameters")
     return [*found, "a smaller model"]

@@ -29,6 +29,7 @@ _CHANGED = 1.5  # a remembered speed is measured anew if the device is busier, o
 _LOOKS = 6  # passes at most; to measure anew takes many times as long
 _FAR_SLOWER = 4.0  # with a small micro-batch: then a large one could take minutes
 _LARGER = 8  # times, from one such to the next
+_TELLS = 0.7  # of the best rate, at which a micro-batch tells what each sample takes
 
 
 def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int) -> SpeedTable:
@@ -40,7 +41,7 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
     path, key = _place(group, config, shards)
     if (speed := read_speed(path, key)) is not None:
         try:
-            if _still_holds(model, speed):
+            if _still_holds(group.device, model, speed):
                 return speed
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -61,10 +62,14 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
     return speed if stepped == own else replace(speed, step_s=speed.step_s * own / stepped)
 
 
-def _still_holds(model: TaskModel, speed: SpeedTable) -> bool:
+def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> bool:
     """Whether the device is about as fast as remembered. What else starts beside this rank can
     disturb a look, which is a few milliseconds; so one of some is enough."""
     size, most = speed.sizes[0], speed.micro_batch
+    if device.type == "cpu":  # on a GPU the largest tells whether there still is memory for it
+        enough = _TELLS * speed.rate
+        timed = zip(speed.sizes, speed.seconds, strict=True)
+        most = min(most, next(n for n, seconds in timed if n / seconds >= enough))
     while size < most:
         if min(passes(model, size, 2)) >= _FAR_SLOWER * speed.micro_s(size):
             return False

@@ -5,6 +5,7 @@ first of them. It computes as long as the whole does, in as much memory for acti
 one block of each kind: enough to check a task, and to time and plan it.
 """
 
+import contextlib
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,6 +91,15 @@ class BlockByBlock:
         }
         for key, held in self._held.items():
             held.put(made[instead.get(key, key)])
+
+    @contextlib.contextmanager
+    def folded(self, device: torch.device) -> Iterator[None]:
+        """It is folded meanwhile."""
+        self.fold(device)
+        try:
+            yield
+        finally:
+            self.unfold()
 
     def narrow(self, dtype: torch.dtype) -> None:
         """Have what it is folded with be in 16 bits, as where parameters are gathered in them."""

@@ -139,9 +139,9 @@ class Loop:
 
     def _replan(self, timed: Timed | None) -> bool:
         """Split the batch anew where ranks have become slower or faster; whether it is."""
-        if timed is None or timed.plan.global_batch != self._plan.global_batch:
+        if timed is None or timed.plan.global_batch not in self._job.length.full_batches:
             return False  # a ragged batch says nothing
-        proposal = self._job.watch.step(timed.ready_s, self._plan.counts)
+        proposal = self._job.watch.step(timed.ready_s, timed.plan.counts, self._plan.counts)
         if proposal is None:
             return False
         self._plan = rebalance(self._plan, proposal, self._recorder, self._state)

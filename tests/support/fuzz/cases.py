@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +70,15 @@ class Recipe:
     """What is trained, whoever computes it. Names are those of the options.
 
     Attributes:
+        batch_size: the largest one. ramp: the first one, by how many samples it grows, and over how
+            many; empty: all are alike.
         samples: of an epoch. bad_images: files among them that are no images; "digits" has none.
     """
 
     opt: str = "adamw"
     batch_size: int = 8
+    ramp: tuple[int, ...] = ()
+    ramp_lr: str = "none"
     samples: int = 24
     epochs: int = 2
     lr: float = 1e-3
@@ -88,6 +93,25 @@ class Recipe:
     eval_images: int = 7
     seed: int = 0
     bad_images: tuple[str, ...] = ()
+
+    def sizes(self) -> list[list[int]]:
+        """Samples of each epoch's steps."""
+        return [list(self._sizes(epoch * self.samples)) for epoch in range(self.epochs)]
+
+    def _sizes(self, used: int) -> Iterator[int]:
+        left = self.samples
+        while left:
+            size = min(left, size_after(used, self.batch_size, self.ramp))
+            yield size
+            used, left = used + size, left - size
+
+
+def size_after(used: int, most: int, ramp: tuple[int, ...]) -> int:
+    """Samples of a whole step that begins after ``used`` of the run; see :class:`Recipe`."""
+    if not ramp or used >= ramp[2]:
+        return most
+    first, by, over = ramp
+    return first + by * (used * ((most - first) // by) // over)
 
 
 @dataclass(frozen=True)
@@ -127,6 +151,8 @@ class Case:
         segment = self.segments[number]
         given = self.options(segment)
         samples, bad = given.pop("samples"), given.pop("bad_images")
+        if ramp := given.pop("ramp"):
+            given["batch_size"] = "{0}:{3}:{1}/{2}".format(*ramp, given["batch_size"])
         words = ["--model", NAME, "--img-size", str(PIXELS), "--logs", logs, "--run", "run",
                  "--keep", "99", "--gpu-log-interval", "100", "--workers", "0"]  # fmt: skip
         if bad:

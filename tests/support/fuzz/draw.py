@@ -1,10 +1,10 @@
 """Makes cases up, and makes them smaller."""
 
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from fuzz.cases import AFTER, BAD_IMAGES, Case, Fault, Recipe, Segment
@@ -29,7 +29,7 @@ def draw(dice: random.Random, most_ranks: int = 6) -> Case:
     """
     exact = dice.random() < 0.75
     recipe = _recipe(dice, exact)
-    steps = math.ceil(recipe.samples / recipe.batch_size) * recipe.epochs
+    steps = sum(map(len, recipe.sizes()))
     first = _segment(dice, recipe, exact, most_ranks)
     segments = [first]
     for _ in range(dice.choice((0, 0, 1, 1, 1, 2))):
@@ -59,9 +59,14 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
     epochs = dice.randint(1, 3)
     most = max(3, min(40, size * (MOST_STEPS // epochs)))
     samples = dice.randint(3, most)
+    ramp: tuple[int, ...] = ()
+    if size > 2 and dice.random() < 0.2:
+        by = dice.choice([each for each in range(1, size) if size % each == 0])
+        ramp = (size - by * dice.randint(1, size // by - 1), by, dice.randint(1, samples * epochs))
     opt = "adamw" if dice.random() < 0.55 else dice.choice(optimizers())
-    return Recipe(
-        opt=opt, batch_size=size, samples=samples, epochs=epochs,
+    recipe = Recipe(
+        opt=opt, batch_size=size, ramp=ramp, samples=samples, epochs=epochs,
+        ramp_lr=dice.choice(("none", "linear", "sqrt")) if ramp else "none",
         lr=dice.choice((1e-3, 3e-4)), clip_grad=dice.choice((None, None, 1.0, 0.1)),
         weight_decay=dice.choice((0.0, 0.05)), smoothing=dice.choice((0.0, 0.1)),
         warmup_epochs=dice.choice((0.0, 0.5, 1.0, 5.0)), min_lr=dice.choice((0.0, 1e-5)),
@@ -72,6 +77,8 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
         bad_images=tuple(dice.sample(BAD_IMAGES, dice.randint(1, 2)))
         if samples > 6 and dice.random() < 0.12 else (),
     )  # fmt: skip
+    many = sum(map(len, recipe.sizes())) > 2 * MOST_STEPS
+    return replace(recipe, ramp=(), ramp_lr="none") if many else recipe
 
 
 def _segment(dice: random.Random, recipe: Recipe, exact: bool, most: int) -> Segment:
@@ -117,7 +124,9 @@ def _changed(dice: random.Random, recipe: Recipe) -> dict[str, Any]:
         "weight_decay": 0.02,
     }  # fmt: skip
     name = "batch_size" if dice.random() < 0.4 else dice.choice(tuple(others))
-    return {name: others[name]} if getattr(recipe, name) != others[name] else {}
+    if getattr(recipe, name) == others[name]:
+        return {}
+    return {name: others[name], **({"ramp": ()} if name == "batch_size" and recipe.ramp else {})}
 
 
 def _faults(
@@ -148,8 +157,10 @@ def _faults(
         return (Fault(kind, step, -1, 0, tuple(counts)),)
     if kind == "flip":
         # Found at the next checkpoint; one that follows at once leaves the losses as they are.
-        every = recipe.save_every or math.ceil(recipe.samples / recipe.batch_size)
-        step = (step // every + 1) * every - 1
+        ends = list(accumulate(map(len, recipe.sizes())))
+        if every := recipe.save_every:
+            ends = [(step // every + 1) * every]
+        step = next(end for end in [*ends, step + 1] if end > step) - 1
         return (Fault(kind, step, dice.randrange(segment.ranks), dice.randrange(2)),)
     if kind == "stranger":
         return (Fault(kind, step, 0, dice.randrange(5)),)

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import math
 import random
 import shutil
 import struct
@@ -12,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +217,10 @@ def unbroken(case: Case) -> Case | None:
     """The same without history, for a case whose jobs are all alike; None where they are not."""
     first = case.segments[0]
     if first.wire.startswith("local"):  # they meet where they save, and so where they stop
-        each = math.ceil(case.recipe.samples / case.recipe.batch_size)
-        every = case.recipe.save_every or each
-        if any(segment.stop is not None and segment.stop % every for segment in case.segments):
+        ends = set(accumulate(map(len, case.recipe.sizes())))
+        if every := case.recipe.save_every:
+            ends = set(range(0, max(ends) + every, every))
+        if any(segment.stop not in (None, *ends) for segment in case.segments):
             return None
     whole = replace(first, stop=None, faults=(), after=())
     for segment in case.segments:

@@ -202,7 +202,7 @@ class Told(ReplanMonitor):
         probe.write(watched=len(speeds))
         self._probe = probe
 
-    def step(self, ready_s: Any, counts: Any) -> Proposal | None:
+    def step(self, ready_s: Any, counts: Any, full: Any = None) -> Proposal | None:
         """See ReplanMonitor."""
         if fault := self._probe.due("replan"):
             self._probe.write(replanned=fault["counts"])

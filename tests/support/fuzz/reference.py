@@ -5,11 +5,13 @@ the schedule and the count of samples are written again here, in as few lines as
 """
 
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fuzz.cases import size_after
 from torch import nn
 from torch.nn import functional
 
@@ -20,6 +22,7 @@ from motley.data.loader import Loader
 from motley.data.order import Order
 from motley.engines.optimizer import make_optimizer
 from motley.plan.plan import make_plan
+from motley.plan.ramp import ramp_of
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, build_net
 
@@ -81,7 +84,9 @@ class Reference:
         if old is not None:
             _hand_over(old.net, self._optimizer, self._as_made, net, optimizer)
         self._optimizer, self._as_made = optimizer, as_made
-        self._loader = Loader(self._task, config, 0, self._device)
+        # Which knows of no batch that grows.
+        whole = dataclasses.replace(config, batch_size=int(config.batch_size))
+        self._loader = Loader(self._task, whole, 0, self._device)
         self.samples = Order(
             len(self._task.data(held_out=False)), config.seed, config.data_fraction
         ).epoch_samples
@@ -123,7 +128,7 @@ class Reference:
         return self.trained
 
     def _step(self, skip: bool) -> None:
-        config, plan = self._config, make_plan(self._config.batch_size, (1.0,), (10**6,), EXACT)
+        config, plan = self._config, make_plan(self._size(), (1.0,), (10**6,), EXACT)
         lr = self._learning_rate()
         part, micro = next(iter(self._loader.steps(self._epoch, self._consumed, plan)))
         ((batch, _),) = micro
@@ -154,7 +159,18 @@ class Reference:
     def _logits(self, batch: Batch) -> torch.Tensor:
         return self._task.logits(self._model.compute, batch.data["images"])
 
+    def _size(self) -> int:
+        """Samples of a whole step here."""
+        ramp = ramp_of(self._config.batch_size)
+        used = self._epoch * self.samples + self._consumed
+        return size_after(used, ramp.most, (ramp.first, ramp.by, ramp.over))
+
     def _learning_rate(self) -> float:
+        """Of the schedule, for a batch that is smaller than it is going to be."""
+        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self._config.ramp_lr]
+        return self._scheduled() * (self._size() / self._config.batch_size) ** power
+
+    def _scheduled(self) -> float:
         """Linear warm-up, then a cosine to ``--min-lr``, over the batches of all epochs."""
         config = self._config
         each = math.ceil(self.samples / config.batch_size)

@@ -77,8 +77,8 @@ def _can_halve(case: Case) -> bool:
     (fault,) = ooms
     if not 0 <= fault.rank < segment.ranks or segment.micro or segment.engine in TOGETHER:
         return False  # those cannot do a step again whose gradients have been sent
-    ends = (fault.step + 1) % math.ceil(recipe.samples / recipe.batch_size) == 0
-    size = (recipe.samples % recipe.batch_size if ends else 0) or recipe.batch_size
+    sizes = [size for epoch in recipe.sizes() for size in epoch]
+    size = sizes[min(fault.step, len(sizes) - 1)]
     return size * segment.shares[fault.rank] // sum(segment.shares) >= 2
 
 
@@ -232,7 +232,7 @@ def _told(played: Played) -> list[str]:
     for number in range(1, len(played.jobs)):
         before, now = (played.case.options(played.case.segments[n]) for n in (number - 1, number))
         for name in now:
-            flag = f"--{name.replace('_', '-')}"
+            flag = "--batch-size" if name == "ramp" else f"--{name.replace('_', '-')}"
             if name == "save_every" or played.jobs[number].killed or not played.jobs[number].start:
                 continue
             if before[name] != now[name] and flag not in notes:

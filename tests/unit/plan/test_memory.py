@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.engines.strategies.fsdp import TRAITS
+from motley.engines.strategies.zero import TRAITS as ZERO
 from motley.plan.engine_traits import EngineTraits
-from motley.plan.memory import ModelSize, enough_ranks, need_of
+from motley.plan.memory import STATE, ModelSize, enough_ranks, need_of
 from motley.plan.speed_table import SpeedTable
 
 RESHARDS = replace(TRAITS, keeps_gathered=False)
@@ -25,8 +26,22 @@ def test_13_billion_parameters_on_four_gpus() -> None:
     assert kept.gathered / GIB == pytest.approx(26.2, abs=0.2)  # all of it, in 16 bits
     whole = need_of(LARGE, EngineTraits(), 4, narrow=True)
     assert whole.state == pytest.approx(4 * need.state) and whole.gathered == 0
-    away = need_of(LARGE, replace(RESHARDS, state_in_host=True), 4, narrow=True, wire_bytes=2)
+    away = need_of(LARGE, replace(RESHARDS, state_in_host=STATE), 4, narrow=True, wire_bytes=2)
     assert away.peak == away.gathered == need.gathered and away.host == need.state
+
+
+def test_deepspeed_keeps_a_copy_and_lets_go_of_what_is_not_needed_soon() -> None:
+    need = need_of(LARGE, ZERO[3], 4, narrow=False)
+    fsdp = need_of(LARGE, RESHARDS, 4, narrow=False)
+    assert need.state - fsdp.state == pytest.approx(need.parameters)
+    live = 4 * (1e9 + 314_613_760 + 268_057_600) + 12 * 314_613_760 + 2e8
+    assert need.gathered * 2**20 == pytest.approx(live)
+    small = replace(LARGE, parameters=10**8, trained=10**8, largest=10**7, outside=10**6)
+    assert need_of(small, ZERO[3], 4, narrow=False).gathered * 2**20 == 4.04e8 + 1.2e8 + 2e8
+    away = need_of(LARGE, replace(ZERO[3], state_in_host=STATE[1:]), 4, narrow=False)
+    assert away.peak == pytest.approx(need.gathered + need.parameters)
+    assert away.host == pytest.approx(need.gradients + need.optimizer)
+    assert away.words().endswith("; gradients, optimizer in the host's memory")
 
 
 def test_activations_and_gradients_are_not_both_at_their_most() -> None:

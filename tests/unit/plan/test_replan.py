@@ -2,10 +2,12 @@
 
 import random
 import time
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motley.plan.plan import whole_shares
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import limit_s, split
@@ -30,12 +32,20 @@ class Lab:
 
     def run(self, steps: int) -> float:
         """Take some steps; the last one's speed, without noise, as a part of the limit."""
-        for _ in range(steps):
+        return self._take(180 for _ in range(steps))
+
+    def grow(self, steps: int) -> float:
+        """The same, of a batch that grows; the speed is that of a full one."""
+        return self._take(90 + 5 * (step * 17 // steps) for step in range(steps))
+
+    def _take(self, batches: Iterable[int]) -> float:
+        for batch in batches:
+            counts = whole_shares(batch, self.counts)
             ready = [
                 (s.seconds_of(n) - s.step_s) * self.random.uniform(1 - self.noise, 1 + self.noise)
-                for s, n in zip(self.now, self.counts, strict=True)
+                for s, n in zip(self.now, counts, strict=True)
             ]
-            if proposal := self.watch.step(ready, self.counts):
+            if proposal := self.watch.step(ready, counts, self.counts):
                 assert sum(proposal.counts) == 180
                 self.counts, self.replans = proposal.counts, self.replans + 1
                 self.watch.forget()
@@ -61,6 +71,16 @@ def test_a_host_at_half_speed_and_back(rank: int, factor: float, seed: int) -> N
         lab.now[rank] = speed(lab.measured[rank].seconds[0] * now - 0.002)
         assert lab.run(20) >= 0.90
         assert lab.replans <= 2
+
+
+@given(st.integers(0, 4), st.floats(1.5, 3.0), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=20)
+def test_a_growing_batch_tells_of_a_slow_host_too(rank: int, factor: float, seed: int) -> None:
+    lab = Lab([0.001, 0.0014, 0.0023, 0.0035, 0.007], 0.03, seed)
+    lab.grow(20)
+    assert lab.replans == 0
+    lab.now[rank] = speed(lab.measured[rank].seconds[0] * factor - 0.002)
+    assert lab.grow(20) >= 0.90 and lab.replans <= 2
 
 
 def test_a_plan_made_by_hand_stays() -> None:

@@ -74,11 +74,11 @@ def test_a_processors_share_is_timed_beyond_what_was_alone(
 @pytest.mark.parametrize(
     ("factors", "timed", "kept"),
     [
-        ([1.2] * 5, [1, 1, 8, 8, 64], True),
-        ([2.0] * 10, [1, 1, 8, 8, *[64] * 6], False),
+        ([1.2] * 5, [1, 1, 8, 8, 16], True),
+        ([2.0] * 10, [1, 1, 8, 8, *[16] * 6], False),
         ([100.0] * 2, [1, 1], False),
-        ([9.0, 1.2, 2.0, 2.0, 2.0, 1.1], [1, 1, 8, 8, 64, 64], True),
-        ([0.5] * 10, [1, 1, 8, 8, *[64] * 6], False),
+        ([9.0, 1.2, 2.0, 2.0, 2.0, 1.1], [1, 1, 8, 8, 16, 16], True),
+        ([0.5] * 10, [1, 1, 8, 8, *[16] * 6], False),
         # Remembered with a busy processor, one sample hides what each takes now.
         ([3.0, 3.0, 15.0, 15.0], [1, 1, 8, 8], False),
     ],
@@ -86,7 +86,8 @@ def test_a_processors_share_is_timed_beyond_what_was_alone(
 def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch: pytest.MonkeyPatch, factors: list[float], timed: list[int], kept: bool
 ) -> None:
-    remembered, anew = SpeedTable((1, 64), (0.01, 0.3), 0.0), SpeedTable((1,), (1.0,), 0.0)
+    remembered = SpeedTable((1, 16, 64), (0.01, 0.08, 0.3), 0.0)
+    anew = SpeedTable((1,), (1.0,), 0.0)
     tried = []
 
     def passes(_: object, size: int, count: int) -> Iterator[float]:

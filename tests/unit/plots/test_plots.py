@@ -201,36 +201,6 @@ def test_the_labs_old_folders_give_a_scaling_picture(tmp_path: Path) -> None:
     assert done.returncode == 2 and "measure first" in done.stderr
 
 
-def test_a_report_is_one_page_that_says_what_won_and_what_failed(tmp_path: Path) -> None:
-    hosts = (Host("a"), Host("b"))
-    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts, KNOWN)
-    folder = BaselineFolder(tmp_path / "strong")
-    folder.claim(matrix)
-    for cell in (*matrix.references, matrix.cells[0]):
-        run = write_run(folder.attempt(cell, 0).path)
-        run.update_run(
-            plan={"forecast": {"limit_s": 0.4 / cell.hosts}}, versions={"torch": "2"},
-            commit=None, started=START, config={"task": "text"},
-            task={"title": "GPT of 2 blocks", "unit": "tokens", "weight": 40.0},
-        )  # fmt: skip
-        folder.output(cell, 0).write_text("")
-        folder.end(cell, 0, 0, 5.0)
-    folder.output(matrix.cells[1], 0).write_text("motley: <b>& out of memory</b>")
-    folder.end(matrix.cells[1], 0, 1, 5.0)
-    write_gpu_log(write_run(tmp_path / "logs" / "alone"), "a", gpu=True)
-    done = run_script("plots/report.py", tmp_path)
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "report.html").read_text()
-    assert "hosts1 is the fastest" in page and "hosts2 (out of memory)" in page
-    assert "&lt;b&gt;&amp; out of memory" in page and "<b>&" not in page
-    assert "GPT of 2 blocks, 30 steps a run" in page and " tokens/s" in page
-    assert "A step took 0.158 s." in page and page.count("data:image/png;base64,") == 8
-    for outside in ("http:", "https:", 'src="/', "@import"):
-        assert outside not in page
-    done = run_script("plots/report.py", folder.cells, "--out", tmp_path / "x" / "y")
-    assert done.returncode == 0 and (tmp_path / "x" / "y" / "report.html").exists()
-
-
 @pytest.mark.turns
 @pytest.mark.parametrize("script", ["plot_gpu.py", "plot_training.py", "report.py"])
 def test_names_that_look_like_formulas_are_drawn_as_they_are(script: str, tmp_path: Path) -> None:

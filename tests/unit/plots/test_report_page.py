@@ -1,4 +1,5 @@
-"""The report in a real browser: on wide and narrow screens, on paper, for who cannot see it."""
+"""The report: what it says, and in a real browser, on wide and narrow screens, on paper, for who
+cannot see it."""
 
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from chromium import Chromium
 from forked import run_script
 from matrices import KNOWN
 from project import ROOT
-from small_runs import write_gpu_log, write_run
+from small_runs import START, write_gpu_log, write_run
 
 from motley.cluster.hostfile import Host
 from motley.plan.advice import Advice
@@ -25,19 +26,38 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = BaselineFolder(root / "strong")
     folder.claim(matrix)
     for cell in (*matrix.references, matrix.cells[0]):
-        write_run(folder.attempt(cell, 0).path)
+        run = write_run(folder.attempt(cell, 0).path)
+        run.update_run(
+            plan={"forecast": {"limit_s": 0.4 / cell.hosts}}, versions={"torch": "2"},
+            commit=None, started=START, config={"task": "text"},
+            task={"title": "GPT of 2 blocks", "unit": "tokens", "weight": 40.0},
+        )  # fmt: skip
         folder.output(cell, 0).write_text("")
         folder.end(cell, 0, 0, 5.0)
-    folder.output(matrix.cells[1], 0).write_text("motley: out of memory")
+    folder.output(matrix.cells[1], 0).write_text("motley: <b>& out of memory</b>")
     folder.end(matrix.cells[1], 0, 1, 5.0)
     for name in ("one", "two"):
         run = write_run(root / "logs" / name)
         write_gpu_log(run, "a", gpu=True)
         advice = Advice("few bytes", "--wire powersgd:8", 1.5, "it is inexact")
-        run.update_run(advice=[advice.as_json()])
+        forecast = {"global_batch": 40, "limit_s": 0.1, "step_s": 0.155, "compute_s": [0.1, 0.1]}
+        run.update_run(
+            advice=[advice.as_json()], plan={"wire": "exact", "forecast": forecast}
+        )  # fmt: skip
     done = run_script("plots/report.py", root)
     assert done.returncode == 0, done.stderr
     return root / "report.html"
+
+
+def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:
+    said = page.read_text()
+    assert "hosts1 is the fastest" in said and "hosts2 (out of memory)" in said
+    assert "&lt;b&gt;&amp; out of memory" in said and "<b>&" not in said
+    assert "GPT of 2 blocks, 30 steps a run" in said and " tokens/s" in said
+    assert "A step took 0.158 s." in said and said.count("data:image/png;base64,") == 12
+    assert "2 of 2 runs finished" in said and "<p>0.63 of what these machines" in said
+    for outside in ("http:", "https:", 'src="/', "@import"):
+        assert outside not in said
 
 
 @pytest.mark.parametrize("width", [375, 1280])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from motley.config.option import Decides, option
 from motley.engines.strategy import Strategy
 from motley.plan.engine_traits import EngineTraits
+from motley.plan.memory import STATE
 from motley.plan.wire import Addition
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class FsdpOptions:
 def _traits(config: "Config") -> EngineTraits:
     own = config.of(FsdpOptions)
     traits = _RESHARDS if own.reshard_after_forward else TRAITS
-    return replace(traits, state_in_host=own.offload == "parameters")
+    return replace(traits, state_in_host=STATE if own.offload == "parameters" else ())
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from motley.config.options import Config
 from motley.engines.strategy import IN_8_BITS, ZERO, Strategy
-from motley.engines.zero_config import STAGES, ZeroOptions, config_path, read_stage
+from motley.engines.zero_config import (
+    STAGES,
+    ZeroOptions,
+    config_path,
+    read_stage,
+    state_in_host,
+)
 from motley.errors import MotleyError
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
@@ -36,7 +42,7 @@ TRAITS = (  # by stage
     replace(
         _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
         gathers_per_micro_step=1.0, mixed=False, mixes_precisions=False, shards_optimizer=True,
-        shards_gradients=True, shards_parameters=True,
+        shards_gradients=True, shards_parameters=True, fills_model=True, flat_parts=True,
         compiles=False,  # it gathers each layer's parameters by hooks inside a block
         words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
     ),
@@ -59,13 +65,15 @@ def _traits(config: Config) -> EngineTraits:
         for n, traits in enumerate(TRAITS) if n != stage
     }  # fmt: skip
     others["torch_dist/train_vit.py"] = EngineTraits()
-    return replace(TRAITS[stage], others=others)
+    return replace(TRAITS[stage], others=others, state_in_host=state_in_host(own))
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
+    from motley.engines.zero3_engine import Zero3Engine
     from motley.engines.zero_engine import ZeroEngine
 
-    return ZeroEngine(model, context)
+    is_cut = read_stage(config_path(context.config.of(ZeroOptions))) == 3
+    return (Zero3Engine if is_cut else ZeroEngine)(model, context)
 
 
 STRATEGIES = (

@@ -1,0 +1,155 @@
+"""What plots/watch.py costs the run that it shows: it is stopped and goes on by turns.
+
+    .venv/bin/python benchmarks/watch_cost.py --json benchmarks/results/watch_cost.json
+    .venv/bin/python benchmarks/watch_cost.py --quick --json /tmp/watch_cost.json
+
+The hardest case: two ranks that compute on all of the processors that the view is drawn by, in
+steps of some 30 ms. The view has a terminal of its own, 120 x 30. Signals stop it for a second and
+let it go on for a second, in which it looks once at all files and three times at one; in pairs
+whose order changes, all within one run, for two runs, and even two minutes, are further apart than
+what is looked for. A pair's cost is how many steps fewer were taken while it was watched; the
+result is the median of all pairs, and its standard error.
+"""
+
+import argparse
+import os
+import pty
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import result
+from real_run import lines_of, real_run
+from single_gpu import machine
+
+PART_S = 1.0  # between two looks
+STEP_S = 0.022  # at least; the run is to last longer than it is watched
+
+
+class View:
+    """The view of a run, in a terminal of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        screen, keyboard = pty.openpty()
+        threading.Thread(target=drain, args=(screen,), daemon=True).start()
+        self._process = subprocess.Popen(
+            [sys.executable, result.ROOT / "plots/watch.py", folder],
+            stdin=keyboard, stdout=keyboard, stderr=keyboard, start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30",
+                 "PYTHONPATH": str(result.ROOT / "src")},
+        )  # fmt: skip
+
+    def part(self, watched: bool) -> tuple[float, float]:
+        """A part in which it looks, or does not; when it began and ended."""
+        began = time.time()
+        self._process.send_signal(signal.SIGCONT if watched else signal.SIGSTOP)
+        time.sleep(PART_S)
+        if self._process.poll() is not None:
+            raise SystemExit("plots/watch.py has ended")
+        return began, time.time()
+
+    def cpu_s(self) -> float:
+        """Processor time that it has taken."""
+        stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        """Stopped or not."""
+        self._process.kill()
+        self._process.wait()
+
+
+def drain(screen: int) -> None:
+    """Read what is drawn, and forget it."""
+    try:
+        while os.read(screen, 65536):
+            pass
+    except OSError:  # the view has ended
+        pass
+
+
+def pace(ends: list[float], part: tuple[float, float]) -> float:
+    """Steps a second in a part of the run; of those that begin or end elsewhere, a part.
+
+    Args:
+        ends: when each step ended, seconds.
+    """
+    import numpy as np
+
+    before, after = np.interp(part, ends, np.arange(len(ends)))
+    return float(after - before) / (part[1] - part[0])
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train, and watch it by turns."""
+    steps = round(2 * options.pairs * PART_S / STEP_S) + 1000
+    parts: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as name:
+        logs = Path(name)
+        training = threading.Thread(
+            target=real_run, daemon=True,
+            args=(2, "torch_dist/train_vit.py", logs, "--dataset", "synthetic", "--model",
+                  "vit_digits", "--batch-size", 48, "--shares", "equal", "--save-every", 10**9,
+                  "--eval-images", 2, "--max-steps", steps),
+        )  # fmt: skip
+        training.start()
+        records = logs / "run0" / "steps.rank0.jsonl"
+        while len(lines_of(records)) < 200 and training.is_alive():
+            time.sleep(0.5)
+        view = View(logs / "run0")
+        time.sleep(5.0)  # it has read what there was
+        before = view.cpu_s()
+        for pair in range(options.pairs):
+            for watched in random.sample((True, False), 2):
+                parts[watched].append(view.part(watched))
+            print(f"\rpair {pair + 1} of {options.pairs}", end="", flush=True)
+        print()
+        cpu_s = view.cpu_s() - before
+        view.end()
+        training.join()
+        ends = [step["time"] for step in lines_of(records)]
+    watched, alone = ([pace(ends, part) for part in parts[each]] for each in (True, False))
+    costs = [other / own - 1 for own, other in zip(watched, alone, strict=True)]
+    quarter, _, three = statistics.quantiles(costs)
+    return {
+        "mode": "motley watched", "engine": "torch", "link": "loopback", "n": 48,
+        "pairs": options.pairs, "seconds_of_a_part": PART_S,
+        "steps_per_s": statistics.mean(watched), "steps_per_s_alone": statistics.mean(alone),
+        "cost": statistics.median(costs), "mean_cost": statistics.mean(costs),
+        # Of the median of a normal distribution with these quartiles.
+        "standard_error": 1.253 * (three - quarter) / 1.349 / len(costs) ** 0.5,
+        "spread": three - quarter, "of_a_core": cpu_s / (options.pairs * PART_S),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, show, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="30 pairs")
+    parser.add_argument("--pairs", type=int, default=300, help="two or more, default 300")
+    options = parser.parse_args()
+    if options.quick:
+        options.pairs = 30
+    started, load = time.time(), os.getloadavg()
+    row = measure(options)
+    print(
+        f"steps take {row['cost']:+.2%} longer while they are watched (standard error "
+        f"{row['standard_error']:.2%}, mean {row['mean_cost']:+.2%}); the view takes "
+        f"{row['of_a_core']:.2%} of a core"
+    )
+    if options.json:
+        result.write(options.json, [row], started, load_before=load, machine=machine())
+
+
+if __name__ == "__main__":
+    main()
