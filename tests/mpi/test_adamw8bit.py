@@ -104,7 +104,7 @@ def test_any_ranks_go_on(module_jobs: Jobs, runs: dict[str, Trained], name: str)
 
 CONVERTED = {
     "adamw by FSDP": ("fsdp", 2, DDP, *FSDP, "--shares", "3,1"),
-    "adamw by ZeRO 3": ("ddp", 2, ZERO, "--stage", 3),
+    "adamw by ZeRO 3": ("fsdp", 2, ZERO, "--stage", 3),
     "8 bits by FSDP": ("adamw", 2, DDP, *FSDP, "--shares", "3,1", *SMALL),
     "8 bits by DDP": ("adamw", 1, DDP, *SMALL),
 }
