@@ -49,8 +49,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     config, steps = content["config"], lines_of(folder / "steps.rank0.jsonl")
     ranks, device = len(content["ranks"]), content["ranks"][0]["device"]
     usual = [step for step in steps[WARM:] if step["n_global"] == config["batch_size"]]
-    every = config["save_every"]
-    saves = {step["step"] + 1 for step in steps if every and not (step["step"] + 1) % every}
+    saves = {step["step"] + 1 for step in steps if not (step["step"] + 1) % config["save_every"]}
     # The step after a save waits for it.
     plain = [step for step in usual if step["step"] not in saves] or usual
     step_s = statistics.median(step["n_global"] / step["samples_per_s"] for step in plain)
