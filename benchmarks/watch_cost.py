@@ -8,7 +8,10 @@ steps of some 30 ms. The view has a terminal of its own, 120 x 30. Signals stop 
 let it go on for a second, in which it looks once at all files and three times at one; in pairs
 whose order changes, all within one run, for two runs, and even two minutes, are further apart than
 what is looked for. A pair's cost is how many steps fewer were taken while it was watched; the
-result is the median of all pairs, and its standard error.
+result is the median of all pairs, and its standard error. Where other users of the machine make
+that too coarse, Linux tells more closely what can be lost: for how long the ranks were ready to
+compute, and waited for a processor (/proc/PID/task/TID/schedstat). A delay of one rank delays all,
+so those of both are added up.
 """
 
 import argparse
@@ -46,14 +49,16 @@ class View:
                  "PYTHONPATH": str(result.ROOT / "src")},
         )  # fmt: skip
 
-    def part(self, watched: bool) -> tuple[float, float]:
-        """A part in which it looks, or does not; when it began and ended."""
-        began = time.time()
+    def part(self, watched: bool, ranks: list[Path]) -> tuple[float, float, float]:
+        """A part in which it looks, or does not: when it began and ended, and for how long
+        the ranks waited for a processor, of each second."""
+        before, began = waited_s(ranks), time.time()
         self._process.send_signal(signal.SIGCONT if watched else signal.SIGSTOP)
         time.sleep(PART_S)
         if self._process.poll() is not None:
             raise SystemExit("plots/watch.py has ended")
-        return began, time.time()
+        ended = time.time()
+        return began, ended, (waited_s(ranks) - before) / (ended - began)
 
     def cpu_s(self) -> float:
         """Processor time that it has taken."""
@@ -75,7 +80,25 @@ def drain(screen: int) -> None:
         pass
 
 
-def pace(ends: list[float], part: tuple[float, float]) -> float:
+def ranks_of(run: Path) -> list[Path]:
+    """Folders in /proc of the threads that train."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"motley.launch" in words and str(run.parent).encode() in words:
+            found.append(process / "task" / process.name)
+    return found
+
+
+def waited_s(ranks: list[Path]) -> float:
+    """For how long they have waited for a processor, seconds of all."""
+    return sum(int((each / "schedstat").read_text().split()[1]) for each in ranks) / 1e9
+
+
+def pace(ends: list[float], part: tuple[float, float, float]) -> float:
     """Steps a second in a part of the run; of those that begin or end elsewhere, a part.
 
     Args:
@@ -83,14 +106,20 @@ def pace(ends: list[float], part: tuple[float, float]) -> float:
     """
     import numpy as np
 
-    before, after = np.interp(part, ends, np.arange(len(ends)))
+    before, after = np.interp(part[:2], ends, np.arange(len(ends)))
     return float(after - before) / (part[1] - part[0])
+
+
+def standard_error(values: list[float]) -> float:
+    """Of their median, if they lie about it as in a normal distribution with their quartiles."""
+    quarter, _, three = statistics.quantiles(values)
+    return 1.253 * (three - quarter) / 1.349 / len(values) ** 0.5
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train, and watch it by turns."""
     steps = round(2 * options.pairs * PART_S / STEP_S) + 1000
-    parts: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    parts: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as name:
         logs = Path(name)
         training = threading.Thread(
@@ -105,10 +134,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             time.sleep(0.5)
         view = View(logs / "run0")
         time.sleep(5.0)  # it has read what there was
-        before = view.cpu_s()
+        ranks, before = ranks_of(logs / "run0"), view.cpu_s()
         for pair in range(options.pairs):
             for watched in random.sample((True, False), 2):
-                parts[watched].append(view.part(watched))
+                parts[watched].append(view.part(watched, ranks))
             print(f"\rpair {pair + 1} of {options.pairs}", end="", flush=True)
         print()
         cpu_s = view.cpu_s() - before
@@ -117,15 +146,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ends = [step["time"] for step in lines_of(records)]
     watched, alone = ([pace(ends, part) for part in parts[each]] for each in (True, False))
     costs = [other / own - 1 for own, other in zip(watched, alone, strict=True)]
-    quarter, _, three = statistics.quantiles(costs)
+    pairs = zip(parts[True], parts[False], strict=True)
+    waits = [own[2] - other[2] for own, other in pairs]
     return {
         "mode": "motley watched", "engine": "torch", "link": "loopback", "n": 48,
         "pairs": options.pairs, "seconds_of_a_part": PART_S,
         "steps_per_s": statistics.mean(watched), "steps_per_s_alone": statistics.mean(alone),
         "cost": statistics.median(costs), "mean_cost": statistics.mean(costs),
-        # Of the median of a normal distribution with these quartiles.
-        "standard_error": 1.253 * (three - quarter) / 1.349 / len(costs) ** 0.5,
-        "spread": three - quarter, "of_a_core": cpu_s / (options.pairs * PART_S),
+        "ranks_wait": statistics.median(waits), "mean_ranks_wait": statistics.mean(waits),
+        "ranks_wait_standard_error": standard_error(waits),
+        "ranks_wait_alone": statistics.median(part[2] for part in parts[False]),
+        "standard_error": standard_error(costs), "spread": max(costs) - min(costs),
+        "of_a_core": cpu_s / (options.pairs * PART_S),
     }  # fmt: skip
 
 
@@ -144,8 +176,10 @@ def main() -> None:
     row = measure(options)
     print(
         f"steps take {row['cost']:+.2%} longer while they are watched (standard error "
-        f"{row['standard_error']:.2%}, mean {row['mean_cost']:+.2%}); the view takes "
-        f"{row['of_a_core']:.2%} of a core"
+        f"{row['standard_error']:.2%}); both ranks together wait {row['ranks_wait']:+.2%} of the "
+        f"time longer for a processor (standard error {row['ranks_wait_standard_error']:.2%}; "
+        f"without it {row['ranks_wait_alone']:.2%}); the view takes {row['of_a_core']:.2%} of a "
+        "core"
     )
     if options.json:
         result.write(options.json, [row], started, load_before=load, machine=machine())
