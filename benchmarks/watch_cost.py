@@ -37,7 +37,8 @@ STEP_S = 0.022  # at least; the run is to last longer than it is watched
 
 
 class View:
-    """The view of a run, in a terminal of its own."""
+    """The view of a run, in a terminal of its own; a context manager, behind which it is gone, also
+    where it was stopped."""
 
     def __init__(self, folder: Path) -> None:
         screen, keyboard = pty.openpty()
@@ -65,8 +66,10 @@ class View:
         stat = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
-    def end(self) -> None:
-        """Stopped or not."""
+    def __enter__(self) -> "View":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
 
@@ -132,16 +135,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         records = logs / "run0" / "steps.rank0.jsonl"
         while len(lines_of(records)) < 200 and training.is_alive():
             time.sleep(0.5)
-        view = View(logs / "run0")
-        time.sleep(5.0)  # it has read what there was
-        ranks, before = ranks_of(logs / "run0"), view.cpu_s()
-        for pair in range(options.pairs):
-            for watched in random.sample((True, False), 2):
-                parts[watched].append(view.part(watched, ranks))
-            print(f"\rpair {pair + 1} of {options.pairs}", end="", flush=True)
-        print()
-        cpu_s = view.cpu_s() - before
-        view.end()
+        with View(logs / "run0") as view:
+            time.sleep(5.0)  # it has read what there was
+            ranks, before = ranks_of(logs / "run0"), view.cpu_s()
+            for pair in range(options.pairs):
+                for watched in random.sample((True, False), 2):
+                    parts[watched].append(view.part(watched, ranks))
+                print(f"\rpair {pair + 1} of {options.pairs}", end="", flush=True)
+            print()
+            cpu_s = view.cpu_s() - before
         training.join()
         ends = [step["time"] for step in lines_of(records)]
     watched, alone = ([pace(ends, part) for part in parts[each]] for each in (True, False))

@@ -28,7 +28,7 @@ from motley.engines.named_state import on_cpu, parameter_of, snapshot
 from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import Sharding, is_elementwise
 from motley.engines.protocol import EngineContext
-from motley.engines.rows import is_by_rows, rows_as
+from motley.engines.rows import is_by_rows, rows_as, rows_of_rank
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
@@ -166,9 +166,7 @@ class FsdpEngine(SynchronousEngine):
         own = parameter_of(name, self._model.net)
         if not isinstance(own, DTensor) or not is_by_rows(shape, own.shape):
             return None
-        rows = -(-shape[0] // self._context.size)  # as torch.chunk cuts
-        first = min(self._context.rank * rows, shape[0])
-        return first, min(first + rows, shape[0])
+        return rows_of_rank(shape[0], self._context.rank, self._context.size)
 
     def load_part(self, state: State) -> None:
         """See HoldsParts. The model first: what is loaded need not lie beside all of the rest."""

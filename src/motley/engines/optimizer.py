@@ -9,7 +9,7 @@ from torch import nn
 from motley.config.options import Config
 from motley.data.import_timm import optimizers, timm
 from motley.engines.adamw8bit import BLOCK, AdamW8bit
-from motley.engines.strategy import IN_8_BITS
+from motley.engines.strategy import IN_8_BITS, is_in_8_bits
 from motley.errors import MotleyError
 
 optimizers.register(
@@ -44,7 +44,7 @@ def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
     """So many numbers to step, with a gradient of zeros; for an optimizer that knows rows, in so
     many whole ones."""
     rows = -(-numbers // BLOCK)
-    shape = (rows, BLOCK) if config.opt.lower().endswith(IN_8_BITS) else (numbers,)
+    shape = (rows, BLOCK) if is_in_8_bits(config.opt) else (numbers,)
     part = nn.Module()
     part.weight = nn.Parameter(torch.zeros(shape, device=device))
     part.weight.grad = torch.zeros(shape, device=device)

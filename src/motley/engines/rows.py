@@ -16,6 +16,13 @@ def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
     return len(shape) == 2 and len(parameter) > 1 and shape[0] == parameter[0]
 
 
+def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows that a rank has, as torch.chunk cuts: from the first to before the second."""
+    each = -(-rows // ranks)
+    first = min(rank * each, rows)
+    return first, min(first + each, rows)
+
+
 def own_rows(value: Tensor) -> Tensor:
     """What this rank has of it."""
     return value.to_local() if isinstance(value, DTensor) else value

@@ -10,7 +10,7 @@ from torch import Tensor
 from motley.engines.average import Named, ParameterAverage
 from motley.engines.named_state import parameter_of, snapshot
 from motley.engines.optimizer_state import State
-from motley.engines.rows import is_by_rows
+from motley.engines.rows import is_by_rows, rows_of_rank
 from motley.engines.zero_cut import cut_model, true_shapes
 from motley.engines.zero_engine import ZeroEngine
 from motley.engines.zero_state import AverageOfParts, rows_in
@@ -37,13 +37,11 @@ class Zero3Engine(ZeroEngine):
         and each rank takes its rows."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
-        def own_rows(value: Tensor) -> Tensor:
-            if not value.ndim:
-                return snapshot(value)
-            rows = -(-len(value) // ranks)
-            return snapshot(value[rows * rank : rows * (rank + 1)])
+        def kept(value: Tensor) -> Tensor:
+            return snapshot(value[slice(*rows_of_rank(len(value), rank, ranks))]
+                            if value.ndim else value)  # fmt: skip
 
-        state = self._put_together(own_rows)
+        state = self._put_together(kept)
         tensors = {name: each for name, each in state.tensors.items() if each.ndim or rank == 0}
         return State(tensors, state.plain)
 

@@ -1,7 +1,8 @@
 """How long the parts of a start take, from the launch of this process to where it trains.
 
     imports      since the process began, its environment included, until all ranks have imported
-    connect      MPI; code, facts and addresses of all hosts; the supervisor
+                 and meet by MPI
+    connect      code, facts and addresses of all hosts; the supervisor
     prepare      the run's folder, and the data on each host's disk
     group        the process group, and the precision of each rank
     model        built, with the data opened and the initial weights read

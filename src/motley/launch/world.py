@@ -167,8 +167,7 @@ class World:
     def connect(self, packages: Sequence[str] = ()) -> None:
         """Compare code and exchange facts with all ranks, choose the shared subnet, hold the
         supervisor."""
-        self.allgather(None)  # whoever still imports is waited for here, and nowhere else
-        self.clock.lap("imports")
+        self.clock.lap("imports")  # to know its machines, it has waited for all ranks
         compare_code(self.host, self.allgather, packages)  # first: the rest may differ between two
         port_of_user(self.allgather(os.environ.get("MASTER_PORT")))
         told = self.allgather((read_node(), {name: os.environ.get(name, "") for name in VARIABLES}))

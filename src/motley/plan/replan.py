@@ -45,9 +45,7 @@ class ReplanMonitor:
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
         self._tables, self._kinds = tuple(speeds), _Kinds(kinds)
-        self._slowdown = np.ones(
-            len(speeds)
-        )  # of the last step in which a rank had something to do
+        self._slowdown = np.ones(len(speeds))  # of each rank, when it last had something to do
         self.forget()
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from motley.config.options import Config
-from motley.engines.strategy import IN_8_BITS, ZERO, Strategy
+from motley.engines.strategy import ZERO, Strategy, is_in_8_bits
 from motley.engines.zero_config import (
     STAGES,
     ZeroOptions,
@@ -53,7 +53,7 @@ def _traits(config: Config) -> EngineTraits:
     own = config.of(ZeroOptions)
     path = config_path(own)
     stage = read_stage(path)
-    if stage and config.opt.lower().endswith(IN_8_BITS):
+    if stage and is_in_8_bits(config.opt):
         raise MotleyError(
             f"--opt {config.opt} keeps a scale of each block of a row, and ZeRO stage {stage} "
             "gives an optimizer flat parts of all parameters, which have no rows; take "
