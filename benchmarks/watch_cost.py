@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/watch_cost.py --json benchmarks/results/watch_cost.json
     .venv/bin/python benchmarks/watch_cost.py --quick --json /tmp/watch_cost.json
+    python benchmarks/watch_cost.py --ranks 1 --step-s 0.04 --model vit_base_patch16_224
 
 The hardest case: two ranks that compute on all of the processors that the view is drawn by, in
 steps of some 30 ms. The view has a terminal of its own, 120 x 30. Signals stop it for a second and
@@ -11,10 +12,12 @@ what is looked for. A pair's cost is how many steps fewer were taken while it wa
 result is the median of all pairs, and its standard error. Where other users of the machine make
 that too coarse, Linux tells more closely what can be lost: for how long the ranks were ready to
 compute, and waited for a processor (/proc/PID/task/TID/schedstat). A delay of one rank delays all,
-so those of both are added up.
+so those of both are added up. All other options are those of the training script: so it is measured
+where a GPU computes.
 """
 
 import argparse
+import itertools
 import os
 import pty
 import random
@@ -33,7 +36,6 @@ from real_run import lines_of, real_run
 from single_gpu import machine
 
 PART_S = 1.0  # between two looks
-STEP_S = 0.022  # at least; the run is to last longer than it is watched
 
 
 class View:
@@ -119,21 +121,21 @@ def standard_error(values: list[float]) -> float:
     return 1.253 * (three - quarter) / 1.349 / len(values) ** 0.5
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Train, and watch it by turns."""
-    steps = round(2 * options.pairs * PART_S / STEP_S) + 1000
+    steps = round((2 * options.pairs * PART_S + 15) / options.step_s) + 200
     parts: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as name:
         logs = Path(name)
         training = threading.Thread(
             target=real_run, daemon=True,
-            args=(2, "torch_dist/train_vit.py", logs, "--dataset", "synthetic", "--model",
-                  "vit_digits", "--batch-size", 48, "--shares", "equal", "--save-every", 10**9,
-                  "--eval-images", 2, "--max-steps", steps),
+            args=(options.ranks, "torch_dist/train_vit.py", logs, "--dataset", "synthetic",
+                  "--model", "vit_digits", "--batch-size", 48, "--shares", "equal",
+                  "--save-every", 10**9, "--eval-images", 2, "--max-steps", steps, *words),
         )  # fmt: skip
         training.start()
         records = logs / "run0" / "steps.rank0.jsonl"
-        while len(lines_of(records)) < 200 and training.is_alive():
+        while len(lines_of(records)) < 100 and training.is_alive():
             time.sleep(0.5)
         with View(logs / "run0") as view:
             time.sleep(5.0)  # it has read what there was
@@ -145,13 +147,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             print()
             cpu_s = view.cpu_s() - before
         training.join()
-        ends = [step["time"] for step in lines_of(records)]
+        taken = lines_of(records)
+    ends = [step["time"] for step in taken]
     watched, alone = ([pace(ends, part) for part in parts[each]] for each in (True, False))
     costs = [other / own - 1 for own, other in zip(watched, alone, strict=True)]
     pairs = zip(parts[True], parts[False], strict=True)
     waits = [own[2] - other[2] for own, other in pairs]
     return {
-        "mode": "motley watched", "engine": "torch", "link": "loopback", "n": 48,
+        "mode": "motley watched", "engine": "torch", "link": "loopback",
+        "n": taken[-1]["n_global"], "ranks": options.ranks, "step_s": statistics.median(
+            later - former for former, later in itertools.pairwise(ends)),
         "pairs": options.pairs, "seconds_of_a_part": PART_S,
         "steps_per_s": statistics.mean(watched), "steps_per_s_alone": statistics.mean(alone),
         "cost": statistics.median(costs), "mean_cost": statistics.mean(costs),
@@ -171,14 +176,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="30 pairs")
     parser.add_argument("--pairs", type=int, default=300, help="two or more, default 300")
-    options = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=2, help="default 2")
+    parser.add_argument(
+        "--step-s", type=float, default=0.022, metavar="S",
+        help="no step is shorter, default 0.022: as many are taken as last until the end",
+    )  # fmt: skip
+    options, words = parser.parse_known_args()
     if options.quick:
         options.pairs = 30
     started, load = time.time(), os.getloadavg()
-    row = measure(options)
+    row = measure(options, words)
     print(
         f"steps take {row['cost']:+.2%} longer while they are watched (standard error "
-        f"{row['standard_error']:.2%}); both ranks together wait {row['ranks_wait']:+.2%} of the "
+        f"{row['standard_error']:.2%}); all ranks together wait {row['ranks_wait']:+.2%} of the "
         f"time longer for a processor (standard error {row['ranks_wait_standard_error']:.2%}; "
         f"without it {row['ranks_wait_alone']:.2%}); the view takes {row['of_a_core']:.2%} of a "
         "core"

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from jobs import wait_until
 from lab_door import Door
-from lab_job import EARLY, LATE, NAMES, LabJob, still_lab
+from lab_job import EARLY, FOURTH, LATE, NAMES, LabJob, still_lab
 from long_runs import goes_on, steps_done
 from project import DDP
 
@@ -73,9 +73,9 @@ def launcher_on(job: LabJob, host: str) -> int:
     return parent
 
 
-def loop(lab: Door, name: str, keepalive: tuple[int, int, int], other: str) -> LabJob:
-    """LOOP on the head and one other host."""
-    return LabJob(lab, name, keepalive, (NAMES[0], other), f"~/loop.py {name}", f"{name}.begun")
+def loop(lab: Door, name: str, keepalive: tuple[int, int, int], *others: str) -> LabJob:
+    """LOOP on the head and other hosts."""
+    return LabJob(lab, name, keepalive, (NAMES[0], *others), f"~/loop.py {name}", f"{name}.begun")
 
 
 def test_a_training_survives_short_pauses_and_ends_by_a_frozen_host(lab: Door) -> None:
@@ -112,7 +112,7 @@ def named(folder: Path) -> str:
 
 
 def test_a_lost_host_is_named_whoever_notices_first(lab: Door) -> None:
-    cut, killed = loop(lab, "cut", LATE, NAMES[1]), loop(lab, "kill", EARLY, NAMES[2])
+    cut, killed = loop(lab, "cut", LATE, NAMES[1], FOURTH), loop(lab, "kill", EARLY, NAMES[2])
     cut.begin()
     killed.begin()
     lab.do("cut", NAMES[1])
@@ -124,8 +124,10 @@ def test_a_lost_host_is_named_whoever_notices_first(lab: Door) -> None:
     lab.do("heal", NAMES[1])
     lab.do("boot", NAMES[2])
     wait_until(lambda: not cut.left(), 12)
-    # Each says what it can see, where it can write.
-    assert any(f"rank 1 on {NAMES[1]}, step 8: silent" in line for line in cut.faults)
+    # Each says what it can see, where it can write; who is cut off blames nobody else.
+    by_first, by_itself = sorted(cut.faults, reverse=True)
+    assert f"rank 1 on {NAMES[1]}, step 8: silent" in by_first
+    assert f"rank 1 on {NAMES[1]}, step 8: all other hosts are silent" in by_itself
 
 
 def test_a_frozen_head_leaves_nothing_running_elsewhere(lab: Door) -> None:

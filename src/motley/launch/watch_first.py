@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from motley.faults import Fault, died, silent
+from motley.faults import Fault, alone, died, silent
+from motley.launch.handshakes import Listening
 from motley.launch.messages import Messages, encode
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.survivors import Survivors
@@ -16,6 +17,7 @@ from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
 STOP_S = 0.2
 _STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
+_ASKED, _ANSWER_S = 2, 0.7  # other ranks, one after another
 
 
 class FirstRankWatch:
@@ -87,9 +89,20 @@ class FirstRankWatch:
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
                     self._line.sendall(encode({"stop": 1}))
-                self.end(silent(0, self._host, own.step, quiet))
+                self.end(self._lost(quiet))
 
         return None
+
+    def _lost(self, seconds: float) -> Fault:
+        """Rank 0's host is silent, or, where no other machine answers either, this one is cut off;
+        the standby asks, for nobody else tells."""
+        own = self._own
+        known = {self._line.getpeername()[0], self._line.getsockname()[0]}
+        others = [each for each in own.listening if each.address not in known][:_ASKED]
+        if not own.standby or not others or any(map(_answers, others)):
+            return silent(0, self._host, own.step, seconds)
+        named = ", ".join(dict.fromkeys([self._host, *(each.host for each in others)]))
+        return alone(own.rank, own.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
         """Whether this rank can, without rank 0, as far as it knows."""
@@ -149,3 +162,14 @@ class FirstRankWatch:
             if said := self._own.save_what_is_known():
                 self._own.print(f"motley: {said}")
         self._own.leave(1)
+
+
+def _answers(other: Listening) -> bool:
+    """Whether its machine does."""
+    try:
+        with socket.create_connection((other.address, other.port), timeout=_ANSWER_S):
+            return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
