@@ -4,6 +4,7 @@ Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -80,6 +81,13 @@ def _wait_for(look: Callable[[], Any]) -> Any:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
     return found
+
+
+def finalize_mpi() -> None:
+    """Leave MPI, if this process is in it; all ranks do."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def check_slurm(size: int, environ: Mapping[str, str]) -> None:

@@ -136,3 +136,25 @@ def test_this_machine_has_facts() -> None:
     assert node.host == socket.gethostname()
     assert node.cores >= 1 and node.memory_total_mib > 100
     assert any(interface.address == "127.0.0.1" for interface in node.interfaces)
+
+
+def test_a_rank_that_is_done_takes_nothing_apart_and_lets_all_others_finish() -> None:
+    script = """
+import atexit, time
+from concurrent.futures import ThreadPoolExecutor
+from motley.launch.process import end_at_once
+
+class Imported:
+    def __del__(self):
+        print("taken apart")
+
+kept = Imported()
+atexit.register(print, "atexit")
+ThreadPoolExecutor().submit(lambda: (time.sleep(0.3), print("thread")))
+end_at_once(lambda: print("finalized", end=""))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env=environment(PYTHONPATH=str(ROOT / "src")),
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("thread\natexit\nfinalized", "")
