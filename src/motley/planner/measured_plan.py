@@ -125,13 +125,19 @@ def measure_and_plan(
             measured = refine(world, group, model, config.batch_size, measured, mode, most)
         world.clock.lap("compile")
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
-    assert planned.forecast is not None
-    engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
-    advice = (*map(Advice, notes), *better_engine(traits, planned.forecast, engines))
-    names = [worker.host for worker in group.workers]
-    advice += bound_by_input(names, planned.speeds, planned.plan.counts)
-    advice += _better(world, everyone, config, everything, options, mode)
-    return group, replace(planned, advice=advice, memory=memory)
+
+    def advise() -> tuple[Advice, ...]:
+        assert planned.forecast is not None
+        engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
+        names = [worker.host for worker in group.workers]
+        return (
+            *map(Advice, notes),
+            *better_engine(traits, planned.forecast, engines),
+            *bound_by_input(names, planned.speeds, planned.plan.counts),
+            *_better(world, everyone, config, everything, options, mode),
+        )
+
+    return group, replace(planned, advice=world.from_first(advise), memory=memory)
 
 
 def _measure(
@@ -236,18 +242,22 @@ def _other_engines(
 def _options(
     world: World, run: Run | None, group: ProcessGroup, config: Config, measured: Measured
 ) -> dict[WireMode, Choice]:
-    """Who should train, by what travels."""
+    """Who should train, by what travels: found by rank 0 alone, for ranks may share processors."""
     machines = group.machines(world)
     # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
     free = (run is None or run.is_shared()) and not world.has_fixed_master()
     needed = None if free else world.machines[0]
-    return {
-        mode: choose_machines(
-            config.batch_size, machines, measured.speeds, wire, measured.links, needed,
-            fixed=config.hosts != "auto" or mode.slow_rank is not None,
-        )
-        for mode, wire in measured.wires.items()
-    }  # fmt: skip
+
+    def choose() -> dict[WireMode, Choice]:
+        return {
+            mode: choose_machines(
+                config.batch_size, machines, measured.speeds, wire, measured.links, needed,
+                fixed=config.hosts != "auto" or mode.slow_rank is not None,
+            )
+            for mode, wire in measured.wires.items()
+        }  # fmt: skip
+
+    return world.from_first(choose)
 
 
 def _best_mode(
