@@ -102,6 +102,10 @@ def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Modu
                 part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
 
+def _is_recomputed(part: nn.Module) -> bool:
+    return isinstance(part.forward, partial) and part.forward.func is checkpoint
+
+
 def set_attention(net: nn.Module, kind: str) -> None:
     """Take this process's attention kernels for ``--attention``."""
     parts: list[Any] = [part for part in net.modules() if hasattr(part, "fused_attn")]
@@ -196,6 +200,7 @@ class TaskModel(nn.Module):
         self.by_blocks: BlockByBlock | None = None
         self.held_mib = 0.0
         self._compiled: Compiled | None = None
+        self._recomputes = any(map(_is_recomputed, net.modules()))
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)
@@ -261,7 +266,11 @@ class TaskModel(nn.Module):
     def compute(self, *given: Any, **named: Any) -> Any:
         """What the network says, in this rank's precision; in and out floats are fp32."""
         given, named = tree_map(self._whole, given), tree_map(self._whole, named)
-        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+        # Weights in 16 bits, to be used again, would be kept until the end: of a model in blocks,
+        # which are cut or computed again, as much as half of all parameters once more.
+        keeps = not (self.by_blocks or self._recomputes)
+        enabled = self._autocast is not None
+        with torch.autocast(self.device.type, self._autocast, enabled, cache_enabled=keeps):
             made = self.net(*given, **named)
         return tree_map(self._whole, made)
 

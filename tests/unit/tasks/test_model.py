@@ -13,10 +13,10 @@ from motley.tasks.model import TaskModel, build_net, recompute, set_attention
 from motley.train.command_line import read_config, training_parser
 
 
-def classifier(*words: str) -> TaskModel:
+def classifier(*words: str, precision: str = "fp32") -> TaskModel:
     config = read_config(training_parser(""), words)
     task = task_of(config)
-    return TaskModel(task, build_net(task, config), "fp32", torch.device("cpu"))
+    return TaskModel(task, build_net(task, config), precision, torch.device("cpu"))
 
 
 def gradient_and_kept(model: TaskModel) -> tuple[torch.Tensor, int]:
@@ -47,6 +47,17 @@ def test_what_is_recomputed_is_not_kept_and_changes_nothing(
     again, less = gradient_and_kept(classifier(*words))
     assert torch.equal(again, whole)
     assert less < at_most * kept
+
+
+@pytest.mark.parametrize(("words", "kept"), [((), True), (("--grad-checkpointing",), False)])
+def test_no_weight_is_kept_in_16_bits_besides_where_blocks_are_recomputed(
+    words: Sequence[str], kept: bool
+) -> None:
+    model, seen = classifier(*words, precision="bf16"), set[bool]()
+    for block in blocks_of(model.net).values():
+        block.register_forward_hook(lambda *_: seen.add(torch.is_autocast_cache_enabled()))
+    model(model.noise(2)).sum().backward()
+    assert seen == {kept}
 
 
 def test_what_is_named_twice_is_wrapped_once() -> None:
