@@ -17,6 +17,7 @@ WINDOW = 8  # steps; their median forgives single slow ones
 SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later
 STEPS_IN_A_ROW = 4  # steps in a row that must ask for another split: no oscillation
 DEAD_BAND = 0.08  # of a step that another split must save, seen over WINDOW: less may be noise
+_REMEMBERED = 8  # splits of which it is known what computing takes; a growing batch has many
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class ReplanMonitor:
     def forget(self) -> None:
         """Start anew, after a change."""
         self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
+        self._computed: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
         self._steps: deque[Floats] = deque(maxlen=max(SPANS))
         self._asked = 0
 
@@ -72,7 +74,7 @@ class ReplanMonitor:
         """
         if self._speeds is None:
             return None
-        usual, took = self._speeds.ready_s(np.array(counts, dtype=float)), np.array(ready_s)
+        usual, took = self._ready_s(self._speeds, counts), np.array(ready_s)
         works = usual > 0  # who had nothing to do showed nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
         self._steps.append(self._slowdown.copy())
@@ -87,6 +89,19 @@ class ReplanMonitor:
         self._asked = self._asked + 1 if proposal else 0
         return proposal if self._asked >= STEPS_IN_A_ROW else None
 
+    def _ready_s(
+        self, speeds: Speeds, counts: Sequence[int], slowdown: Floats | float = 1.0
+    ) -> Floats:
+        """When each rank's gradient is ready. Most steps ask of the same samples."""
+        key = tuple(counts)
+        if key not in self._computed:
+            if len(self._computed) >= _REMEMBERED:
+                self._computed.clear()
+            samples = np.array(key, dtype=float)
+            self._computed[key] = samples, speeds.computed_s(samples)
+        samples, computed_s = self._computed[key]
+        return speeds.ready_s(samples, slowdown, computed_s)
+
     def _propose(
         self, speeds: Speeds, counts: Sequence[int], slowdown: Floats, band: float
     ) -> Proposal | None:
@@ -96,18 +111,20 @@ class ReplanMonitor:
             slowdown: of each rank, against its measured speed.
         """
         slowdown = self._kinds.median(slowdown)
-        old = speeds.seconds_of(np.array(counts, dtype=float), slowdown).max()
+        old = (speeds.step_s + self._ready_s(speeds, counts, slowdown)).max()
         # So quick that each step can ask it: could all together be faster by so much? And who is
         # not left without a sample, with the least that it keeps?
         enough = (1 - band) * old
-        least = np.minimum(counts, self._tables[0].grain).astype(float)
-        if speeds.seconds_of(least, slowdown)[least > 0].max() > enough:
+        grain = self._tables[0].grain
+        least = [min(count, grain) for count in counts]
+        soonest = speeds.step_s + self._ready_s(speeds, least, slowdown)
+        if soonest[np.array(least) > 0].max() > enough:
             return None
         if speeds.whole_in(enough, slowdown).sum() < sum(counts):
             return None
         pairs = zip(self._tables, slowdown.tolist(), strict=True)
         tables = [table.slower(factor) for table, factor in pairs]
-        better = _all_seen(split(sum(counts), tables), counts, tables[0].grain)
+        better = _all_seen(split(sum(counts), tables), counts, grain)
         gain = float(1 - speeds.seconds_of(np.array(better, dtype=float), slowdown).max() / old)
         return Proposal(better, tuple(slowdown.tolist()), gain) if gain > band else None
 
@@ -130,6 +147,8 @@ class _Kinds:
 
     def median(self, values: Floats) -> Floats:
         """Each rank's value is that of the middle of its kind."""
+        if len(self._size) == len(values):
+            return values
         ordered = values[np.lexsort((values, self._of))]
         low, high = self._begin + (self._size - 1) // 2, self._begin + self._size // 2
         middle: Floats = ((ordered[low] + ordered[high]) / 2)[self._of]

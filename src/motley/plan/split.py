@@ -45,10 +45,21 @@ class Speeds:
         self.step_s = np.array([table.step_s for table in tables])
         self._grain = tables[0].grain
 
-    def ready_s(self, samples: Floats, slowdown: Floats | float = 1.0) -> Floats:
-        """:meth:`SpeedTable.seconds_of` less ``step_s``."""
+    def computed_s(self, samples: Floats) -> Floats:
+        """What of :meth:`ready_s` depends on the samples alone, and takes longest to find."""
         parts: Floats = np.maximum(1.0, np.ceil(samples / self._m))
         computed: Floats = parts * self._micro_s(samples / parts)
+        return computed
+
+    def ready_s(
+        self, samples: Floats, slowdown: Floats | float = 1.0, computed_s: Floats | None = None
+    ) -> Floats:
+        """:meth:`SpeedTable.seconds_of` less ``step_s``.
+
+        Args:
+            computed_s: of these samples, where it is known.
+        """
+        computed = self.computed_s(samples) if computed_s is None else computed_s
         read = slowdown * self._beside * samples - self.step_s
         ready: Floats = np.maximum(slowdown * computed, read)
         return ready
