@@ -64,7 +64,7 @@ class RunVerdict:
             ranks of medians over steps.
         link: on the slowest link, a sentence.
         slower: who takes longer for the same than was measured at the start; ``slower_times`` as
-            long.
+            long. crowd: why, where it is among more ranks than its host has processors.
         grows_mib: what memory grew by in a step, to the end, on the worst rank.
         energy: of the GPUs.
         advice: what would be faster, the fastest first; then what is said without a figure.
@@ -77,6 +77,7 @@ class RunVerdict:
     link: str
     slower: str
     slower_times: float | None
+    crowd: str
     grows_mib: float | None
     energy: Energy | None
     advice: tuple[Advice, ...]
@@ -127,9 +128,10 @@ class RunVerdict:
     def _who_is_slower(self) -> str:
         if self.slower_times is None or self.slower_times < _SLOWER:
             return ""
+        why = self.crowd or "other programs use it, or it has become slower"
         return (
             f"{self.slower} takes {self.slower_times:.2f} times as long for its samples as was "
-            "measured at the start: other programs use it, or it has become slower."
+            f"measured at the start: {why}."
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -153,11 +155,12 @@ def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> 
     about = training.run
     forecast = (about.get("plan") or {}).get("forecast") or {}
     seconds = forecast.get("step_s") if _is_full(training, forecast) else None
-    lost, (slower, times) = _lost(training), _slower(training, forecast if seconds else {})
+    lost = _lost(training)
+    slower, times, crowd = _slower(training, forecast if seconds else {})
     on_wire = lost.get(_PARTS["t_comm"], 0.0) >= _WORTH
     return RunVerdict(
         fraction_of_limit(about, rate), step_s, seconds, lost,
-        slow_link(about) if on_wire else "", slower, times, leak(training.steps),
+        slow_link(about) if on_wire else "", slower, times, crowd, leak(training.steps),
         energy, _advice(about.get("advice") or ()), training.unit,
     )  # fmt: skip
 
@@ -207,16 +210,34 @@ def _slowest(training: Training) -> str:
     return _name(training, max(ready, key=lambda rank: ready[rank]))
 
 
-def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None]:
-    """Who takes longest for its samples, of what was foreseen, and how many times as long."""
+def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
+    """Who takes longest for its samples, of what was foreseen; how many times as long; and why, if
+    ranks share its processors."""
     took = _took(training, "t_data", "t_compute", "t_opt")
     ranks = [worker.get("rank") for worker in training.run.get("ranks") or ()]
     foreseen = dict(zip(ranks, forecast.get("compute_s") or (), strict=False))
     times = {rank: took[rank] / foreseen[rank] for rank in took if foreseen.get(rank)}
     if not times:
-        return "", None
+        return "", None, ""
     rank = max(times, key=lambda each: times[each])
-    return _name(training, rank), times[rank]
+    return _name(training, rank), times[rank], _crowd(training, training.worker(rank))
+
+
+def _crowd(training: Training, worker: dict[str, Any]) -> str:
+    """Of a rank without a GPU, among more of them than there are processors."""
+    host = worker.get("host")
+    beside = [
+        each for each in training.run.get("ranks") or ()
+        if each.get("host") == host and not each.get("uuid")
+    ]  # fmt: skip
+    facts = [each for each in training.run.get("facts") or () if each.get("host") == host]
+    cores = facts[0].get("cores") if facts else None
+    if worker.get("uuid") or not cores or len(beside) <= cores:
+        return ""
+    return (
+        f"{len(beside)} ranks share its {cores} processors, and their data, wire and optimizers "
+        "take turns there with what is computed"
+    )
 
 
 def _name(training: Training, rank: int) -> str:

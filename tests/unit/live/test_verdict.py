@@ -48,7 +48,13 @@ def test_the_limit_who_is_slower_than_measured_and_the_slow_link(tmp_path: Path)
         "foresaw 0.1."
     )
     assert "the wire (b's link carries" in sentences[1] and "when it receives" in sentences[1]
-    assert sentences[2].startswith("a (rank 0) takes 2.10 times as long for its samples as was")
+    slower = "a (rank 0) takes 2.10 times as long for its samples as was measured at the start: "
+    assert sentences[2] == f"{slower}other programs use it, or it has become slower."
+    ranks = [{"rank": rank, "host": "a", "uuid": ""} for rank in range(3)]
+    run.update_run(ranks=ranks, facts=[{"host": "a", "cores": 2}])
+    assert verdict(run)[0][2].startswith(f"{slower}3 ranks share its 2 processors, ")
+    run.update_run(facts=[{"host": "a", "cores": 3}])
+    assert verdict(run)[0][2] == sentences[2]
     planned(run)
     sentences, _ = verdict(run)
     assert len(sentences) == 2 and "foresaw" not in sentences[0]
