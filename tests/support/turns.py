@@ -1,9 +1,9 @@
-"""Variants of one promise take turns: of a matrix, a third runs on a day, and all in three days.
+"""Variants of one promise take turns: of a matrix, a fifth runs on a day, and all in five days.
 
 A test of many variants (each engine, each fault) is marked ``turns``. Which of them run is chosen
 by the date, or by ``--turn``; who names a test, a file or ``-k`` gets all. Nothing that is the one
 test of a thing is marked. What every turn must have, such as each engine, the matrix says itself
-(``shows``): a third that lacks one is given a variant that has it.
+(``shows``): a fifth that lacks one is given a variant that has it.
 
     @pytest.mark.turns                         # the variants of this test
     @pytest.mark.turns(shows=words_of)         # words_of(**parameters): what a variant shows
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from project import ROOT
 
-TURNS = 3
+TURNS = 5
 ALL = "all"
 _LEFT = pytest.StashKey[int]()
 
@@ -29,7 +29,7 @@ _LEFT = pytest.StashKey[int]()
 def chosen(variants: Mapping[str, frozenset[str]], turn: int) -> set[str]:
     """The variants of one matrix that run in a turn.
 
-    Every third by name; then, while some word is shown by others alone, the variant that shows
+    Every fifth by name; then, while some word is shown by others alone, the variant that shows
     most of such words (the usual greedy set cover).
 
     Args:
@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--turn``."""
     parser.addoption(
         "--turn", choices=(*map(str, range(TURNS)), ALL),
-        help="which variants of the tests marked 'turns' run; default: the third whose turn it is "
+        help="which variants of the tests marked 'turns' run; default: the fifth whose turn it is "
         "today, and all where files, tests or -k are named",
     )  # fmt: skip
 
