@@ -31,7 +31,8 @@ from motley.planner.process_group import ProcessGroup
 from motley.planner.profile import Measured
 from motley.planner.refine import refine
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net, set_matmul_precision
+from motley.tasks.model import TaskModel, set_matmul_precision
+from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
 
 

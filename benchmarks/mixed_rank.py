@@ -28,7 +28,8 @@ from motley.plan.precision import read_precisions
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import limit_s
 from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
+from motley.tasks.net import build_net
 
 _QUOTAS_S = 6.0  # in which mixed_lab.py sets them: imports under a quota would take minutes
 

@@ -50,7 +50,7 @@ ROOMS = {
         "transforms order loader_memory keyed loader"
     ),
     "tasks": (
-        "ghost_batch_norm recording deferred block_by_block compiled blocks task classifiers "
+        "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "
         "corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net builtin/* find model "
         "build check scores"
     ),

@@ -12,7 +12,8 @@ from motley.planner.process_group import ProcessGroup
 from motley.tasks.build import build
 from motley.tasks.check import check_task
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, set_attention, set_matmul_precision
+from motley.tasks.model import TaskModel, set_matmul_precision
+from motley.tasks.net import set_attention
 from motley.tasks.task import Task
 
 # Wraps a task's network, in a precision, on a device.

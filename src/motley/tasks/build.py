@@ -11,7 +11,7 @@ from motley.errors import MotleyError
 from motley.tasks.block_by_block import BlockByBlock
 from motley.tasks.deferred import record
 from motley.tasks.ghost_batch_norm import batch_norms
-from motley.tasks.model import build_net, prepared
+from motley.tasks.net import build_net, prepared
 from motley.tasks.task import Task
 
 LARGE = 1_000_000_000  # parameters; alike on all machines, whatever memory they have

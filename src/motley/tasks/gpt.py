@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(shape.dropout)
-        self.fused_attn = True  # motley.tasks.model.set_attention may say otherwise
+        self.fused_attn = True  # motley.tasks.net.set_attention may say otherwise
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, length, width], in and out."""

@@ -1,24 +1,21 @@
 """A task's network and its loss in one module, so that all engines see one rule for dtypes."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_map
 
-from motley.config.options import Config
 from motley.data.batch import Tensors
 from motley.data.keyed import first_batch
 from motley.errors import MotleyError
 from motley.tasks.block_by_block import BlockByBlock
 from motley.tasks.compiled import Compiled
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
-from motley.tasks.task import Task, is_in
-from motley.text import did_you_mean
+from motley.tasks.net import is_recomputed, keep_fp32
+from motley.tasks.task import Task
 
 AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EXAMPLES = 2  # samples that a model is tried and timed with
@@ -29,96 +26,6 @@ def common_type(task: Task, precisions: Collection[str]) -> torch.dtype | None:
     the model is to stay in fp32. None: in none."""
     first, *others = set(precisions)
     return None if others or task.fp32 else AUTOCAST[first]
-
-
-def build_net(task: Task, config: Config) -> nn.Module:
-    """The task's whole network, with weights drawn from ``--seed``, as its options want it."""
-    torch.manual_seed(config.seed)
-    return prepared(task.model(), task, config)
-
-
-def prepared(net: nn.Module, task: Task, config: Config) -> nn.Module:
-    """The network, as its options want it."""
-    if config.freeze:
-        freeze(net, config.freeze, task.head(net))
-    if config.grad_checkpointing:
-        recompute(net, config.grad_checkpointing, task.blocks(net))
-    return net
-
-
-def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
-    """Have parameters not be trained.
-
-    Args:
-        names: of them or of modules, by path or its last word; ``backbone``: all but ``head``.
-    """
-    parameters = dict(net.named_parameters())
-    paths = [path for path, _ in (*net.named_modules(), *parameters.items()) if path]
-    for name in names:
-        if name == "backbone" and not head:
-            raise MotleyError(
-                "--freeze backbone: this task does not say which part is the head; name the parts "
-                f"that are not to be trained, as in --freeze {paths[0]}"
-            )
-        chosen = [path for path in paths if name in (path, path.rsplit(".", 1)[-1])]
-        if name == "backbone":
-            chosen = [path for path in parameters if not is_in(path, head)]
-        if not chosen:
-            known = dict.fromkeys(
-                word for path in paths for word in (path.rsplit(".", 1)[-1], path)
-            )
-            raise MotleyError(
-                f"--freeze {name}: the model has no such part{did_you_mean(name, known)}; name "
-                "some by path, as in blocks.0, or by its last word; or take backbone"
-            )
-        for path, parameter in parameters.items():
-            if is_in(path, chosen):
-                parameter.requires_grad_(False)
-
-
-def recompute(net: nn.Module, names: Iterable[str], blocks: Mapping[str, nn.Module]) -> None:
-    """Have modules keep their inputs alone, and compute the rest again in the backward pass.
-
-    Args:
-        names: paths, as in ``blocks.0.mlp``; or their last words, as in ``mlp``, for all such;
-            ``blocks``: each of ``blocks``; or names of classes.
-    """
-    parts = {name: part for name, part in net.named_modules() if name}
-    for name in names:
-        words = {path: (path.rsplit(".", 1)[-1], path, type(part).__name__)
-                 for path, part in parts.items()}  # fmt: skip
-        found = blocks if name == "blocks" else {
-            path: part for path, part in parts.items() if name in words[path]
-        }  # fmt: skip
-        if not found:
-            known = dict.fromkeys(word for each in words.values() for word in each)
-            raise MotleyError(
-                f"--grad-checkpointing {name}: the model has no such module"
-                f"{did_you_mean(name, known)}; without a name it takes all blocks"
-            )
-        for part in found.values():
-            # Not twice: then it would be computed three times.
-            if not isinstance(part.forward, partial):
-                part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-
-
-def _is_recomputed(part: nn.Module) -> bool:
-    return isinstance(part.forward, partial) and part.forward.func is checkpoint
-
-
-def set_attention(net: nn.Module, kind: str) -> None:
-    """Take this process's attention kernels for ``--attention``."""
-    parts: list[Any] = [part for part in net.modules() if hasattr(part, "fused_attn")]
-    if kind != "auto" and not parts:
-        raise MotleyError(
-            f"--attention {kind}: the model has no attention whose kernel can be chosen; leave it "
-            "at auto"
-        )
-    for part in parts:
-        part.fused_attn = kind != "plain" and part.fused_attn
-    only = {"fused": "flash", "efficient": "mem_efficient"}.get(kind)
-    for name in ("flash", "mem_efficient", "cudnn", "math"):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(only in (None, name))
 
 
 class _Idle(torch.autograd.Function):
@@ -140,27 +47,6 @@ class _Idle(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Zeros."""
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
-
-
-def keep_fp32(net: nn.Module, names: Iterable[str]) -> None:
-    """Have modules compute in fp32, whatever the rest does.
-
-    Args:
-        names: paths, or their last words.
-    """
-    for path, part in net.named_modules():
-        if path in names or path.rsplit(".", 1)[-1] in names:
-            part.forward = partial(_in_fp32, part.forward)
-
-
-def _in_fp32(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    def wide(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    tensors = [value for value in tree_leaves((given, named)) if isinstance(value, Tensor)]
-    kind = tensors[0].device.type if tensors else "cpu"
-    with torch.autocast(kind, enabled=False):
-        return forward(*tree_map(wide, given), **tree_map(wide, named))
 
 
 class TaskModel(nn.Module):
@@ -200,7 +86,7 @@ class TaskModel(nn.Module):
         self.by_blocks: BlockByBlock | None = None
         self.held_mib = 0.0
         self._compiled: Compiled | None = None
-        self._recomputes = any(map(_is_recomputed, net.modules()))
+        self._recomputes = any(map(is_recomputed, net.modules()))
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)

@@ -24,7 +24,8 @@ from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
 from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
+from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
 
 ENGINE, *OPTIONS = sys.argv[1:]

@@ -24,7 +24,8 @@ from motley.engines.optimizer import make_optimizer
 from motley.plan.plan import make_plan
 from motley.plan.ramp import ramp_of
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
+from motley.tasks.net import build_net
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import nn
 from motley.checkpoint.initial import Weights, fit, read_weights
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
-from motley.tasks.model import freeze
+from motley.tasks.net import freeze
 
 
 class Digits(nn.Module):

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from motley.plan.speed_table import SpeedTable
 from motley.planner.compile_trial import Promise, _try, is_worth_it, steps_of
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
+from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from motley.tasks.aurora_net import as_batch, usual
 from motley.tasks.builtin.weather import WeatherTask
 from motley.tasks.check import check_task
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
+from motley.tasks.net import build_net
 from motley.tasks.states import AIR, STATIC, SURFACE
 from motley.train.command_line import read_config, training_parser
 

@@ -5,7 +5,8 @@ import torch
 
 from motley.data.batch import Batch
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel, build_net
+from motley.tasks.model import TaskModel
+from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser
 from motley.train.overflow import find_overflow
 
