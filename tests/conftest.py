@@ -1,5 +1,6 @@
 """What the tests share: jobs, and what a lab installs."""
 
+import gc
 import os
 import shutil
 from collections.abc import Generator, Iterator
@@ -37,6 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if again := times_again(item):
             item.add_marker(pytest.mark.flaky(reruns=again))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: to look at each of its million objects takes half a second, while
+    it is made and whenever Python looks for what is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -47,7 +47,7 @@ mapfile -t scripts < <(git ls-files '*.sh' .ci/run)
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 types=$(mktemp)
-nice "$bin/mypy" >"$types" 2>&1 & # a minute of one core in a new clone, beside the tests
+nice "$bin/mypy" >"$types" 2>&1 & # half a minute of one core in a new clone, beside the tests
 mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
 

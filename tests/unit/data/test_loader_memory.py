@@ -1,21 +1,27 @@
 """Loader processes: as many as the host's memory has room for."""
 
+import ctypes
+import gc
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from forked import run_fork
 from hypothesis import given
 from hypothesis import strategies as st
-from project import ROOT
 
+from motley.comm.modes.numbers import EXACT
 from motley.data.batch import Batch
+from motley.data.loader import Loader
 from motley.data.loader_memory import Free, bytes_of, explained, held, workers_that_fit
 from motley.data.loader_memory import shared as shared_batches
 from motley.errors import MotleyError
+from motley.plan.plan import Plan
+from motley.tasks.find import task_of
+from motley.train.command_line import read_config, training_parser
 
 GIB = 2.0**30
 
@@ -63,35 +69,31 @@ def test_a_sample_is_as_large_as_its_part_of_the_example() -> None:
     assert 0 < half.memory < 0.6 * here.memory and half.shared < here.shared
 
 
-LOADING = """
-import gc, subprocess, torch
-from motley.comm.modes.numbers import EXACT
-from motley.data.loader import Loader
-from motley.errors import MotleyError
-from motley.plan.plan import Plan
-from motley.tasks.find import task_of
-from motley.train.command_line import read_config, training_parser
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS
 
-words = ["--dataset", "synthetic", "--model", "vit_tiny_patch16_224", "--img-size", "224"]
-config = read_config(training_parser("test"), [*words, "--workers", "2", "--eval-samples", "64"])
-for size in ("1m", "64m"):
-    gc.collect()  # or a process of the second loader forgets the first, whose processes are none
-    subprocess.run(["mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
-    loader = Loader(task_of(config), config, 0, torch.device("cpu"))  # of unknown samples
-    try:
-        print(sum(map(len, loader.test_batches(Plan(16, (1.0,), (16,), EXACT)))))
-    except MotleyError as error:
-        print(error)
-"""
+
+def load_with_little_shared_memory() -> None:
+    """Say what comes of two loaders, with little and with enough in a /dev/shm of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "no mounts of its own")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", "/dev/shm"], check=True)
+    words = ["--dataset", "synthetic", "--model", "vit_tiny_patch16_224", "--img-size", "224"]
+    config = read_config(training_parser(""), [*words, "--workers", "2", "--eval-samples", "64"])
+    for size in ("1m", "64m"):
+        gc.collect()  # or a process of the second loader forgets the first, whose are none of its
+        subprocess.run(["mount", "-o", f"remount,size={size}", "/dev/shm"], check=True)
+        loader = Loader(task_of(config), config, 0, torch.device("cpu"))  # of unknown samples
+        try:
+            print(sum(map(len, loader.test_batches(Plan(16, (1.0,), (16,), EXACT)))))
+        except MotleyError as error:
+            print(error)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a /dev/shm this small")
 def test_a_loader_process_without_room_is_explained_and_nobody_waits() -> None:
-    mount = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
-    done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", mount, "bash", sys.executable, "-c", LOADING], timeout=60,
-        text=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    done = run_fork(load_with_little_shared_memory)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     small, large = done.stdout.splitlines()
     assert f"a loader process on {socket.gethostname()} found no room in /dev/shm" in small
