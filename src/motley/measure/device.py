@@ -148,7 +148,7 @@ def _measure_speed(
         except torch.OutOfMemoryError:
             break
         rest = _allocated_mib(device)
-        if model.held_mib and peak is not None and peak - rest + model.held_mib > room_mib(device):
+        if not leaves_room(model, peak, rest):
             break
         sizes.append(size)
         seconds.append(spent)
@@ -278,10 +278,15 @@ def _fits(
     return peak + grown + more < _MEMORY_MARGIN * room_mib(device)
 
 
-def can_compile(model: TaskModel) -> bool:
-    """Whether torch can compile it here at all: Triton needs compute capability 7.0."""
-    device = next(model.parameters()).device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
+    """Whether what training holds besides has its place beside a micro-batch that was timed.
+
+    Args:
+        peak: of memory, then, MiB. rest: between two passes.
+    """
+    if peak is None or not model.held_mib:
+        return True
+    return peak - rest + model.held_mib <= room_mib(model.device)
 
 
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:

@@ -13,7 +13,7 @@ from motley.config.options import Config
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.measure.device import can_compile, time_micro_batch
+from motley.measure.device import time_micro_batch
 from motley.plan.forecast import arrange
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
@@ -49,6 +49,12 @@ class Promise:
     def write(self, path: Path) -> None:
         """Remember it."""
         path.write_text(json.dumps({"gain": self.gain, "cost_s": self.cost_s}))
+
+
+def can_compile(model: TaskModel) -> bool:
+    """Whether torch can compile it here at all: Triton needs compute capability 7.0."""
+    device = next(model.parameters()).device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def steps_of(config: Config, samples: int) -> int:
