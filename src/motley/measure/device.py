@@ -71,6 +71,7 @@ def wait_for(device: torch.device) -> None:
 # -- how long a model computes, by micro-batch
 
 _REPEATS = 3  # at least, after a warm run
+PASSES = 1 + _REPEATS  # that it takes to time a micro-batch, at least
 _LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
 _STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
 _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
@@ -135,7 +136,7 @@ def _measure_speed(
     step_s = rest = 0.0
     grain = model.task.grain
     for size in (grain * groups for groups in _doubling(most // grain)):
-        next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
+        next_s = PASSES * 2 * seconds[-1] if sizes else 0.0
         if time.perf_counter() - start + next_s > budget_s:
             break
         more = model.held_mib and model.held_mib - rest

@@ -118,7 +118,7 @@ def measure_and_plan(
     notes: tuple[str, ...] = ()
     if traits.compiles or config.compile == "on":
         speeds, notes = compile_where_faster(
-            world, group, model, config, measured.speeds, measured.wires[mode]
+            world, run, group, model, config, measured.speeds, measured.wires[mode]
         )
         if speeds != measured.speeds:
             measured = replace(measured, speeds=alike(group, speeds))
