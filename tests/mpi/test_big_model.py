@@ -217,3 +217,34 @@ def test_others_read_parts_too(jobs: Jobs, whole: Trained, parts: Trained, tmp_p
     assert all(tensor.equal(own[f"model.{name}"]) for name, tensor in exported.items())
     begun = jobs.train(1, DDP, "begun", *GPT[:-2], *STILL, "--initial-checkpoint", parts.folder)
     assert begun.losses[0] < 0.99 * whole.losses[0]
+
+
+NO_ENGINE = """
+import sys
+from motley.engines.strategy import Engines
+from motley.launch.world import run
+from motley.plan.engine_traits import EngineTraits
+from motley.train.command_line import read_config, training_parser
+from motley.train.start import train
+
+def refuse(model, context):
+    raise RuntimeError("an engine was built")
+
+config = read_config(training_parser(""), sys.argv[1:])
+run(lambda world: train(world, config, Engines(EngineTraits(), refuse)))
+"""
+
+
+def test_a_disk_that_is_too_small_is_said_before_an_engine_is_built(
+    jobs: Jobs, whole: Trained, tmp_path: Path
+) -> None:
+    script = tmp_path / "no_engine.py"
+    script.write_text(NO_ENGINE)
+    words = (script, *GPT, *STILL, "--shares", 1)
+    small = jobs.fork(1, *words, "--logs", "/proc/motley-logs", "--run", "small")
+    assert small.code and "an engine was built" not in small.output, small.output
+    assert "are going to need" in small.output and "0 B are free" in small.output
+    # Steps that a checkpoint has behind it need no room; those of a damaged one are known too late.
+    at_end = ("--resume", whole.folder, "--max-steps", 6)
+    large = jobs.fork(1, *words, *at_end, "--logs", "/proc/motley-logs", "--run", "at-end")
+    assert large.code and "an engine was built" in large.output, large.output

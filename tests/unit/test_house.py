@@ -68,9 +68,9 @@ ROOMS = {
         "foresee open_model planner"
     ),
     "train": (
-        "progress budget first_steps loss_scale schedule summary recorder profiler overflow setup "
-        "agreement recovery rescue survivor compile_keeper evaluate save_timer command_line loop "
-        "start script"
+        "progress budget first_steps loss_scale schedule summary recorder profiler overflow ready "
+        "setup agreement recovery rescue survivor compile_keeper evaluate save_timer command_line "
+        "loop start script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -76,6 +76,19 @@ def resume(
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
 
+def state_of(folders: list[Path]) -> TrainState | None:
+    """Where :func:`resume` is going to continue, unless it finds the tensors of the newest
+    checkpoint damaged; None: no checkpoint can be read, which it says."""
+    if not folders:
+        return TrainState()
+    try:
+        _, opened = first_whole(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
+    except MotleyError:
+        return None
+    progress = opened.progress
+    return TrainState(progress["step"], progress["epoch"], progress["consumed"])
+
+
 def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
     """A checkpoint's progress and tensors; None: each rank is to read its own, and it is not known
     yet whether they are whole.

@@ -71,6 +71,7 @@ def wait_for(device: torch.device) -> None:
 # -- how long a model computes, by micro-batch
 
 _REPEATS = 3  # at least, after a warm run
+PASSES = 1 + _REPEATS  # that it takes to time a micro-batch, at least
 _LOAD_S = 1.0  # as long, if enough, on a GPU: under load it lowers its clock, by some 3 %
 _STEP_BEHIND_S = 0.1  # a micro-batch long enough to time an optimizer step behind it
 _MEMORY_MARGIN = 0.9  # of what is free now; the rest is for other users' ups and downs
@@ -135,7 +136,7 @@ def _measure_speed(
     step_s = rest = 0.0
     grain = model.task.grain
     for size in (grain * groups for groups in _doubling(most // grain)):
-        next_s = (1 + _REPEATS) * 2 * seconds[-1] if sizes else 0.0
+        next_s = PASSES * 2 * seconds[-1] if sizes else 0.0
         if time.perf_counter() - start + next_s > budget_s:
             break
         more = model.held_mib and model.held_mib - rest
@@ -148,7 +149,7 @@ def _measure_speed(
         except torch.OutOfMemoryError:
             break
         rest = _allocated_mib(device)
-        if model.held_mib and peak is not None and peak - rest + model.held_mib > room_mib(device):
+        if not leaves_room(model, peak, rest):
             break
         sizes.append(size)
         seconds.append(spent)
@@ -278,10 +279,15 @@ def _fits(
     return peak + grown + more < _MEMORY_MARGIN * room_mib(device)
 
 
-def can_compile(model: TaskModel) -> bool:
-    """Whether torch can compile it here at all: Triton needs compute capability 7.0."""
-    device = next(model.parameters()).device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
+    """Whether what training holds besides has its place beside a micro-batch that was timed.
+
+    Args:
+        peak: of memory, then, MiB. rest: between two passes.
+    """
+    if peak is None or not model.held_mib:
+        return True
+    return peak - rest + model.held_mib <= room_mib(model.device)
 
 
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:

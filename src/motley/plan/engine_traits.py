@@ -61,16 +61,23 @@ class EngineTraits:
         return mode.addition in self.additions and (self.spares_slow_rank or mode.slow_rank is None)
 
     def through(
-        self, wire: AllReduceCost, mode: WireMode, precisions: Sequence[str] = ()
+        self,
+        wire: AllReduceCost,
+        mode: WireMode,
+        precisions: Sequence[str] = (),
+        exact: AllReduceCost | None = None,
     ) -> AllReduceCost:
         """What was measured of a mode, as the engine uses it.
 
         Args:
-            precisions: of all ranks.
+            precisions: of all ranks. exact: what was measured of fp32, in which parameters are
+                gathered; None: as long for each byte.
         """
-        wide = 1.0 if mode.dtype == "fp32" else 2.0  # parameters are gathered in fp32
+        wide = 1.0 if mode.dtype == "fp32" else 2.0
         if self.narrow_parameters and set(precisions) in ({"bf16"}, {"fp16"}):
             wide /= 2
+        elif exact is not None and wire.seconds_once > 0:
+            wide = exact.seconds_once / wire.seconds_once
         return dataclasses.replace(
             wire,
             overlaps=wire.overlaps and self.overlaps,

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -127,8 +127,9 @@ def forecast(
 def arrange(
     global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
-    """Split the batch, in micro-batches that make a step short: the fastest, or where the wire is
-    to hide behind a backward pass, whole shares.
+    """Split the batch, in micro-batches that make a step short: the fastest; or where the wire is
+    to hide behind a backward pass, whole shares; or where each micro-step has its part of the wire,
+    in as many as the step is shortest with.
 
     Returns:
         The speeds, with what m is to be; the samples of each rank; and what to expect.
@@ -137,11 +138,34 @@ def arrange(
     counts = split(global_batch, speeds)
     found = forecast(counts, speeds, wire)
     if wire.likes_long_batches and found.exposed_s > _WORTH * found.step_s:
-        long = tuple(speed.in_one(n) for speed, n in zip(speeds, counts, strict=True))
-        others = split(global_batch, long)
-        if (other := forecast(others, long, wire)).step_s < (1 - _WORTH) * found.step_s:
-            return long, others, other
+        best = speeds, counts, found
+        for long in _longer(speeds, counts, wire):
+            others = split(global_batch, long)
+            other = forecast(others, long, wire)
+            if other.step_s < best[2].step_s:
+                best = long, others, other
+        if best[2].step_s < (1 - _WORTH) * found.step_s:
+            return best
     return speeds, counts, found
+
+
+def _longer(
+    speeds: Sequence[SpeedTable], counts: Sequence[int], wire: AllReduceCost
+) -> Iterator[tuple[SpeedTable, ...]]:
+    """The speeds with larger micro-batches, so that shares need few; whole ones, and, where each
+    micro-step has its part of the wire, as many as the rank that has most would take with each of
+    its sizes."""
+    pairs, few, mores = list(zip(speeds, counts, strict=True)), {1}, {0}
+    if wire.allreduces_per_micro_step > 0:
+        last, n = max(pairs, key=lambda pair: pair[1] / pair[0].micro_batch)
+        few |= {math.ceil(n / size) for size in last.sizes if last.micro_batch < size < n}
+        # Or the next split gives a sample more to who would then need another micro-step.
+        mores = {0, last.grain}
+    for parts, more in product(sorted(few), sorted(mores)):
+        yield tuple(
+            speed.in_one(n and max(math.ceil((n + more) / parts), min(n, speed.micro_batch)))
+            for speed, n in pairs
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,11 @@ class AllReduceCost:
         """Micro-batches of a whole share may shorten what a step waits for the wire."""
         return self.overlaps or self.allreduces_per_micro_step > 0
 
+    @property
+    def seconds_once(self) -> float:
+        """Of one all-reduce of the whole gradient, in one piece."""
+        return self.latency_s + self.transfer_s
+
     def seconds(self, buckets: int = 1, micro_steps: int = 1) -> float:
         """All that a step sends, in so many buckets one after the other."""
         return (buckets * self.latency_s + self.transfer_s) * (

@@ -4,16 +4,18 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from motley.checkpoint.run import Run
+from motley.checkpoint.store import step_of
 from motley.config.options import Config
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
-from motley.measure.device import can_compile, time_micro_batch
+from motley.measure.device import PASSES, time_micro_batch
 from motley.plan.forecast import arrange
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
@@ -23,6 +25,8 @@ from motley.planner.speed_cache import compile_file
 from motley.tasks.model import TaskModel
 
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
+_MOST_FASTER = 1.35  # times; 1.21 to 1.29 were measured (benchmarks/README.md)
+_KIND_S = 1.0  # seconds that a class of blocks takes to compile at least, with all caches warm
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,19 @@ class Promise:
 
     Attributes:
         gain: part of its time that it saves. cost_s: seconds that compiling takes.
+        known: from when this model was compiled here.
     """
 
     gain: float = 0.15
     cost_s: float = 15.0
+    known: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "Promise":
         """As it was remembered; the usual one where nothing can be read."""
         try:
             content = json.loads(path.read_text())
-            found = cls(float(content["gain"]), float(content["cost_s"]))
+            found = cls(float(content["gain"]), float(content["cost_s"]), known=True)
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
         return found if found.gain < 1 and 0 <= found.cost_s < math.inf else cls()
@@ -49,6 +55,27 @@ class Promise:
     def write(self, path: Path) -> None:
         """Remember it."""
         path.write_text(json.dumps({"gain": self.gain, "cost_s": self.cost_s}))
+
+    def costs_least(self, passes_s: float, kinds: int) -> float:
+        """Seconds that to compile and time it takes at least: what it took, if that is known; else
+        the passes that are timed, were they as fast as can be, and little for compiling.
+
+        Args:
+            passes_s: of a micro-batch of each size that is timed, one after the other, plain.
+            kinds: classes of blocks.
+        """
+        return self.cost_s if self.known else PASSES * passes_s / _MOST_FASTER + kinds * _KIND_S
+
+    @property
+    def saves_most(self) -> float:
+        """Part of a rank's time that compiling may save at most."""
+        return max(1 - 1 / _MOST_FASTER, self.gain if self.known else 0.0)
+
+
+def can_compile(model: TaskModel) -> bool:
+    """Whether torch can compile it here at all: Triton needs compute capability 7.0."""
+    device = next(model.parameters()).device
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def steps_of(config: Config, samples: int) -> int:
@@ -72,8 +99,26 @@ def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s
     return run_s * saved / sum(counts) > max(each.cost_s for each in able)
 
 
+def why_not(promises: Sequence[Promise | None], least_s: float, rest_s: float) -> str:
+    """Why compiling cannot be worth it, whatever it brings; empty: it may be. Pure.
+
+    Args:
+        promises: see :func:`is_worth_it`. least_s: seconds that to try it takes at least.
+        rest_s: that are left of the run without it.
+    """
+    most_s = rest_s * max((each.saves_most for each in promises if each), default=0.0)
+    if most_s >= least_s:
+        return ""
+    return (
+        f"the model is not compiled: of the {rest_s:,.0f} s that are left, {most_s:,.0f} s at "
+        f"most would be saved, and to try it takes {least_s:,.0f} s or more; --compile on does so "
+        "anyway"
+    )
+
+
 def compile_where_faster(
     world: World,
+    run: Run | None,
     group: ProcessGroup,
     model: TaskModel | None,
     config: Config,
@@ -86,35 +131,89 @@ def compile_where_faster(
     Args:
         model: None on a rank that is left out.
     """
-    own = model is not None and group.rank is not None
-    kept = compile_file(group, config) if own else None
-    promise = None
-    if model is not None and kept and (config.compile == "on" or can_compile(model)):
-        promise = Promise.read(kept)
-    steps = 0 if model is None else steps_of(config, model.samples)
-    told = [each for each in world.allgather((promise, steps) if own else None) if each]
-    promises, lengths = zip(*told, strict=True)
     tables, counts, forecast = arrange(config.batch_size, speeds, wire)
-    wanted = config.compile == "on" or (
-        config.compile == "auto" and is_worth_it(counts, promises, max(lengths) * forecast.step_s)
-    )
-    if not (wanted and any(promises)):
-        return tuple(speeds), ()
+    own: _Own | None = None
+    if model is not None and group.rank is not None:
+        rank = group.rank
+        sizes = _sizes(counts[rank], speeds[rank].grain, tables[rank].micro_batch)
+        own = _Own.of(model, run, compile_file(group, config), config, speeds[rank], sizes)
+    told = [each for each in world.allgather(own) if each]
+    wanted, said = _is_wanted(config.compile, told, counts, forecast.step_s)
+    if not wanted:
+        return tuple(speeds), (said,) if said else ()
     world.supervisor.set_status(Phase.MEASURE, PROGRESS_TIMEOUT_S, "compiling the model")
     found: tuple[SpeedTable, str] | None = None
-    if model is not None and group.rank is not None and kept is not None:
-        rank = group.rank
+    if model is not None and own is not None:
         found = speeds[rank], ""
-        if promise is not None:
-            grain, most = speeds[rank].grain, tables[rank].micro_batch
-            sizes = {grain * n for n in cut(counts[rank] // grain, most // grain)} or {most}
-            found = _try(model, speeds[rank], sizes, kept, config.compile == "on")
+        if own.promise is not None:
+            found = _try(model, speeds[rank], sizes, own.kept, config.compile == "on")
     all_found = [each for each in world.allgather(found) if each is not None]
     notes = [
         f"rank {worker.rank} on {worker.host}: {said}"
         for worker, (_, said) in zip(group.workers, all_found, strict=True) if said
     ]  # fmt: skip
     return tuple(table for table, _ in all_found), tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What a rank tells of compiling.
+
+    Attributes:
+        kept: where what it promises is remembered. promise: None: it cannot compile.
+        least_s: that to try it takes here at least, seconds; 0: it cannot.
+        steps, done: of the whole run, and before this one.
+    """
+
+    kept: Path
+    promise: Promise | None
+    least_s: float
+    steps: int
+    done: int
+
+    @classmethod
+    def of(
+        cls,
+        model: TaskModel,
+        run: Run | None,
+        kept: Path,
+        config: Config,
+        speed: SpeedTable,
+        sizes: set[int],
+    ) -> "_Own":
+        """As this rank is."""
+        promise, least_s = None, 0.0
+        if config.compile == "on" or can_compile(model):
+            promise = Promise.read(kept)
+            kinds = {type(block) for block in model.task.blocks(model.net).values()}
+            passes_s = sum(speed.micro_s(size) for size in sizes)
+            least_s = promise.costs_least(passes_s, max(1, len(kinds)))
+            promise = replace(promise, cost_s=max(promise.cost_s, least_s))
+        begun = (step_of(run.resume_from[0]) or 0) if run and run.resume_from else 0
+        return cls(kept, promise, least_s, steps_of(config, model.samples), begun)
+
+
+def _is_wanted(
+    asked: str, told: Sequence[_Own], counts: Sequence[int], step_s: float
+) -> tuple[bool, str]:
+    """Whether compiling is to be tried; and what is to be said if it is not.
+
+    Args:
+        asked: ``--compile``. told: by all ranks. counts: samples of each. step_s: of a step.
+    """
+    promises = [each.promise for each in told]
+    if not any(promises) or asked != "auto":
+        return any(promises) and asked == "on", ""
+    left = max(each.steps for each in told) - max(each.done for each in told)
+    rest_s = max(0, left) * step_s
+    if said := why_not(promises, max(each.least_s for each in told), rest_s):
+        return False, said
+    return is_worth_it(counts, promises, rest_s), ""
+
+
+def _sizes(count: int, grain: int, most: int) -> set[int]:
+    """Micro-batches that a share is cut into, and the largest."""
+    return {grain * groups for groups in cut(count // grain, most // grain)} or {most}
 
 
 def _try(

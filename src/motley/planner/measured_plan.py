@@ -118,7 +118,7 @@ def measure_and_plan(
     notes: tuple[str, ...] = ()
     if traits.compiles or config.compile == "on":
         speeds, notes = compile_where_faster(
-            world, group, model, config, measured.speeds, measured.wires[mode]
+            world, run, group, model, config, measured.speeds, measured.wires[mode]
         )
         if speeds != measured.speeds:
             measured = replace(measured, speeds=alike(group, speeds))
@@ -230,13 +230,13 @@ def _other_engines(
     traits: EngineTraits,
 ) -> dict[str, Forecast]:
     """The same through engines that send otherwise, by what a user writes to have them."""
-    wire = measured.wires[mode]
+    wire, exact = measured.wires[mode], measured.wires.get(EXACT)
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
-    return {
-        name: arrange(global_batch, measured.speeds, other.through(wire, mode, group.precisions))[2]
-        for name, other in traits.others.items()
-        if other.can(mode)
-    }
+    through = {
+        name: other.through(wire, mode, group.precisions, exact)
+        for name, other in traits.others.items() if other.can(mode)
+    }  # fmt: skip
+    return {name: arrange(global_batch, measured.speeds, sent)[2] for name, sent in through.items()}
 
 
 def _options(

@@ -213,10 +213,11 @@ def wires_of(
     wires = next(each for each in world.allgather(own) if each is not None)
     return {
         mode: traits.through(
-            replace(wire, overlaps=can_overlap(world, group, mode, wire)), mode, group.precisions
+            replace(wire, overlaps=can_overlap(world, group, mode, wire)),
+            mode, group.precisions, wires.get(EXACT),
         )
         for mode, wire in wires.items()
-    }
+    }  # fmt: skip
 
 
 def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllReduceCost) -> bool:

@@ -17,7 +17,7 @@ from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
 from motley.launch.process import SPEED_FILES, cache_folder
-from motley.measure.device import measure_speed, passes, time_micro_batch
+from motley.measure.device import leaves_room, measure_speed, passes, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.speed_table import SpeedTable
 from motley.planner.process_group import ProcessGroup
@@ -79,10 +79,14 @@ def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> b
 
 
 def with_sizes(model: TaskModel, speed: SpeedTable, sizes: Sequence[int]) -> SpeedTable:
-    """The speed with these sizes in its table."""
+    """The speed with these sizes in its table, as far as they fit in memory."""
     for size in sorted(set(sizes) - set(speed.sizes)):
         try:
-            speed = speed.with_size(size, *time_micro_batch(model, size))
+            seconds, peak = time_micro_batch(model, size)
+            if leaves_room(model, peak, speed.rest_mib or 0.0):
+                speed = speed.with_size(size, seconds, peak)
+            else:
+                speed = speed.at_most(size - 1)
         except torch.OutOfMemoryError:  # another user came
             speed = speed.at_most(size - 1)
         finally:

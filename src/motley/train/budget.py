@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.config.options import Config
 from motley.engines.optimizer_trial import kept_numbers
 from motley.errors import MotleyError
+from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.train.progress import clock
 
@@ -57,6 +59,27 @@ class Budget:
             f"{taken}; checkpoints take up to {_size(self.needed)} of the {_size(self.free)} that "
             f"are free in {self.folder}"
         )
+
+
+def budget_of(
+    checkpoints: Checkpoints,
+    length: Length,
+    state: TrainState,
+    checkpoint: float,
+    keep: int,
+    step_s: float | None,
+) -> Budget:
+    """What the rest of a run is going to take, from ``state``; on the rank that writes.
+
+    Args:
+        checkpoint: bytes of one. step_s: of a step, as Budget has it.
+    """
+    checkpoints.sweep()
+    return Budget(
+        length.last_step(state) - state.step, step_s, checkpoint, length.saves_left(state), keep,
+        there=len(checkpoints.found(state.step)), free=free_bytes(checkpoints.path),
+        folder=checkpoints.path,
+    )  # fmt: skip
 
 
 def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:

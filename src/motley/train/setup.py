@@ -1,7 +1,6 @@
 """What training needs: data, model, engine, schedule and checkpoints, put together once."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from typing import Any
 
 from motley.checkpoint.resume import resume
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints, free_bytes
+from motley.checkpoint.store import Checkpoints
 from motley.checkpoint.transfer import Kept, go_on
 from motley.comm.collectives import all_gather_object
-from motley.config.numbers import Duration
 from motley.config.options import Config
 from motley.data.import_timm import Scheduler
 from motley.data.loader import Loader
@@ -23,7 +21,6 @@ from motley.errors import MotleyError
 from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
-from motley.plan.ramp import ramp_of
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
@@ -31,15 +28,15 @@ from motley.planner.process_group import ProcessGroup
 from motley.planner.worker import Worker
 from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
-from motley.train.budget import Budget, checkpoint_bytes
+from motley.train.budget import Budget
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
+from motley.train.ready import Note, Ready, make_ready
 from motley.train.schedule import make_schedule
 
 # Of the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
-Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,12 @@ def begin(
         return None
     check_samples(config, group.workers)
     fresh, took_s = not run.resume_from and kept is None, 0.0
-    job = assemble(run, group, planned, config, engine_factory, model, monitor, fresh)
+    ready = make_ready(run, group, planned, config, model)
+    writes = group.rank == 0 and kept is None
+    foreseen = ready.state(run.resume_from) if writes else None
+    # Before the engine is built, which may take minutes.
+    budget = ready.budget(foreseen, planned) if foreseen else None
+    job = assemble(ready, run, group, planned, engine_factory, model, monitor, fresh)
     if kept is not None:
         state, notes = go_on(job.engine, kept)
     else:
@@ -141,9 +143,8 @@ def begin(
         state, notes = job.resume(run.resume_from)
         took_s = time.monotonic() - began
     check_profile(config, group.workers, job.length.last_step(state))
-    budget = budget_of(job, state, planned) if group.rank == 0 and kept is None else None
-    if budget is not None:
-        budget.check()
+    if writes and state != foreseen:  # that checkpoint was damaged
+        budget = ready.budget(state, planned)
     said: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
     said += [("initial", note, {}) for note in initial]
     notes_of_all = [*said, *job.notes]
@@ -165,10 +166,10 @@ def check_samples(config: Config, workers: Sequence[Worker]) -> None:
 
 
 def assemble(
+    ready: Ready,
     run: Run,
     group: ProcessGroup,
     planned: Planned,
-    config: Config,
     engine_factory: EngineFactory,
     model: TaskModel,
     monitor: MonitorFactory,
@@ -180,14 +181,11 @@ def assemble(
         fresh: nothing is known of it yet, as a loss scale.
     """
     assert group.rank is not None
-    plan = planned.plan
+    config, plan, loader, sizes = ready.config, ready.plan, ready.loader, ready.sizes
     if planned.is_compiled(group.rank, config.compile):
         model.compile_task()
-    most = max(plan.micro_batches[group.rank], default=0)
-    readers = planned.speeds[group.rank].readers if planned.speeds else None
-    loader = Loader(model.task, config, group.rank, group.device, model.example, most, readers)
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
-    notes = _loader_notes(loader, group)
+    notes = list(ready.notes)
     if config.loss_scale == "auto" and scale.dynamic and fresh:
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"
@@ -195,7 +193,6 @@ def assemble(
     if model.by_blocks:
         model.by_blocks.unfold()
         release()
-    sizes = _Sizes.of(model, plan)
     if not engine_factory.traits.fills_model:
         model.fill(model.net)
     engine = engine_factory(  # some leave no rank a whole parameter
@@ -204,68 +201,14 @@ def assemble(
     )
     plan = dataclasses.replace(plan, equal_micro_steps=engine.equal_micro_steps)
     engine.reconfigure(plan)
-    length = _length(config, plan, loader, keeps=model.task.keeps)
     return Job(
         config, run, plan, loader, model, engine,
-        schedule=make_schedule(engine.optimizer, config, length.steps_an_epoch),
-        checkpoints=Checkpoints(run.folder.checkpoints, config.keep), numbers=sizes.numbers,
-        trained=sizes.trained, gradient_bytes=sizes.gradient_bytes, length=length,
+        schedule=make_schedule(engine.optimizer, config, ready.length.steps_an_epoch),
+        checkpoints=ready.checkpoints, numbers=sizes.numbers,
+        trained=sizes.trained, gradient_bytes=sizes.gradient_bytes, length=ready.length,
         saved_config={**config.as_json(), **identity_of(config)}, notes=[*notes, *sizes.notes()],
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Of a model before an engine cuts it; see :class:`Job`. parameters: ``trained`` or not."""
-
-    numbers: int
-    parameters: int
-    trained: int
-    gradient_bytes: int
-
-    @classmethod
-    def of(cls, model: TaskModel, plan: Plan) -> "_Sizes":
-        net = model.net
-        shapes = [tuple(each.shape) for each in net.parameters() if each.requires_grad]
-        return cls(
-            sum(value.numel() for value in net.state_dict().values()),
-            sum(each.numel() for each in net.parameters()), sum(map(math.prod, shapes)),
-            plan.wire.bytes_of(shapes),
-        )  # fmt: skip
-
-    def notes(self) -> list[Note]:
-        """That some parameters stay as they are."""
-        if self.trained == self.parameters:
-            return []
-        text = (
-            f"{self.trained:,} of {self.parameters:,} parameters are trained: a gradient of "
-            f"{self.gradient_bytes / 1e6:.3g} MB"
-        )
-        return [("frozen", text, {"trained": self.trained, "parameters": self.parameters})]
-
-
-def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
-    """Where the run ends, and when it saves.
-
-    Args:
-        keeps: checkpoints, unless the user says how often.
-    """
-    every = config.save_every or (None if keeps else 0)
-    return Length(
-        config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
-        save_every=None if isinstance(every, Duration) else every,
-        by_clock=isinstance(every, Duration), ramp=ramp_of(config.batch_size),
-    )  # fmt: skip
-
-
-def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
-    """What all ranks' loaders say, each of its own host's memory."""
-    said = zip(group.workers, all_gather_object(loader.note), strict=True)
-    return [
-        ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})
-        for worker, text in said if text
-    ]  # fmt: skip
 
 
 def _watch(
@@ -280,16 +223,3 @@ def _watch(
     return monitor(
         planned.speeds if watches else (), [worker.uuid or worker.host for worker in workers]
     )
-
-
-def budget_of(job: Job, position: TrainState, planned: Planned) -> Budget:
-    """What the rest of the run is going to take; on the rank that writes."""
-    job.checkpoints.sweep()
-    steps = job.length.last_step(position) - position.step
-    return Budget(
-        steps, planned.forecast.step_s if planned.forecast else None,
-        checkpoint=checkpoint_bytes(job.numbers, job.trained, job.config, job.plan),
-        saves=job.length.saves_left(position), keep=job.config.keep,
-        there=len(job.checkpoints.found(position.step)),
-        free=free_bytes(job.checkpoints.path), folder=job.checkpoints.path,
-    )  # fmt: skip

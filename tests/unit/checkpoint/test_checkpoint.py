@@ -17,8 +17,10 @@ from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from motley.checkpoint.read import checkpoints_at, load_checkpoint, newest_whole
+from motley.checkpoint.resume import state_of
 from motley.checkpoint.store import Checkpoints
 from motley.errors import MotleyError
+from motley.plan.length import TrainState
 
 TENSORS = {
     "model.head.weight": torch.arange(6.0).view(2, 3),
@@ -296,3 +298,16 @@ def test_what_is_written_behind_is_whole_or_said_whoever_waits(tmp_path: Path) -
     for wait in (checkpoints.wait, checkpoints.wait, checkpoints.check):
         with pytest.raises(MotleyError, match="cannot save the checkpoint"):
             wait()
+
+
+def test_where_a_run_goes_on_is_known_without_its_tensors(tmp_path: Path) -> None:
+    assert state_of([]) == TrainState()
+    checkpoints = Checkpoints(tmp_path, 9)
+    told = {"epoch": 2, "ranks": 1, "scale": {}, "config": {}}
+    for step in (10, 20):
+        checkpoints.save({}, {**told, "step": step, "consumed": 3 * step})
+    newest, before = checkpoints.found()
+    assert state_of([newest, before]) == TrainState(20, 2, 60)
+    (newest / "progress.json").write_text("{")
+    assert state_of([newest, before]) == TrainState(10, 2, 30)
+    assert state_of([newest]) is None, "its reader says why"

@@ -159,6 +159,10 @@ def test_zero_sends_more_and_what_sends_less_is_said() -> None:
     stage1 = EngineTraits(False, gathers_per_step=0.5, words="stage 1 sends twice")
     assert [stage1.through(wire, mode).allreduces_per_step for mode in (EXACT, BF16)] == [1.5, 2.0]
     assert not stage1.through(wire, EXACT).overlaps and EngineTraits().through(wire, EXACT) == wire
+    # As long as fp32 was measured to take, if that is known: fewer bytes may be faster each.
+    faster = replace(wire, transfer_s=0.08)
+    assert stage1.through(faster, BF16, exact=wire).allreduces_per_step == 1 + 0.5 * 0.2 / 0.08
+    assert stage1.through(wire, EXACT, exact=wire).allreduces_per_step == 1.5
     # What is not trained has no gradient, and is gathered with the rest.
     stage3 = EngineTraits(
         allreduces_per_step=0, allreduces_per_micro_step=0.5, gathers_per_micro_step=1

@@ -72,6 +72,34 @@ def test_a_processors_share_is_timed_beyond_what_was_alone(
 
 
 @pytest.mark.parametrize(
+    ("most", "sends", "timed"),
+    [(8, 1.0, [6]), (None, 1.0, [11]), (8, 0.0, []), (1, 1.0, []), (None, 0.0, [11])],
+    ids=["as few as allowed", "whole", "a part hides no more", "one each", "whole hides most"],
+)
+def test_where_each_micro_step_sends_a_share_is_timed_in_few(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, sends: float, timed: list[int]
+) -> None:
+    """Of 11 samples, 8 of which may be in one micro-batch: cut in two, 6 is the larger."""
+    found = []
+
+    def time_micro_batch(_: object, size: int) -> tuple[float, None]:
+        found.append(size)
+        return size / 3, None
+
+    monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
+    table = SpeedTable((1, 2, 6)[: 2 if most else 3], (0.34, 0.67, 2.0)[: 2 if most else 3], 0.0)
+    table = table.at_most(most or 6)
+    monkeypatch.setattr("motley.planner.refine.has_room", lambda _, speed, size: size <= 11)
+    wire = AllReduceCost(0.0, 3.0, overlaps=not sends, allreduces_per_step=1.0 - sends,
+                         allreduces_per_micro_step=sends)  # fmt: skip
+    group: Any = SimpleNamespace(rank=1, workers=[SimpleNamespace(uuid="")] * 2)
+    before = Measured((table, table), {EXACT: wire})
+    model: Any = torch.nn.Linear(1, 1)
+    after = refine(Alone(table), group, model, 22, before, most=most)  # type: ignore[arg-type]
+    assert found == timed and set(timed) <= set(after.speeds[1].sizes)
+
+
+@pytest.mark.parametrize(
     ("factors", "timed", "kept"),
     [
         ([1.2] * 5, [1, 1, 8, 8, 16], True),

@@ -1,6 +1,7 @@
 """A compiled model: its blocks once, for any number of samples, and plain again if that fails."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from motley.plan.speed_table import SpeedTable
-from motley.planner.compile_trial import Promise, _try, is_worth_it, steps_of
+from motley.planner.compile_trial import (
+    Promise,
+    _is_wanted,
+    _Own,
+    _try,
+    is_worth_it,
+    steps_of,
+    why_not,
+)
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
@@ -95,3 +104,54 @@ def test_compiling_has_to_save_more_than_it_takes(tmp_path: Path) -> None:
     assert not is_worth_it((8,), (None,), 1e9)
     (tmp_path / "kept").write_text("{}")
     assert Promise.read(tmp_path / "kept") == Promise.read(tmp_path / "none") == Promise()
+
+
+def test_four_long_steps_are_not_compiled_for() -> None:
+    """Four steps of 16 s, in which a trial took 126: its passes alone are seconds each."""
+    usual = Promise()
+    least_s = usual.costs_least(passes_s=15.0, kinds=1)
+    assert 4 * 15.0 / 1.35 < least_s < 126
+    said = why_not((usual, usual), least_s, 4 * 16.0)
+    assert "of the 64 s that are left, 17 s at most" in said and "takes 45 s or more" in said
+    # A ViT-B/16 that steps in 0.1 s for an epoch of ImageNet is not kept from it.
+    assert why_not((usual,), usual.costs_least(0.1, 1), 5000 * 0.1) == ""
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 5))
+def test_what_is_not_tried_could_not_have_paid(rest_s: float, passes_s: float, kinds: int) -> None:
+    usual = Promise()
+    least_s = usual.costs_least(passes_s, kinds)
+    if why_not((usual, None), least_s, rest_s):
+        assert rest_s - rest_s / 1.35 < least_s, "as much faster as was ever measured"
+        assert not is_worth_it((4, 4), (Promise(1 - 1 / 1.35, least_s), None), rest_s)
+    assert why_not((None,), 0.0, rest_s) == ""
+
+
+def test_what_a_trial_took_and_saved_is_believed(tmp_path: Path) -> None:
+    Promise(0.5, 126.0).write(tmp_path / "kept")
+    known = Promise.read(tmp_path / "kept")
+    assert known.costs_least(passes_s=1e-3, kinds=1) == 126
+    assert why_not((known,), 126, 240) and not why_not((known,), 126, 260)
+    assert not why_not((Promise(0.5, 126.0, known=False),), 60, 240)
+
+
+@pytest.mark.parametrize(("done", "wanted"), [(0, True), (960, False), (2000, False)])
+def test_steps_that_a_resumed_run_has_taken_do_not_count(done: int, wanted: bool) -> None:
+    """A thousand steps of 0.2 s, of which 40 are 8 s."""
+    (least_s, kept), usual = (3.0, Path("kept")), Promise()
+    told = [_Own(kept, usual, least_s, 1000, done), _Own(kept, usual, least_s, 1000, 0)]
+    found, said = _is_wanted("auto", told, (8, 8), 0.2)
+    assert found == wanted and ("2 s at most" in said) == (done == 960)
+    assert _is_wanted("on", told, (8, 8), 0.2) == (True, "")
+    assert _is_wanted("off", told, (8, 8), 0.2) == (False, "")
+    assert _is_wanted("auto", [replace(each, promise=None) for each in told], (8, 8), 9) == (
+        False, "",
+    )  # fmt: skip
+
+
+def test_a_rank_says_what_a_trial_takes_at_least(model: TaskModel, tmp_path: Path) -> None:
+    config = read_config(training_parser(""), ["--compile", "on", "--max-steps", "9"])
+    speed = SpeedTable((1, 8), (2.0, 10.0), 0.001)
+    own = _Own.of(model, None, tmp_path / "none", config, speed, {1, 8})
+    assert own.promise is not None and (own.steps, own.done) == (9, 0)
+    assert own.least_s == own.promise.cost_s == pytest.approx(4 * 12 / 1.35 + 1)

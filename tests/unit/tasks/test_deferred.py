@@ -49,8 +49,15 @@ def draw(order: int, fold: bool = False) -> dict[str, Tensor]:
     torch.manual_seed(1)
     net, recording = record(Net, 1)
     by_blocks = BlockByBlock(net, recording, find_blocks(net))
+
+    def sizes() -> tuple[int, int]:
+        kept = sum(value.numel() for value in net.state_dict().values())
+        return sum(each.numel() for each in by_blocks.parameters()), kept
+
+    whole = sizes()
     if fold:
         by_blocks.fold(CPU)
+        assert sizes() == whole, "a checkpoint's size is known while it is folded"
         assert net.parts[2].weight is net.parts[0].weight and net.parts[2].rate > 0
         assert net.head.weight is net.token.weight and not net.head.weight.is_meta
         by_blocks.unfold()
@@ -58,7 +65,7 @@ def draw(order: int, fold: bool = False) -> dict[str, Tensor]:
     for part in [*net.parts, net][::order]:
         by_blocks.fill([part], CPU)
     assert net.head.weight is net.token.weight and not net.parts[1].loud
-    assert len(by_blocks.parameters()) == len(list(net.parameters()))
+    assert len(by_blocks.parameters()) == len(list(net.parameters())) and sizes() == whole
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
 
 
