@@ -127,9 +127,9 @@ def forecast(
 def arrange(
     global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
-    """Split the batch, in micro-batches that make a step short: the fastest; or where the wire is
-    to hide behind a backward pass, whole shares; or where each micro-step has its part of the wire,
-    in as many as the step is shortest with.
+    """Split the batch, in micro-batches that make a step short: the fastest; or whole shares, as
+    where the wire is to hide behind a backward pass; or where each micro-step has its part of the
+    wire, in as many as the step is shortest with.
 
     Returns:
         The speeds, with what m is to be; the samples of each rank; and what to expect.
@@ -137,7 +137,10 @@ def arrange(
     speeds = tuple(speeds)
     counts = split(global_batch, speeds)
     found = forecast(counts, speeds, wire)
-    if wire.likes_long_batches and found.exposed_s > _WORTH * found.step_s:
+    waits = wire.likes_long_batches and found.exposed_s > _WORTH * found.step_s
+    # A share may take the fastest micro-batch and a slow small rest.
+    pairs = zip(speeds, counts, strict=True)
+    if waits or any(speed.micro_batch < n <= speed.sizes[-1] for speed, n in pairs):
         best = speeds, counts, found
         for long in _longer(speeds, counts, wire):
             others = split(global_batch, long)

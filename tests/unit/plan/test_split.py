@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
@@ -248,6 +248,10 @@ def test_buckets_are_as_few_as_hide_the_wire() -> None:
     )
 
 
+@example(  # whose fastest micro-batch leaves a slow rest
+    ([SpeedTable((1, 2, 4), (0.0195, 0.0168, 0.0352), 0.0, input_s=0.125)], [0], 3, 0.0, 0.0156,
+     False)
+)  # fmt: skip
 @given(
     groups.flatmap(
         lambda group: st.tuples(
