@@ -52,7 +52,7 @@ class ReplanMonitor:
     def forget(self) -> None:
         """Start anew, after a change."""
         self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
-        self._computed: dict[tuple[int, ...], tuple[Floats, Floats]] = {}
+        self._loads: dict[tuple[int, ...], _Load] = {}
         self._steps: deque[Floats] = deque(maxlen=max(SPANS))
         self._asked = 0
 
@@ -74,59 +74,81 @@ class ReplanMonitor:
         """
         if self._speeds is None:
             return None
-        usual, took = self._ready_s(self._speeds, counts), np.array(ready_s)
+        usual, took = self._load(self._speeds, counts).ready_s, np.array(ready_s)
         works = usual > 0  # who had nothing to do showed nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
         self._steps.append(self._slowdown.copy())
         steps = np.array(self._steps)
+        load = self._load(self._speeds, full or counts)
         # The noise of a median falls with the root of what it is taken of.
         bands = ((span, DEAD_BAND * math.sqrt(WINDOW / span)) for span in SPANS)
         found = (
-            self._propose(self._speeds, full or counts, _median(steps[-span:]), band)
+            self._propose(self._speeds, load, _median(steps[-span:]), band)
             for span, band in bands if len(steps) >= span
         )  # fmt: skip
         proposal = next((each for each in found if each), None)
         self._asked = self._asked + 1 if proposal else 0
         return proposal if self._asked >= STEPS_IN_A_ROW else None
 
-    def _ready_s(
-        self, speeds: Speeds, counts: Sequence[int], slowdown: Floats | float = 1.0
-    ) -> Floats:
-        """When each rank's gradient is ready. Most steps ask of the same samples."""
+    def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
+        """Most steps ask of the same samples."""
         key = tuple(counts)
-        if key not in self._computed:
-            if len(self._computed) >= _REMEMBERED:
-                self._computed.clear()
-            samples = np.array(key, dtype=float)
-            self._computed[key] = samples, speeds.computed_s(samples)
-        samples, computed_s = self._computed[key]
-        return speeds.ready_s(samples, slowdown, computed_s)
+        if key not in self._loads:
+            if len(self._loads) >= _REMEMBERED:
+                self._loads.clear()
+            self._loads[key] = _Load.of(speeds, key, self._tables[0].grain)
+        return self._loads[key]
 
     def _propose(
-        self, speeds: Speeds, counts: Sequence[int], slowdown: Floats, band: float
+        self, speeds: Speeds, load: "_Load", slowdown: Floats, band: float
     ) -> Proposal | None:
         """Another split, if it saves more than ``band`` of a step.
 
         Args:
-            slowdown: of each rank, against its measured speed.
+            load: of the split that there is. slowdown: of each rank, against its measured speed.
         """
         slowdown = self._kinds.median(slowdown)
-        old = (speeds.step_s + self._ready_s(speeds, counts, slowdown)).max()
+        old = (speeds.step_s + speeds.ready_s(load.samples, slowdown, load.computed_s)).max()
         # So quick that each step can ask it: could all together be faster by so much? And who is
         # not left without a sample, with the least that it keeps?
         enough = (1 - band) * old
-        grain = self._tables[0].grain
-        least = [min(count, grain) for count in counts]
-        soonest = speeds.step_s + self._ready_s(speeds, least, slowdown)
-        if soonest[np.array(least) > 0].max() > enough:
+        soonest = speeds.step_s + speeds.ready_s(load.least, slowdown, load.least_s)
+        if soonest[load.least > 0].max() > enough:
             return None
-        if speeds.whole_in(enough, slowdown).sum() < sum(counts):
+        if speeds.whole_in(enough, slowdown).sum() < sum(load.counts):
             return None
         pairs = zip(self._tables, slowdown.tolist(), strict=True)
         tables = [table.slower(factor) for table, factor in pairs]
+        counts, grain = load.counts, self._tables[0].grain
         better = _all_seen(split(sum(counts), tables), counts, grain)
         gain = float(1 - speeds.seconds_of(np.array(better, dtype=float), slowdown).max() / old)
         return Proposal(better, tuple(slowdown.tolist()), gain) if gain > band else None
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A split, and what computing it takes, of each rank at its measured speed.
+
+    Attributes:
+        samples: ``counts``. computed_s, ready_s: see Speeds. least, least_s: samples that each who
+            works would keep, and ``computed_s`` of these.
+    """
+
+    counts: tuple[int, ...]
+    samples: Floats
+    computed_s: Floats
+    ready_s: Floats
+    least: Floats
+    least_s: Floats
+
+    @classmethod
+    def of(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
+        """Of these samples."""
+        samples = np.array(counts, dtype=float)
+        least = np.minimum(samples, grain)
+        computed_s = speeds.computed_s(samples)
+        ready_s = speeds.ready_s(samples, computed_s=computed_s)
+        return cls(counts, samples, computed_s, ready_s, least, speeds.computed_s(least))
 
 
 def _median(steps: Floats) -> Floats:
