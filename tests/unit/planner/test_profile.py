@@ -53,17 +53,23 @@ def test_a_cliff_between_measured_sizes_is_found(monkeypatch: pytest.MonkeyPatch
     assert after.speeds[0] is fast
 
 
-@pytest.mark.parametrize(("largest", "timed"), [(64, []), (32, [40])])
-def test_a_processors_share_is_timed_beyond_what_was_alone(
-    monkeypatch: pytest.MonkeyPatch, largest: int, timed: list[int]
-) -> None:
+def sizes_timed(monkeypatch: pytest.MonkeyPatch, rate: float) -> list[int]:
+    """Micro-batches that are timed from now on, by a device of so many samples a second."""
     found = []
 
     def time_micro_batch(_: object, size: int) -> tuple[float, None]:
         found.append(size)
-        return size / 100, None
+        return size / rate, None
 
     monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
+    return found
+
+
+@pytest.mark.parametrize(("largest", "timed"), [(64, []), (32, [40])])
+def test_a_processors_share_is_timed_beyond_what_was_alone(
+    monkeypatch: pytest.MonkeyPatch, largest: int, timed: list[int]
+) -> None:
+    found = sizes_timed(monkeypatch, rate=100)
     table = SpeedTable((1, largest), (0.01, largest / 100), 0.0)
     group: Any = SimpleNamespace(rank=1, workers=[SimpleNamespace(uuid="")] * 2)
     before = Measured((table, table), {EXACT: AllReduceCost(0.001, 1.0)})
@@ -80,13 +86,7 @@ def test_where_each_micro_step_sends_a_share_is_timed_in_few(
     monkeypatch: pytest.MonkeyPatch, most: int | None, sends: float, timed: list[int]
 ) -> None:
     """Of 11 samples, 8 of which may be in one micro-batch: cut in two, 6 is the larger."""
-    found = []
-
-    def time_micro_batch(_: object, size: int) -> tuple[float, None]:
-        found.append(size)
-        return size / 3, None
-
-    monkeypatch.setattr(speeds, "time_micro_batch", time_micro_batch)
+    found = sizes_timed(monkeypatch, rate=3)
     table = SpeedTable((1, 2, 6)[: 2 if most else 3], (0.34, 0.67, 2.0)[: 2 if most else 3], 0.0)
     table = table.at_most(most or 6)
     monkeypatch.setattr("motley.planner.refine.has_room", lambda _, speed, size: size <= 11)
