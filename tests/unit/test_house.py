@@ -64,8 +64,8 @@ ROOMS = {
     "checkpoint": "tensor_file part_files store read transfer resume find_run run initial verify",
     "measure": "device all_reduce links loader",
     "planner": (
-        "worker process_group speed_cache wire_cache profile refine compile_trial measured_plan "
-        "foresee open_model planner"
+        "worker process_group speed_cache wire_cache profile refine compile_trial advise "
+        "measured_plan foresee open_model planner"
     ),
     "train": (
         "progress budget first_steps loss_scale schedule summary recorder profiler overflow ready "

@@ -11,10 +11,7 @@ from motley.measure.links import Traffic
 from motley.plan.advice import (
     Advice,
     better_engine,
-    better_modes,
     bound_by_input,
-    fewer_hosts,
-    larger_batch,
 )
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
@@ -23,12 +20,12 @@ from motley.plan.memory import Foreseen
 from motley.plan.plan import Plan, make_plan
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost, WireMode
+from motley.planner.advise import faster, other_engines
 from motley.planner.compile_trial import compile_where_faster
 from motley.planner.process_group import ProcessGroup, shrink_group
 from motley.planner.profile import (
     Measured,
     alike,
-    can_overlap,
     may_take,
     measure_between,
     measure_speeds,
@@ -128,13 +125,13 @@ def measure_and_plan(
 
     def advise() -> tuple[Advice, ...]:
         assert planned.forecast is not None
-        engines = _other_engines(world, group, config.batch_size, measured, mode, traits)
+        engines = other_engines(world, group, config.batch_size, measured, mode, traits)
         names = [worker.host for worker in group.workers]
         return (
             *map(Advice, notes),
             *better_engine(traits, planned.forecast, engines),
             *bound_by_input(names, planned.speeds, planned.plan.counts),
-            *_better(world, everyone, config, everything, options, mode),
+            *faster(world, everyone, config, everything, options, mode),
         )
 
     return group, replace(planned, advice=world.from_first(advise), memory=memory)
@@ -192,51 +189,6 @@ def _beside(
         others["--hosts all"] = choice.whole
         forecast = replace(forecast, limit_s=choice.whole.limit_s)
     return replace(planned, forecast=forecast, others=others)
-
-
-def _better(
-    world: World,
-    group: ProcessGroup,
-    config: Config,
-    measured: Measured,
-    options: Mapping[WireMode, Choice],
-    mode: WireMode,
-) -> tuple[Advice, ...]:
-    """What the user may ask for that would be faster.
-
-    Args:
-        group: those that could train. measured: of them.
-        options: who should train, by mode. mode: the one that was chosen.
-    """
-    names, machines = [worker.host for worker in group.workers], group.machines(world)
-    advice = better_modes(options, mode, names)
-    job = config.batch_size, machines, measured.speeds
-    ring = measured.wires.get(replace(mode, slow_rank=None), measured.wires[EXACT])
-    if config.hosts != "auto":
-        fewer = choose_machines(*job, ring, measured.links, world.machines[0])
-        planned_s = options[mode].chosen.step_s
-        advice += fewer_hosts(fewer, planned_s, names, machines, measured.links)
-    if mode.slow_rank is None:
-        advice += larger_batch(config.batch_size, names, *job[1:], ring, measured.links)
-    return advice
-
-
-def _other_engines(
-    world: World,
-    group: ProcessGroup,
-    global_batch: int,
-    measured: Measured,
-    mode: WireMode,
-    traits: EngineTraits,
-) -> dict[str, Forecast]:
-    """The same through engines that send otherwise, by what a user writes to have them."""
-    wire, exact = measured.wires[mode], measured.wires.get(EXACT)
-    wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
-    through = {
-        name: other.through(wire, mode, group.precisions, exact)
-        for name, other in traits.others.items() if other.can(mode)
-    }  # fmt: skip
-    return {name: arrange(global_batch, measured.speeds, sent)[2] for name, sent in through.items()}
 
 
 def _options(
