@@ -61,7 +61,9 @@ ROOMS = {
         "local_sgd zero_config zero_state zero_at_once zero_cut zero_engine zero3_engine "
         "import_deepspeed strategies/*"
     ),
-    "checkpoint": "tensor_file part_files store read transfer resume find_run run initial verify",
+    "checkpoint": (
+        "idle_thread tensor_file part_files store read transfer resume find_run run initial verify"
+    ),
     "measure": "device all_reduce links loader",
     "planner": (
         "worker process_group speed_cache wire_cache profile refine compile_trial advise "

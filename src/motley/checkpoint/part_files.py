@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley.checkpoint.tensor_file import DTYPES, sync, write_tensors
+from motley.checkpoint.tensor_file import DTYPES, at_once, sync, write_tensors
 from motley.errors import MotleyError
 
 _INDEX = re.compile(r"part_[0-9]{5}\.json")
@@ -45,11 +45,20 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write a rank's tensors, and then its index, whole or not at all."""
+def write_part(
+    folder: Path,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    run: Callable[[Iterator[None]], None] = at_once,
+) -> None:
+    """Write a rank's tensors, and then its index, whole or not at all.
+
+    Args:
+        run: see write_tensors.
+    """
     file, final = (folder / name for name in part_names(rank))
     hashes: dict[str, str] = {}
-    written = write_tensors(file, tensors, hashes)
+    written = write_tensors(file, tensors, hashes, run)
     sync(file)
     new = final.with_suffix(f".{os.getpid()}")
     index = {"bytes": written["bytes"], "header": written["sha256"], "tensors": hashes}

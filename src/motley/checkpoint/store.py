@@ -27,12 +27,13 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from motley.checkpoint.idle_thread import IdleThread
 from motley.checkpoint.part_files import part_names, telling, wait_for_parts, write_part
 from motley.checkpoint.tensor_file import sync, write_tensors
 from motley.engines.named_state import part_of
@@ -59,7 +60,7 @@ class Checkpoints:
     def __init__(self, path: Path, keep: int) -> None:
         self.path, self._keep = path, keep
         self.in_parts = False
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer = IdleThread()
         self._writing: Future[Path] | None = None
 
     def save_behind(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
@@ -78,6 +79,8 @@ class Checkpoints:
         """Until what :meth:`save_behind` was given is on the disk; raises what that has, and
         TimeoutError after ``limit_s`` seconds."""
         if self._writing is not None:
+            if not self._writing.done():
+                self._writer.hurry()
             self._writing.result(limit_s)
 
     def check(self) -> None:
@@ -137,7 +140,7 @@ class Checkpoints:
     ) -> Path:
         size = sum(tensor.nbytes for tensor in tensors.values())
         with self._saying(step, size), telling(folder, rank):
-            write_part(folder, rank, tensors)
+            write_part(folder, rank, tensors, self._writer.run)
         return folder
 
     def _unite(
@@ -233,7 +236,7 @@ class Checkpoints:
             if part in MORE and not chosen:
                 continue
             name = f"{part}.safetensors"
-            manifest[name] = write_tensors(folder / name, chosen)
+            manifest[name] = write_tensors(folder / name, chosen, run=self._writer.run)
         self._write_manifest(folder, manifest, progress)
 
     def _write_manifest(

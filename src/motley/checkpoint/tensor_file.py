@@ -7,10 +7,10 @@ In pieces of 256 KiB: the kernel takes eight times as long to copy 4 MiB at once
 import hashlib
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,14 +29,23 @@ _NAMES = {
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
+def at_once(pieces: Iterator[None]) -> None:
+    """Do them all."""
+    deque(pieces, maxlen=0)
+
+
 def write_tensors(
-    file: Path, tensors: Mapping[str, Tensor], each: dict[str, str] | None = None
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    each: dict[str, str] | None = None,
+    run: Callable[[Iterator[None]], None] = at_once,
 ) -> dict[str, Any]:
     """Write a new file that safetensors reads.
 
     Args:
         tensors: on the CPU; such as share memory are each written.
         each: gets the SHA-256 of each tensor, by name.
+        run: does it, piece by piece.
 
     Returns:
         ``bytes`` and ``sha256`` of what was to be written; where ``each`` is given, the hash is of
@@ -46,11 +55,17 @@ def write_tensors(
         OSError: the disk is full, say. TypeError: of a type that the format does not know.
     """
     digests, size = defaultdict[str | None, Any](hashlib.sha256), 0
-    with file.open("xb") as out:
+
+    def pieces(out: BinaryIO) -> Iterator[None]:
+        nonlocal size
         for name, piece in _content(tensors):
             out.write(piece)
             digests[None if each is None else name].update(piece)
             size += len(piece)
+            yield
+
+    with file.open("xb") as out:
+        run(pieces(out))
     if each is not None:
         each.update({name: digests[name].hexdigest() for name in tensors})
     return {"bytes": size, "sha256": digests[None].hexdigest()}
