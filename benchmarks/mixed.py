@@ -16,7 +16,7 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.engines.optimizer import make_optimizer
-from motley.engines.protocol import Engine, EngineContext, EngineFactory
+from motley.engines.protocol import Engine, EngineContext, EngineFactory, StepResult
 from motley.engines.step_timer import Laps
 from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.world import World
@@ -24,6 +24,7 @@ from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
+from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.measured_plan import balance
@@ -104,6 +105,7 @@ class Bench:
         speeds: list[SpeedTable],
         engine_factory: EngineFactory | None = None,
         mode: WireMode = EXACT,
+        settle: int = 0,
         **options: Any,
     ) -> dict[str, Any]:
         """Our engine and plan; the loop's own way to take a step.
@@ -112,6 +114,7 @@ class Bench:
             n: the global batch.
             engine_factory: default: torch.distributed's.
             mode: what travels.
+            settle: steps, not timed, in which shares follow what each rank takes, as in the loop.
             options: of the training, which the engine reads.
         """
         engine_factory = engine_factory or engines_of(self.config, known_strategies(TORCH))
@@ -129,9 +132,13 @@ class Bench:
             replace(self.config, batch_size=n, **options), self.rank, self.group.size,
             self.group.device, self.group.precisions, scale, plan,
         )  # fmt: skip
+        engine = engine_factory(model, context)
+        settled = self.settle(
+            model, engine, plan, ReplanMonitor(speeds, range(len(speeds))), settle
+        )
         return {
-            **self.time_engine(model, engine_factory(model, context), plan, mode),
-            "predicted_s": predicted.step_s, "counts": plan.counts,
+            **self.time_engine(model, engine, settled, mode),
+            "predicted_s": predicted.step_s, "counts": plan.counts, "settled": settled.counts,
             "micro_batches": plan.max_micro_batch, "refined_s": measured_s,
             "wire": asdict(replace(wire, tensors=())),
             "buckets": predicted.buckets, "wire_s": predicted.wire_s,
@@ -142,19 +149,11 @@ class Bench:
         self, model: TaskModel, engine: Engine, plan: Plan, mode: WireMode
     ) -> dict[str, Any]:
         """A step of an engine, as the loop takes it; and where each rank's time went."""
-        plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
-        engine.reconfigure(plan)
-        sizes = plan.micro_batches[self.rank]
-        batches = [self.batch(model, size) for size in sizes]
+        take = self._steps_of(model, engine, plan)
         laps: list[Laps] = []
 
         def step() -> None:
-            for place, batch in enumerate(batches):
-                engine.accumulate(batch, plan.global_batch, place == len(sizes) - 1)
-            result = engine.step()
-            if result.oom_ranks:
-                raise SystemExit(f"out of memory: {result.oom_ranks}")
-            laps.append(result.laps)
+            laps.append(take().laps)
 
         # Of local steps whole periods; what the first begins with is on its way.
         warm, steps = (
@@ -166,6 +165,34 @@ class Bench:
             for name in ("compute", "sync", "opt")
         }
         return {"step_s": step_s, "laps": self.world.allgather(own)}
+
+    def settle(
+        self, model: TaskModel, engine: Engine, plan: Plan, watch: ReplanMonitor, steps: int
+    ) -> Plan:
+        """The plan that the loop would have after so many steps of it."""
+        take = self._steps_of(model, engine, plan)
+        for _ in range(steps):
+            if proposal := watch.step(take().ready_s, plan.counts):
+                plan = replace(plan, shares=proposal.counts)
+                take = self._steps_of(model, engine, plan)
+                watch.forget()
+        return plan
+
+    def _steps_of(self, model: TaskModel, engine: Engine, plan: Plan) -> Callable[[], StepResult]:
+        """What takes a step."""
+        plan = replace(plan, equal_micro_steps=engine.equal_micro_steps)
+        engine.reconfigure(plan)
+        batches = [self.batch(model, size) for size in plan.micro_batches[self.rank]]
+
+        def step() -> StepResult:
+            for place, batch in enumerate(batches):
+                engine.accumulate(batch, plan.global_batch, place == len(batches) - 1)
+            result = engine.step()
+            if result.oom_ranks:
+                raise SystemExit(f"out of memory: {result.oom_ranks}")
+            return result
+
+        return step
 
     def plain_ddp(self, n: int, **timing: int) -> dict[str, Any]:
         """DDP as its documentation has it: N / ranks samples each, and the mean of the losses."""

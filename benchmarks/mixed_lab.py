@@ -36,7 +36,6 @@ import bars
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
-_QUOTAS = 0.9  # of all processors, over all hosts
 _QUOTAS_PIXELS = 48  # larger images: what a step costs beside them is little
 MODES = ("plain-ddp", "accelerate", "deepspeed-0", "deepspeed-1", "ddp-by-hand", "motley-ddp",
          "motley-deepspeed-0", "motley-deepspeed-1")  # fmt: skip
@@ -53,7 +52,7 @@ def measure(options: argparse.Namespace, profile: str | None = None) -> list[dic
         options.steps, "--repeats", options.repeats, "--modes", ",".join(options.modes),
     ]  # fmt: skip
     if options.emulation == "quotas":
-        words += ["--emulation", "quotas", "--img-size", _QUOTAS_PIXELS]
+        words += ["--emulation", "quotas", "--img-size", _QUOTAS_PIXELS, "--settle", options.settle]
     results = []
     with bench_lab(profile) as lab:
         for line in lab.train("benchmarks/mixed_rank.py", *words):
@@ -72,7 +71,7 @@ def measure(options: argparse.Namespace, profile: str | None = None) -> list[dic
 def give_quotas(lab: BenchLab, options: argparse.Namespace) -> None:
     """Each host its part of this machine's processors, in proportion to its speed."""
     speeds = [float(word) for word in options.speeds.split(":")]
-    whole = _QUOTAS * (os.cpu_count() or 1)
+    whole = options.processors * (os.cpu_count() or 1)
     for host, speed in zip(HOSTS, speeds, strict=True):
         lab.do("cpus", host, f"{whole * speed / sum(speeds):.3f}", stdout=subprocess.DEVNULL)
 
@@ -168,9 +167,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=180, help="global batch, default 180")
     parser.add_argument("--speeds", default="7:5:3:2:1", help="of the hosts, default 7:5:3:2:1")
     parser.add_argument("--emulation", choices=("paced", "quotas"), default="paced")
+    parser.add_argument("--processors", type=float, default=0.7, metavar="PART",
+                        help="of all, which quotas give to the hosts together, default 0.7: of 0.9 "
+                        "they do not get all that was measured, once all compute")  # fmt: skip
     parser.add_argument("--fastest-s", type=float, default=0.024, metavar="SECONDS",
                         help="a sample on the fastest host, default 0.024")  # fmt: skip
     parser.add_argument("--steps", type=int, default=6, help="of ours timed a block, default 6")
+    parser.add_argument("--settle", type=int, default=32, metavar="STEPS",
+                        help="of ours on quotas, in which shares follow the ranks' times as in a "
+                        "training, before those that are timed; default 32")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="default 3")
     parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES),
                         help=f"default: {','.join(MODES)}")  # fmt: skip

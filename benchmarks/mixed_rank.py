@@ -67,7 +67,7 @@ def ours(bench: LabBench, mode: str, speeds: list[SpeedTable]) -> dict[str, Any]
         make = engines_of(replace(bench.config, own=own), known_strategies(ZERO))
     wire = parse_wire(rest[0]) if rest else EXACT
     assert wire is not None
-    return bench.ours(bench.options.n, speeds, make, wire, own=own)
+    return bench.ours(bench.options.n, speeds, make, wire, bench.options.settle, own=own)
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -126,6 +126,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fastest-s", type=float, default=0.006)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--settle", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modes", type=lambda text: text.split(","))
     return parser.parse_args()

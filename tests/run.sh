@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to all tests passed.
 #
-#   bash tests/run.sh                       # lint, types, the tests whose turn it is: half an hour
+#   bash tests/run.sh                       # lint, types, the tests whose turn it is: 16 to 30 minutes
 #   bash tests/run.sh --turn all            # every variant of every test, before a release: 45
 #   bash tests/run.sh -m "not mpi"          # the unit tests: 2 to 3 minutes
 #   bash tests/run.sh -k resume             # options go to pytest
