@@ -60,6 +60,7 @@ def _save_parts(
     position: TrainState,
     config: dict[str, Any],
 ) -> None:
+    checkpoints.wait()  # all do: rank 0 waits for each rank's part of the one before
     rank, ranks = dist.get_rank(), dist.get_world_size()
     told: list[Any] = [checkpoints.begin_parts(position.step) if rank == 0 else None]
     dist.broadcast_object_list(told, src=0, device=engine.device)

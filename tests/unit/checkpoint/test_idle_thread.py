@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from motley.checkpoint import idle_thread
 from motley.checkpoint.idle_thread import IdleThread
 
 
@@ -51,6 +52,18 @@ def test_the_rest_is_done_at_the_priority_of_who_waits_for_it(tmp_path: Path) ->
         # The second may have been begun before.
         assert work.seen[0] == 19 and work.seen[2] == mine, work.seen
     assert niceness() == mine
+
+
+def test_where_there_is_no_idle_time_it_is_done_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_thread, "PATIENCE_S", 0.0)
+    thread = IdleThread()
+    work = Work(thread)
+    for let in work.let:
+        let.set()
+    assert thread.submit(work, tmp_path).result(10) == tmp_path
+    assert work.seen == [19, niceness(), niceness()]
 
 
 def test_whoever_does_it_an_error_is_told(tmp_path: Path) -> None:
