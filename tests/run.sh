@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh                       # lint, types, the tests whose turn it is: 16 to 30 minutes
 #   bash tests/run.sh --turn all            # every variant of every test, before a release: 45
-#   bash tests/run.sh -m "not mpi"          # the unit tests: 2 to 3 minutes
+#   bash tests/run.sh -m "not mpi"          # the unit tests: 1.5 to 2.5 minutes
 #   bash tests/run.sh -k resume             # options go to pytest
 #
 # Variants of one promise take turns: a fifth on a day, all within five (tests/support/turns.py).
