@@ -28,8 +28,7 @@ class IdleThread:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint", self._begin)
         self._usual = ThreadPoolExecutor(1, "checkpoint_awaited")
-        self._awaited = threading.Event()
-        self._until = 0.0
+        self._until = 0.0  # by the monotonic clock, it takes idle time alone
         self._ident: int | None = None
 
     def _begin(self) -> None:
@@ -39,20 +38,18 @@ class IdleThread:
 
     def submit(self, work: Callable[..., Path], *values: Any) -> Future[Path]:
         """What the work gives, in time."""
-        self._awaited.clear()
         self._until = time.monotonic() + PATIENCE_S
         self._usual.submit(int)  # starts it, here: a thread has the priority of who starts it
         return self._thread.submit(work, *values)
 
     def hurry(self) -> None:
         """Somebody waits: do the rest of it at the usual priority."""
-        self._awaited.set()
+        self._until = 0.0
 
     def run(self, pieces: Iterator[None]) -> None:
         """Do all pieces of some work; from any thread."""
         for _ in pieces:
-            late = self._awaited.is_set() or time.monotonic() > self._until
-            if late and threading.get_ident() == self._ident:
+            if time.monotonic() > self._until and threading.get_ident() == self._ident:
                 try:
                     rest = self._usual.submit(deque, pieces, 0)
                 except RuntimeError:  # Python ends, once this thread has
