@@ -57,11 +57,16 @@ class Reducer:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self._works: list[Any] = []  # of what was sent
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """Begin to sum a bucket over all ranks, in place."""
-        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-        return work.get_future().then(first)
+        return self._all_reduce(bucket.flat).then(first)
+
+    def _all_reduce(self, part: Tensor) -> Future[list[Tensor]]:
+        work = dist.all_reduce(part, group=self._group, async_op=True)
+        self._works.append(work)
+        return work.get_future()
 
     def begin_at_once(self) -> None:
         """Without steps that are exact at first, as torch's PowerSGD takes them."""
@@ -73,9 +78,19 @@ class Reducer:
             taken: else the parameters are as before, and so must be what the reducer keeps.
             factor: of the coming step's loss scale to this one's.
         """
+        self._release()
 
     def close(self) -> None:
         """Let go of groups and threads; all ranks call it."""
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of what was sent, and has been added up. NCCL's process group holds it until
+        somebody waits for the work itself, or sends something else some time later: gigabytes,
+        beside the next forward pass."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def state(self) -> dict[str, Tensor]:
         """What this rank alone keeps between steps, on the CPU."""
@@ -109,7 +124,8 @@ class RoundingReducer(Reducer):
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """See Reducer."""
-        return add_up(bucket.flat, self._dtype)
+        sent = self._all_reduce(bucket.flat.to(self._dtype))
+        return sent.then(lambda future: bucket.flat.copy_(first(future)))
 
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:

@@ -33,6 +33,7 @@ class SlowRankReducer(Reducer):
     """
 
     def __init__(self, slow: int, dtype: str, device: torch.device) -> None:
+        super().__init__()
         ranks, self._rank = range(dist.get_world_size()), dist.get_rank()
         self._slow, self._next = slow, next(rank for rank in ranks if rank != slow)
         self._dtype, self._device = DTYPES[dtype], device

@@ -27,6 +27,7 @@ from motley.tasks.model import TaskModel
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
 _MOST_FASTER = 1.35  # times; 1.21 to 1.29 were measured (benchmarks/README.md)
 _KIND_S = 1.0  # seconds that a class of blocks takes to compile at least, with all caches warm
+_BLOCK_S = 3.0  # and a block with none: 40 of one model took 121 s
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class Promise:
             kinds: classes of blocks.
         """
         return self.cost_s if self.known else PASSES * passes_s / _MOST_FASTER + kinds * _KIND_S
+
+    def costs(self, passes_s: float, pieces: int) -> float:
+        """Seconds that it is expected to take: what it took, if that is known.
+
+        Args:
+            passes_s: as above. pieces: blocks that are compiled, those of one class once, where it
+                is not the model as a whole.
+        """
+        usual_s = PASSES * passes_s + pieces * _BLOCK_S
+        return self.cost_s if self.known else max(self.cost_s, usual_s)
 
     @property
     def saves_most(self) -> float:
@@ -185,10 +196,12 @@ class _Own:
         promise, least_s = None, 0.0
         if config.compile == "on" or can_compile(model):
             promise = Promise.read(kept)
-            kinds = {type(block) for block in model.task.blocks(model.net).values()}
+            blocks = model.task.blocks(model.net).values()
+            kinds = max(1, len({type(block) for block in blocks}))
+            pieces = len(blocks) if model.task.compiles_whole else kinds
             passes_s = sum(speed.micro_s(size) for size in sizes)
-            least_s = promise.costs_least(passes_s, max(1, len(kinds)))
-            promise = replace(promise, cost_s=max(promise.cost_s, least_s))
+            least_s = promise.costs_least(passes_s, kinds)
+            promise = replace(promise, cost_s=max(promise.costs(passes_s, pieces), least_s))
         begun = (step_of(run.resume_from[0]) or 0) if run and run.resume_from else 0
         return cls(kept, promise, least_s, steps_of(config, model.samples), begun)
 
