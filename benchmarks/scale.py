@@ -6,8 +6,9 @@
 Hosts, one rank on each, are unequal and connected by a modelled network; what is timed is real. A
 plan: who trains, shares, forecast, other ways, advice, and what there is to say of the links. A
 step: whether the shares still fit, as each rank asks it. Up to 1,000 ranks that only say what ranks
-say, over loopback, have the real supervisor of rank 0 hear them: what it takes of a core, and how
-soon all stop when a rank is killed, or falls silent.
+say, over loopback, have the real supervisor of rank 0 hear them: what it takes of a core, from
+which part of its time it keeps a thread that computes in Python, as the one that trains does, and
+how soon all stop when a rank is killed, or falls silent.
 """
 
 import argparse
@@ -140,7 +141,7 @@ def start(lab: Lab) -> dict[str, float]:
 def watch_ranks(size: int, quick: bool) -> dict[str, Any]:
     """What rank 0's supervisor costs, and how soon it ends a job."""
     with FakeRanks(size) as ranks:
-        found = {**ranks.joined, "core": ranks.core(5 if quick else 20)}
+        found = {**ranks.joined, **ranks.cost(5 if quick else 20)}
         found["killed_s"], found["killed_said"] = ranks.end_by_death(size // 2)
     if size == MOST_WATCHED and not quick:
         with FakeRanks(size) as ranks:
@@ -165,7 +166,8 @@ def show(each: dict[str, Any]) -> None:
     watched = ""
     if "core" in each:
         watched = (
-            f"; beats {each['core']:.1%} of a core, {each['files']} files, a killed rank ends all "
+            f"; beats {each['core']:.1%} of a core, which keep a thread that computes from "
+            f"{each['kept_from']:.1%} of its time, {each['files']} files, a killed rank ends all "
             f"in {each['killed_s']:.2f} s"
         )
     if "silent_s" in each:

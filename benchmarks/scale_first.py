@@ -1,7 +1,9 @@
 """Rank 0 of scale_ranks.py, with the real supervisor: `python benchmarks/scale_first.py RANKS`.
 
 It says its port and token, and when all have come; then, for each line with a number of seconds,
-what it took of a core in these: {"core": 0.03}. Nothing else runs here.
+what it took of a core in these, when nothing else ran here, and of as many more, in which part of
+them a thread that computes in Python, as one that trains, was kept from it: {"core": 0.03,
+"kept_from": 0.02}.
 """
 
 import json
@@ -19,6 +21,21 @@ from motley.launch.process import allow_files
 from motley.launch.supervisor import Supervisor
 
 _HOST_RANKS = 8  # of a usual GPU host
+
+
+_PAUSE_S = 1e-4  # of what takes a tenth of that: somebody else had the interpreter, or the core
+
+
+def _paused(seconds: float) -> float:
+    """The part of its time that this thread, which computes, is kept from it."""
+    begin = last = time.perf_counter()
+    lost = 0.0
+    while last - begin < seconds:
+        sum(range(500))
+        now = time.perf_counter()
+        lost += now - last if now - last > _PAUSE_S else 0.0
+        last = now
+    return lost / (last - begin)
 
 
 def _say(**what: Any) -> None:
@@ -44,7 +61,8 @@ def main() -> None:
     for line in sys.stdin:
         begin, cpu = time.monotonic(), time.process_time()
         time.sleep(float(line))
-        _say(core=(time.process_time() - cpu) / (time.monotonic() - begin))
+        core = (time.process_time() - cpu) / (time.monotonic() - begin)
+        _say(core=core, kept_from=_paused(float(line)))
     os._exit(0)  # the others say nothing of their end
 
 

@@ -21,7 +21,6 @@ from motley.launch.watchdog import Heartbeat, heartbeat_interval_s
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.ALL_REDUCE)
 _LIMIT_S = 40.0  # for rank 0 to end a job
-_PAUSE_S = 0.002
 _PAUSE_S = 0.002  # between looks
 _AT_ONCE = 32  # that connect before rank 0 is given a moment, as hosts do not start in one instant
 
@@ -63,16 +62,16 @@ class FakeRanks:
         for line in self._lines.values():
             line.close()
 
-    def core(self, seconds: float) -> float:
-        """The part of a core that rank 0 takes to hear all."""
+    def cost(self, seconds: float) -> dict[str, float]:
+        """The part of a core that rank 0 takes to hear all, and what slows its own thread."""
         assert self._first.stdin is not None
         print(seconds, file=self._first.stdin, flush=True)
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 2 * seconds
         while time.monotonic() < end:
             for line in self._speak():
                 _read(line)
             time.sleep(_PAUSE_S)
-        return float(self._answer()["core"])
+        return self._answer()
 
     def end_by_death(self, rank: int) -> tuple[float, str]:
         """Break a rank's connection: seconds until all others are told to stop; what is said."""
