@@ -96,7 +96,7 @@ def model_of(size: Size, group: int | None, device: "torch.device") -> "TaskMode
 
 def rate(model: "TaskModel", data: "Tensors", size: Size, device: "torch.device") -> float:
     """Images a second of some passes, after one that warms up."""
-    from motley.measure.device import wait_for
+    from motley.measure.kernels import wait_for
 
     model(data).sum().backward()
     wait_for(device)

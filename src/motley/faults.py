@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
@@ -15,7 +15,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 # Characters, of 12 bytes at most; see motley.launch.messages.
-_MOST_DETAILS, _MOST_WORDS = 75_000, 10_000
+MOST_DETAILS, _MOST_WORDS = 75_000, 10_000
 _NO_MEMORY = (
     r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc|"
     "MemoryError"
@@ -164,7 +164,7 @@ def fault_of(error: BaseException, rank: int, host: str, step: int | None) -> Fa
         )  # fmt: skip
         return Fault(rank, host, step, said, echo=_is_echo(error.__cause__), kind=kind)
     text = " ".join(str(error).split()) or "no message"
-    details = "".join(traceback.format_exception(error))[-_MOST_DETAILS:]
+    details = "".join(traceback.format_exception(error))[-MOST_DETAILS:]
     said = f"{type(error).__name__}: {text[:600]}"
     return Fault(
         rank, host, step, said, _advice(text), details, _is_echo(error), kind_of_text(said)
@@ -191,140 +191,3 @@ def _advice(text: str) -> str:
     if "no space left" in lower:
         return "free some disk, or choose another one with --logs DIR"
     return ""
-
-
-_CRASHES = (
-    (FaultKind.SEGFAULT, "Segmentation fault|Bus error"),
-    (FaultKind.ABORTED, "Aborted"),
-    (FaultKind.ILLEGAL_INSTRUCTION, "Illegal instruction"),
-)
-
-
-def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
-    """The connection to a rank broke without a word of Motley's.
-
-    Args:
-        said: by Python's fault handler, if anything.
-    """
-    if crash := re.search(r"Fatal Python error: (.+)", said):
-        kind = next((kind for kind, name in _CRASHES if re.search(name, crash[1])), FaultKind.ERROR)
-        return Fault(
-            rank, host, step, f"crashed in compiled code: {crash[1]}",
-            "its traceback above names the call, and so the library, that crashed",
-            said[:_MOST_DETAILS], kind=kind,
-        )  # fmt: skip
-    return Fault(
-        rank, host, step, "died without a word (killed, or it left early)",
-        f"see its output above, and the kernel's log (dmesg) on {host} for its out-of-memory "
-        "killer",
-        kind=FaultKind.KILLED,
-    )  # fmt: skip
-
-
-def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
-    """The launcher was told to end, and has told the ranks.
-
-    Args:
-        number: of the signal that came to the ranks; ``by``: its name, who may have sent it,
-            and what the ranks were at. remedy: how to go on.
-    """
-    return Fault(
-        0, "", step, f"stopped by {by}", remedy,
-        kind=FaultKind.STOPPED, signal=number, echo=True,
-    )  # fmt: skip
-
-
-def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
-    """Hosts leave, and the job ends with all that it has trained saved.
-
-    Args:
-        rank: one of the first host's. who: leaves and why, as "b leaves as asked".
-    """
-    names = " and ".join(hosts)
-    return Fault(
-        rank, hosts[0], step, who,
-        f"continue with --resume auto, without {names} in hosts.txt or after: bash "
-        f"setup/join_cn.sh {' '.join(hosts)}", kind=FaultKind.LEFT,
-    )  # fmt: skip
-
-
-def paused(step: int | None) -> Fault:
-    """Somebody who may send a signal to the ranks has asked for the end at a step boundary."""
-    return Fault(
-        0, "", step, "paused as asked (SIGUSR2)", "continue with --resume auto",
-        kind=FaultKind.PAUSED,
-    )  # fmt: skip
-
-
-def launcher_gone(host: str, launcher: str, step: int | None) -> Fault:
-    """The launcher ended before the ranks did, which end with it.
-
-    mpirun also ends so, at once and with status 0, when it loses a host: see :func:`daemon_gone`.
-
-    Args:
-        launcher: its name and process.
-    """
-    return Fault(
-        0, host, step, f"the launcher ({launcher} on {host}) was killed, or it gave up a host that "
-        "it names above", "continue with --resume auto", kind=FaultKind.LAUNCHER_LOST,
-    )  # fmt: skip
-
-
-def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
-    """The launcher lost its daemon on ``host``, whose lowest rank is ``rank``."""
-    return Fault(
-        rank, host, step, f"the launcher lost {host}: its MPI daemon there was killed, or the ssh "
-        "session to it", f"see the kernel's log (dmesg) on {host}; continue with --resume auto",
-        kind=FaultKind.LAUNCHER_LOST,
-    )  # fmt: skip
-
-
-def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "") -> Fault:
-    """Nothing was heard of a rank for a while.
-
-    Args:
-        like: who else is silent, as ", and so are ranks 4, 5".
-    """
-    return Fault(
-        rank, host, step,
-        f"silent for {seconds:.0f} s{like}: the host is frozen, off or cut off, or the process "
-        "was stopped",
-        f"continue with --resume auto; if {host} stays away, without it in hosts.txt",
-        kind=FaultKind.HOST_LOST,
-    )  # fmt: skip
-
-
-def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
-    """Nothing was heard of any other host, so this one may be to blame.
-
-    Args:
-        others: their names.
-    """
-    return Fault(
-        rank, host, step, f"all other hosts are silent for {seconds:.0f} s ({others})",
-        f"see whether {host} is off the network; continue with --resume auto",
-        kind=FaultKind.HOST_LOST,
-    )  # fmt: skip
-
-
-def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
-    """Two hosts do not reach each other, and rank 0 hears both."""
-    return Fault(
-        rank, host, step,
-        f"the link between {host} and {other} is dead, though the head hears both",
-        "look for a cable, switch or firewall between them, with bash setup/test_mpi.sh; continue "
-        "with --resume auto, if need be without one of them",
-        kind=FaultKind.LINK_LOST,
-    )  # fmt: skip
-
-
-def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) -> Fault:
-    """All ranks live, and none of them moves.
-
-    Args:
-        where: what the ranks are doing.
-    """
-    return Fault(
-        rank, host, step, f"no rank has moved for {seconds:.0f} s: {where}",
-        "continue with --resume auto", kind=FaultKind.HANG,
-    )  # fmt: skip

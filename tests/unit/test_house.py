@@ -38,8 +38,8 @@ ROOMS = {
     "publish": "series tracker trackers/* publisher",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
-        "process ports own_folder mpi same_code compile_archive messages handshakes watchdog "
-        "dead_links unheard fault_record job_files leftovers ssh_sessions launcher_reaper "
+        "process ports own_folder mpi same_code compile_archive messages handshakes job_faults "
+        "watchdog dead_links unheard fault_record job_files leftovers ssh_sessions launcher_reaper "
         "survivors away pause own_rank regroup first_cause save_before_end background_writer "
         "job_end stop_signals start_clock start_watch tcp_ranks ranks watch_first watch_all "
         "supervisor world give_way __main__"
@@ -51,8 +51,8 @@ ROOMS = {
     ),
     "tasks": (
         "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "
-        "corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net builtin/* find model "
-        "build check scores"
+        "image_options corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net "
+        "builtin/* find model build check scores"
     ),
     "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
     "engines": (
@@ -64,7 +64,7 @@ ROOMS = {
     "checkpoint": (
         "idle_thread tensor_file part_files store read transfer resume find_run run initial verify"
     ),
-    "measure": "device all_reduce links loader",
+    "measure": "kernels device all_reduce links loader",
     "planner": (
         "worker process_group speed_cache wire_cache profile refine compile_trial advise "
         "measured_plan foresee open_model planner"

@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from motley.faults import Fault, FaultKind, daemon_gone
+from motley.faults import Fault, FaultKind
 from motley.launch.background_writer import BackgroundWriter
+from motley.launch.job_faults import daemon_gone
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.save_before_end import save_before_end
 from motley.launch.watchdog import RankStatus

@@ -22,9 +22,10 @@ from typing import Any, TextIO
 import psutil
 
 from motley.errors import MotleyError
-from motley.faults import Fault, FaultKind, daemon_gone, died, launcher_gone
+from motley.faults import Fault, FaultKind
 from motley.launch.fault_record import record_fault
 from motley.launch.handshakes import greeting
+from motley.launch.job_faults import daemon_gone, died, launcher_gone
 from motley.launch.job_files import remove, segments_of_this_job, session_folder
 from motley.launch.ssh_sessions import SshSessions, sessions_of
 from motley.records.run_folder import RunFolder

@@ -21,8 +21,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from motley.faults import Fault, left, paused
+from motley.faults import Fault
 from motley.launch.away import read_away
+from motley.launch.job_faults import left, paused
 from motley.launch.messages import encode
 from motley.launch.watchdog import RankStatus
 

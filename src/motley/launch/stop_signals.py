@@ -5,7 +5,8 @@ import os
 import signal
 from collections.abc import Sequence
 
-from motley.faults import Fault, FaultKind, stopped
+from motley.faults import Fault, FaultKind
+from motley.launch.job_faults import stopped
 from motley.launch.watchdog import RankStatus, whereabouts
 
 

@@ -11,11 +11,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
-from motley.faults import Fault, FaultKind, died
+from motley.faults import Fault, FaultKind
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.first_cause import FirstCause
 from motley.launch.handshakes import Arrival, Handshakes
 from motley.launch.job_end import JobEnd
+from motley.launch.job_faults import died
 from motley.launch.messages import encode
 from motley.launch.own_rank import OwnRank
 from motley.launch.pause import PauseAgreement

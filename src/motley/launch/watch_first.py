@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from motley.faults import Fault, alone, died, silent
+from motley.faults import Fault
 from motley.launch.handshakes import Listening
+from motley.launch.job_faults import alone, died, silent
 from motley.launch.messages import Messages, encode
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.survivors import Survivors

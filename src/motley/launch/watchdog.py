@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from motley.faults import Fault, Phase, alone, link_lost, silent, stuck
+from motley.faults import Fault, Phase
+from motley.launch.job_faults import alone, link_lost, silent, stuck
 from motley.launch.messages import Messages
 
 HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines

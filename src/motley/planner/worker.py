@@ -10,7 +10,7 @@ from motley.cluster.binding import bind_process, choose_node, memory_nodes
 from motley.engines.memory import uuid_of
 from motley.errors import MotleyError
 from motley.launch.world import World
-from motley.measure.device import kernel_speed
+from motley.measure.kernels import kernel_speed
 from motley.plan.precision import PRECISIONS, best_precision, best_precision_of_amd
 
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
