@@ -55,6 +55,21 @@ def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
     return expand_nodes(names) if environ.get("SLURM_JOB_ID") else []
 
 
+def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What to say where ranks run on fewer machines than Slurm has given; else empty."""
+    try:
+        nodes = allocated_nodes(environ)
+    except MotleyError:
+        return ""  # who has to know them says so
+    if len(nodes) <= machines:
+        return ""
+    return (
+        f"Slurm has given {len(nodes)} nodes, and ranks run on {machines} of them: start it with "
+        f"srun --mpi=none --nodes={len(nodes)} --ntasks-per-node=1 ./entry_cn.sh (or as many tasks "
+        "as a node has GPUs)"
+    )
+
+
 def srun_words(mpi: str = "none") -> list[str]:
     """The words that start a rank on each place of an allocation; with "none" they meet by
     themselves. They end by themselves too, with a status that says how."""

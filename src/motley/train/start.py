@@ -9,6 +9,7 @@ from functools import partial
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, step_of
+from motley.cluster.slurm import idle_nodes
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.engines.memory import collect, release, set_aside
@@ -149,6 +150,8 @@ def train_begun(
     keeper.begin(run, group, lambda: recorder.progress.step)
     for text in keeper.take_notes():
         recorder.note("compile_archive", text)
+    if idle := idle_nodes(len(set(world.machines))):
+        recorder.note("idle_nodes", idle)
     set_aside()
     with gpus, recorder, profiler:
         evaluated = Loop(world, job, recorder, begun.state, rescue, profiler).run()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from srun_line import hosts_of_step, on_hosts
 
 from motley.cluster.hostfile import Host
-from motley.cluster.slurm import allocated_nodes, expand_nodes
+from motley.cluster.slurm import allocated_nodes, expand_nodes, idle_nodes
 from motley.errors import MotleyError
 
 ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -74,3 +74,14 @@ def test_the_same_line_without_a_node() -> None:
         "srun --overlap --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n3 --mpi=pmix "
         "--cpu-bind=none"
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "machines", "said"),
+    [("n[1-3]", 1, "3 nodes, and ranks run on 1 of them"), ("n[1-3]", 3, ""), ("n[1-3", 1, "")],
+)
+def test_nodes_that_nobody_uses_are_said(nodes: str, machines: int, said: str) -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes}
+    found = idle_nodes(machines, environ)
+    assert said in found and bool(found) == bool(said)
+    assert not idle_nodes(1, {"SLURM_JOB_NODELIST": nodes}), "in no allocation"
