@@ -57,7 +57,7 @@ class Reducer:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self._works: list[Any] = []  # of what was sent
+        self._works: list[Any] = []  # of what a GPU has sent
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """Begin to sum a bucket over all ranks, in place."""
@@ -65,7 +65,8 @@ class Reducer:
 
     def _all_reduce(self, part: Tensor) -> Future[list[Tensor]]:
         work = dist.all_reduce(part, group=self._group, async_op=True)
-        self._works.append(work)
+        if part.is_cuda:
+            self._works.append(work)
         return work.get_future()
 
     def begin_at_once(self) -> None:
