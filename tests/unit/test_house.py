@@ -47,7 +47,7 @@ ROOMS = {
     "config": "option numbers options parser",
     "data": (
         "import_timm batch source images shards packed_file packer dataset datasets/* mixing "
-        "transforms order loader_memory keyed loader"
+        "transforms order slots loader_memory keyed loader"
     ),
     "tasks": (
         "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "

@@ -34,6 +34,10 @@ class Batch:
         """Of all its samples together."""
         return float(len(self)) if self.weights is None else float(self.weights.sum())
 
+    def tensors(self) -> list[Tensor]:
+        """All of them, the weights last."""
+        return [*self.data.values(), *([] if self.weights is None else [self.weights])]
+
     def to(self, device: torch.device) -> "Batch":
         """A copy on ``device``; the copy runs beside the host where the memory is pinned."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=True))

@@ -83,14 +83,6 @@ class Keyed(Dataset[Answer]):
             tuple(name for each in samples for name in each.unreadable),
         )
 
-    def shared_batch(self, samples: list[Answer]) -> Batch:
-        """The same, where other processes see it. Done later, by the thread that passes it on, an
-        error would be printed, and the batch waited for until the run is taken for stuck."""
-        batch = self.batch(samples)
-        for tensor in (*batch.data.values(), *([] if batch.weights is None else [batch.weights])):
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
-        return batch
-
     def _check_rows(self, data: Tensors, n: int) -> None:
         for name, value in data.items():
             rows = len(value) if isinstance(value, Tensor) and value.dim() else None

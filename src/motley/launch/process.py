@@ -19,6 +19,7 @@ from motley.cluster.launcher import launch_of
 from motley.errors import MotleyError
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
+_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
 
 # Caches that programs keep under $HOME, or where others can write, by default. On a network home
 # they are slow and all nodes would write the same files, so each node gets its own.
@@ -64,6 +65,16 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         number: of the signal.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def keep_freed_memory(size: int) -> None:
+    """Have this process use again what it has freed, up to so many bytes, in place of new pages.
+
+    Large blocks are pages of their own otherwise, which are zeroed each time.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, size)
 
 
 def allow_files(ranks: int, first: bool) -> None:

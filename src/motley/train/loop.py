@@ -19,6 +19,7 @@ from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
+from motley.plan.replan import Proposal
 from motley.records.training import EpochRecord
 from motley.train.agreement import Agreement
 from motley.train.evaluate import evaluate
@@ -58,6 +59,8 @@ class Loop:
         self._state, self._rescue = state, rescue
         self._timer = SaveTimer(job.config.save_every, state.step)
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
+        self._timed: Timed | None = None  # the last step of which all is known, until it is judged
+        self._proposal: Proposal | None = None  # of another split
         self._profiler = profiler
         job.engine.clock.on_phase, job.engine.clock.at_once = self._enter, recorder.at_once
 
@@ -103,7 +106,9 @@ class Loop:
             job.engine.clock.lap("data")
             job.engine.accumulate(micro_batch, batch.global_batch, last)
             indices += readable(micro_batch, job.config, job.run)
+        # The host has time: the device is still computing.
         self._recorder.write()
+        self._judge()
         result = job.engine.step()
         self._world.supervisor.check_group()  # of a broken one it may be anything
         return result, indices
@@ -118,12 +123,12 @@ class Loop:
                 return False  # the same samples, as the new plan cuts them
         check_numbers(job, self._plan, before, result, indices)
         rate = rate_of(job.engine.optimizer)
-        timed = self._profiler.after(self._recorder.step(before, rate, batch, result))
+        self._timed = self._profiler.after(self._recorder.step(before, rate, batch, result))
         self._state = job.length.after(before, batch.global_batch)
         self._rescue.whole(self._state, self._plan)
         if not self._save():
             return False  # from the checkpoint again
-        changed = self._replan(timed) or bool(result.oom_ranks)
+        changed = self._replan() or bool(result.oom_ranks)
         return not job.length.ended(self._state) and not (
             changed and self._state.epoch == before.epoch
         )
@@ -136,17 +141,24 @@ class Loop:
         self._plan = replace(self._plan, max_micro_batch=less.max_micro_batch)
         self._job.engine.reconfigure(self._plan)
         self._job.watch.limit(self._plan.max_micro_batch)
+        self._proposal = None  # it was of larger ones
 
-    def _replan(self, timed: Timed | None) -> bool:
-        """Split the batch anew where ranks have become slower or faster; whether it is."""
+    def _judge(self) -> None:
+        """Ask whether another split fits better, now that it is known how long each rank took."""
+        timed, self._timed, self._proposal = self._timed, None, None
         if timed is None or timed.plan.global_batch not in self._job.length.full_batches:
-            return False  # a ragged batch says nothing
-        proposal = self._job.watch.step(timed.ready_s, timed.plan.counts, self._plan.counts)
+            return  # a ragged batch says nothing
+        self._proposal = self._job.watch.step(timed.ready_s, timed.plan.counts, self._plan.counts)
+
+    def _replan(self) -> bool:
+        """Split the batch anew where that was proposed; whether it is."""
+        proposal, self._proposal = self._proposal, None
         if proposal is None:
             return False
         self._plan = rebalance(self._plan, proposal, self._recorder, self._state)
         self._job.engine.reconfigure(self._plan)
         self._job.watch.forget()
+        self._timed = None  # it was of the split before
         return True
 
     def _save(self, asked: bool = False) -> bool:

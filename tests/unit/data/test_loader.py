@@ -27,6 +27,7 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.images import Images
+from motley.data.keyed import first_batch
 from motley.data.loader import Loader
 from motley.data.order import Order, seeds_of, slices
 from motley.errors import MotleyError
@@ -122,18 +123,25 @@ def test_augmented_pixels_do_not_depend_on_the_split(
     assert alone.shape == (100, 3, 16, 16)
 
 
-def test_worker_processes_change_nothing_and_serve_all_passes() -> None:
+@pytest.mark.parametrize("room", [4, 3, None])
+def test_worker_processes_change_nothing_and_serve_all_passes(room: int | None) -> None:
+    """Args: room: samples that a process has room for to pass at once; batches are of 4."""
     options = config("--data-fraction", "0.05", "--eval-samples", "20")
     plan = Plan(16, (1.0,), (4,), EXACT)
     inside = Loader(task_of(options), options, 0, CPU)
-    beside = Loader(task_of(options), dataclasses.replace(options, workers=2), 0, CPU)
+    example, _ = first_batch(task_of(options), 2)
+    beside = Loader(
+        task_of(options), dataclasses.replace(options, workers=2), 0, CPU,
+        *(() if room is None else (example, room)),
+    )  # fmt: skip
 
     def processes() -> set[int]:
         return {child.pid for child in psutil.Process().children()}
 
     before = processes()
-    broken_off = next(iter(beside.steps(0, 0, plan)))[1]  # as the search of a loss scale does
-    assert next(broken_off)[0].indices == batches(inside, plan)[0][0].indices
+    for _ in range(3):  # broken off, as the search of a loss scale does it
+        broken_off = next(iter(beside.steps(0, 0, plan)))[1]
+        assert next(broken_off)[0].indices == batches(inside, plan)[0][0].indices
     workers = processes() - before
     for found, expected in (
         (batches(beside, plan, 1), batches(inside, plan, 1)),
