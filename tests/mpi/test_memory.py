@@ -16,7 +16,9 @@ def enough(module_jobs: Jobs) -> Trained:
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize("words", [(), ("--stage", 1)], ids=["ddp", "zero1"])
+@pytest.mark.parametrize(
+    "words", [(), ("--no-overlap",), ("--stage", 1)], ids=["ddp", "no_overlap", "zero1"]
+)
 def test_a_rank_short_of_memory_halves_its_micro_batch(
     enough: Trained, jobs: Jobs, words: tuple[str, ...]
 ) -> None:

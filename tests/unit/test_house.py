@@ -57,8 +57,8 @@ ROOMS = {
     "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state average strategy rows adamw8bit local_shards optimizer optimizer_state "
-        "optimizer_trial gradients memory step_timer protocol base synchronous alone ddp fsdp "
-        "local_sgd zero_config zero_state zero_at_once zero_cut zero_engine zero3_engine "
+        "optimizer_trial gradients memory step_timer protocol base synchronous reducing no_overlap "
+        "ddp fsdp local_sgd zero_config zero_state zero_at_once zero_cut zero_engine zero3_engine "
         "import_deepspeed strategies/*"
     ),
     "checkpoint": (

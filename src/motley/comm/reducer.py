@@ -129,19 +129,35 @@ class RoundingReducer(Reducer):
         return sent.then(lambda future: bucket.flat.copy_(first(future)))
 
 
+def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
+    """In their order, together as long as they are at most so many numbers, or one tensor."""
+    groups: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        if groups[-1] and sum(t.numel() for t in groups[-1]) + tensor.numel() > numbers:
+            groups.append([])
+        groups[-1].append(tensor)
+    return groups
+
+
+def empty_bucket(place: int, parameters: Sequence[Tensor], final: bool) -> Bucket:
+    """Room for their gradients, each laid out as its parameter is."""
+    flat = parameters[0].new_empty(sum(p.numel() for p in parameters), requires_grad=False)
+    parts = torch.split(flat, [p.numel() for p in parameters])
+    grads = [
+        part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
+        for part, p in zip(parts, parameters, strict=True)
+    ]
+    return Bucket(place, flat, grads, final)
+
+
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
     """Buckets of at most so many numbers (or one tensor), filled with noise: to time a reducer."""
-    groups: list[list[Tensor]] = [[]]
-    for parameter in parameters:
-        if groups[-1] and sum(p.numel() for p in groups[-1]) + parameter.numel() > numbers:
-            groups.append([])
-        groups[-1].append(parameter)
-    buckets = []
-    for place, group in enumerate(groups):
-        flat = torch.randn(sum(p.numel() for p in group), device=group[0].device)
-        parts = torch.split(flat, [p.numel() for p in group])
-        grads = [part.view_as(p) for part, p in zip(parts, group, strict=True)]
-        buckets.append(Bucket(place, flat, grads, place == len(groups) - 1))
+    groups = grouped(parameters, numbers)
+    buckets = [
+        empty_bucket(place, group, place == len(groups) - 1) for place, group in enumerate(groups)
+    ]
+    for bucket in buckets:
+        bucket.flat.normal_()
     return buckets
 
 

@@ -1,4 +1,5 @@
-"""The torch.distributed engine: DistributedDataParallel with unequal shares."""
+"""The engine of a gradient that is sent while the backward pass still runs:
+DistributedDataParallel with unequal shares."""
 
 import contextlib
 import warnings
@@ -10,15 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.comm.reducer import Bucket, Reducer, Unsent
+from motley.comm.reducer import Bucket, Unsent
 from motley.data.batch import Batch
 from motley.engines.memory import collect, out_of_memory, shortage
-from motley.engines.named_state import part_of
 from motley.engines.protocol import EngineContext
-from motley.engines.synchronous import SynchronousEngine
+from motley.engines.reducing import ReducingEngine
 from motley.errors import NoMemoryError
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
 from motley.tasks.model import TaskModel
 
 _FIRST_BUCKET = 2**20  # bytes; torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -33,25 +31,12 @@ def _sum_bucket(
     return found.sum_bucket(bucket)
 
 
-class DdpEngine(SynchronousEngine):
-    """Implements Engine.
-
-    The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so the
-    communication hook sums and never divides: no rank's share enters anywhere else, and
-    DDP's own average over ranks, which is wrong for unequal shares, is not used.
-    """
-
-    traits = EngineTraits(additions=(Addition.NUMBERS, Addition.BUCKETS))
-    loss_weight = 1
-    rescuable = True
-    equal_micro_steps = False
+class DdpEngine(ReducingEngine):
+    """Implements Engine. DDP's own average over ranks, wrong for unequal shares, is not used."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
-        super().__init__(model, context)
-        self._overlap = context.plan.buckets != 1
+        super().__init__(model, context, str(context.plan.buckets))
         self._mib = sum(parameter.numel() for parameter in self._parameters) * 4 / 2**20
-        self._reducer: Reducer = context.plan.wire.reducer(context.device)
-        self._keeps = f"wire.{context.plan.wire}.{context.plan.buckets}"  # between steps
         self._wrap()
 
     def _wrap(self) -> None:
@@ -75,7 +60,6 @@ class DdpEngine(SynchronousEngine):
         # Each rank has them alike, and after a pass that broke off not all would send them.
         self._ddp.broadcast_buffers = False
         self._buckets: dict[int, Bucket] = {}
-        self._own_norms: list[Tensor] = []  # of what was sent, as it was before
         self._sent = 0  # buckets, in a step
         self._broken_off = False  # DDP takes no other backward pass then
         # DDP's own code holds what it calls, unseen by Python's collector: not the engine, which
@@ -92,15 +76,6 @@ class DdpEngine(SynchronousEngine):
         future = self._add_up(own)
         self._sent += 1  # if memory had ended, it would be sent again
         return future
-
-    def _add_up(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        if self._context.size > 1:  # the sum does not tell whose it was
-            self._own_norms.append(torch.linalg.vector_norm(bucket.flat))
-        return self._reducer.send(bucket)
-
-    def _own_norm(self) -> Tensor | float:
-        norms, self._own_norms = self._own_norms, []
-        return torch.stack(norms).sum() if norms else 0.0
 
     def _fix_buckets(self) -> None:
         # DDP rebuilds its buckets after the first backward pass, in the order in which
@@ -123,15 +98,13 @@ class DdpEngine(SynchronousEngine):
         self.optimizer.zero_grad(set_to_none=False)
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
-        # Communication overlaps the last backward pass, or follows.
-        overlap = last and self._overlap
-        with contextlib.nullcontext() if overlap else self._ddp.no_sync():
+        with contextlib.nullcontext() if last else self._ddp.no_sync():
             losses: Tensor = self._ddp(batch.data)
-            self._broken_off = overlap
+            self._broken_off = last
             self._backward(losses.sum() * (self.scale.value / self._usual_weight))
             self._broken_off = False
-        if not overlap:
-            self.clock.lap("compute", ready=last)
+        if not last:
+            self.clock.lap("compute")
         return losses.detach()
 
     def _send(self) -> None:
@@ -145,7 +118,7 @@ class DdpEngine(SynchronousEngine):
     def _after_step(self, stepped: bool, broken_off: bool, factor: float) -> None:
         if broken_off:
             self._wrap_anew()
-        self._reducer.after_step(stepped, factor)
+        super()._after_step(stepped, broken_off, factor)
 
     def _wrap_anew(self) -> None:
         del self._ddp
@@ -159,27 +132,3 @@ class DdpEngine(SynchronousEngine):
                 raise
             found = shortage(error, self._context.device)
             raise NoMemoryError(f"{found}; no room is left for the gradients themselves") from error
-
-    def own_state(self) -> dict[str, Tensor]:
-        """See Engine."""
-        kept = self._reducer.state()
-        if kept:  # in the unit of the loss scale
-            kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
-        return super().own_state() | {
-            f"{self._keeps}.{name}": value for name, value in kept.items()
-        }
-
-    def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
-        """See Engine."""
-        notes = super().load_own_state(state)
-        kept = part_of(state, self._keeps)
-        if kept:
-            factor = self.scale.value / float(kept.pop("scale"))
-            self._reducer.load_state(kept, factor)
-        elif self._reducer.state():
-            self._reducer.load_state({})
-            notes.append(
-                f"--wire {self._context.plan.wire} begins with an empty error memory: the "
-                "checkpoint is of other ranks, another --wire or other buckets"
-            )
-        return notes

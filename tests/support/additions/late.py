@@ -1,6 +1,6 @@
 """A strategy: as DDP, but nothing is sent before the backward pass has ended."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from motley.config.option import Decides, option
@@ -16,11 +16,11 @@ class LateOptions:
 
 
 def _engine(model: Any, context: Any) -> Any:
-    from motley.engines.ddp import DdpEngine
+    from motley.engines.no_overlap import NoOverlapEngine
 
     if context.config.of(LateOptions).tell:
         print(f"rank {context.rank} is late", flush=True)
-    return DdpEngine(model, replace(context, plan=replace(context.plan, buckets=1)))
+    return NoOverlapEngine(model, context)
 
 
 STRATEGIES = (

@@ -21,6 +21,7 @@ from motley.data.batch import Batch
 from motley.engines.base import EngineBase
 from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.engines.protocol import EngineContext
 from motley.engines.strategy import Engines
 from motley.launch.survivors import SURVIVE
@@ -77,14 +78,19 @@ class FailingDdp(Failing, DdpEngine):
     """Sends what each step finds."""
 
 
+class FailingNoOverlap(Failing, NoOverlapEngine):
+    """Sends it behind the backward pass."""
+
+
 class FailingLocal(Failing, LocalEngine):
     """Takes steps alone."""
 
 
 def failing_engine(model: TaskModel, context: EngineContext) -> Failing:
     """As ``--wire`` says."""
-    alone = context.plan.wire.addition is Addition.LOCAL_STEPS
-    return (FailingLocal if alone else FailingDdp)(model, context)
+    if context.plan.wire.addition is Addition.LOCAL_STEPS:
+        return FailingLocal(model, context)
+    return (FailingNoOverlap if context.plan.buckets == 1 else FailingDdp)(model, context)
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ The options are those of train_vit.py.
 import functools
 
 import motley.train.start as start
-from motley.engines.ddp import DdpEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 
 if __name__ == "__main__":
     config = read_config(training_parser(str(__doc__)))
     start.Recorder = functools.partial(start.Recorder, most_writers=3)  # type: ignore
-    run(lambda world: start.train(world, config, DdpEngine))
+    run(lambda world: start.train(world, config, NoOverlapEngine))

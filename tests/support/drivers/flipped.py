@@ -14,6 +14,7 @@ import torch
 import motley.train.agreement
 from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.engines.protocol import Engine, EngineContext, StepResult
 from motley.launch.world import run
 from motley.plan.engine_traits import EngineTraits
@@ -55,6 +56,10 @@ class FlippedDdp(Flipped, DdpEngine):
     """See both."""
 
 
+class FlippedNoOverlap(Flipped, NoOverlapEngine):
+    """See both."""
+
+
 class FlippedLocal(Flipped, LocalEngine):
     """See both."""
 
@@ -66,8 +71,9 @@ class Engines:
 
     def __call__(self, model: TaskModel, context: EngineContext) -> Engine:
         """As motley's own do."""
-        kind = FlippedLocal if context.plan.wire.addition is Addition.LOCAL_STEPS else FlippedDdp
-        return kind(model, context)
+        if context.plan.wire.addition is Addition.LOCAL_STEPS:
+            return FlippedLocal(model, context)
+        return (FlippedNoOverlap if context.plan.buckets == 1 else FlippedDdp)(model, context)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import torch
 
 from motley.comm.modes.numbers import EXACT
 from motley.data.loader import Loader
-from motley.engines.ddp import DdpEngine
-from motley.engines.protocol import EngineContext
+from motley.engines.protocol import Engine, EngineContext
+from motley.engines.strategies import ddp
 from motley.launch.world import World, run
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
@@ -31,12 +31,12 @@ from motley.train.command_line import read_config, training_parser
 ENGINE, *OPTIONS = sys.argv[1:]
 
 
-def engine_class() -> type:
+def engine_of(model: TaskModel, context: EngineContext) -> Engine:
     if ENGINE == "zero":
         from motley.engines.zero_engine import ZeroEngine
 
-        return ZeroEngine
-    return DdpEngine
+        return ZeroEngine(model, context)
+    return ddp.STRATEGIES[0].engine(model, context)
 
 
 def gradient(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -66,7 +66,7 @@ def main(world: World) -> None:
             for parameter in parameters:
                 parameter.grad = None
             gc.collect()
-            engine = engine_class()(model, context)
+            engine = engine_of(model, context)
         n = choose.randint(group.size, 40)
         shares = [choose.choice([0, 1, 2, 5, 9]) for _ in range(group.size)]
         shares[choose.randrange(group.size)] = 3

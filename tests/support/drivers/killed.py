@@ -12,13 +12,13 @@ import signal
 from torch import Tensor
 
 from motley.data.batch import Batch
-from motley.engines.ddp import DdpEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
 
 
-class Killed(DdpEngine):
+class Killed(NoOverlapEngine):
     """Begins one evaluation less than ``before``."""
 
     before = 0

@@ -8,7 +8,7 @@ The options are those of train_vit.py.
 import sys
 import tempfile
 
-from motley.engines.ddp import DdpEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
@@ -16,4 +16,4 @@ from motley.train.start import train
 if __name__ == "__main__":
     tempfile.tempdir = sys.argv.pop(1)
     config = read_config(training_parser(str(__doc__)))
-    run(lambda world: train(world, config, DdpEngine))
+    run(lambda world: train(world, config, NoOverlapEngine))

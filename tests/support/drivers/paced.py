@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from motley.data.batch import Tensors
-from motley.engines.ddp import DdpEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
@@ -32,4 +32,4 @@ class Slow(TaskModel):
 
 if __name__ == "__main__":
     config = read_config(training_parser(str(__doc__)))
-    run(lambda world: train(world, config, DdpEngine, Slow))
+    run(lambda world: train(world, config, NoOverlapEngine, Slow))

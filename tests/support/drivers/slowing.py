@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from motley.data.batch import Batch, Tensors
-from motley.engines.ddp import DdpEngine
+from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
@@ -36,7 +36,7 @@ class Slow(TaskModel):
         return super().forward(data, scored)
 
 
-class Counting(DdpEngine):
+class Counting(NoOverlapEngine):
     """Makes the first rank slow between two steps."""
 
     steps = 0

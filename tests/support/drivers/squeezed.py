@@ -28,6 +28,8 @@ if "--stage" in sys.argv:
     from motley.engines.zero_engine import ZeroEngine as Engine
 elif "local:2" in sys.argv:
     from motley.engines.local_sgd import LocalEngine as Engine
+elif "--no-overlap" in sys.argv:
+    from motley.engines.no_overlap import NoOverlapEngine as Engine
 else:
     from motley.engines.ddp import DdpEngine as Engine
 
@@ -82,6 +84,7 @@ if __name__ == "__main__":
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALL)
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--stage", type=int)
+    own.add_argument("--no-overlap", action="store_true")
     given, rest = own.parse_known_args()
     config = read_config(training_parser(str(__doc__)), rest)
     if given.stage is not None:

@@ -16,10 +16,10 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
         from motley.engines.local_sgd import LocalEngine
 
         return LocalEngine(model, context)
-    if context.size == 1 and context.plan.wire.is_exact:
-        from motley.engines.alone import AloneEngine
+    if context.plan.buckets == 1 or (context.size == 1 and context.plan.wire.is_exact):
+        from motley.engines.no_overlap import NoOverlapEngine
 
-        return AloneEngine(model, context)
+        return NoOverlapEngine(model, context)
     from motley.engines.ddp import DdpEngine
 
     return DdpEngine(model, context)

@@ -1,0 +1,95 @@
+"""The engine of a gradient that is sent behind the last backward pass, or not at all.
+
+DDP's gradients are views of its buckets, which are filled with zeros before a step, and into which
+each is added by a kernel of its own: 0.9 of 73 ms for ViT-B/16 on an H200. Here a gradient is what
+the backward pass makes, its memory is free between two steps, and many are copied by one kernel
+into what is sent.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motley.comm.reducer import Bucket, empty_bucket, grouped
+from motley.data.batch import Batch
+from motley.engines.memory import out_of_memory, release, shortage
+from motley.engines.protocol import EngineContext
+from motley.engines.reducing import ReducingEngine
+from motley.errors import NoMemoryError
+from motley.tasks.model import TaskModel
+
+_BUCKET = 2**26  # numbers; what is sent has room of its own, a bucket at a time
+
+
+class NoOverlapEngine(ReducingEngine):
+    """Implements Engine."""
+
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
+        super().__init__(model, context, "no_overlap")
+        # What a rank alone would send is what it has; but it may be asked to round it.
+        self._sends = context.size > 1 or not context.plan.wire.is_exact
+        self._groups = grouped(self._parameters, _BUCKET)
+        if context.size > 1:
+            _broadcast([*model.net.parameters(), *model.net.buffers()])
+
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
+        losses: Tensor = self._model(batch.data)
+        self._backward(losses.sum() * (self.scale.value / self._usual_weight))
+        self.clock.lap("compute", ready=last)
+        return losses.detach()
+
+    def _abandon(self, last: bool) -> None:
+        self._zero_gradients()  # there is no room for them; nobody will step
+
+    def _send(self) -> None:
+        if not self._sends:
+            return
+        futures = []
+        for place, parameters in enumerate(self._groups):
+            bucket = self._room(place, parameters)
+            if bucket is None:
+                self._abandon(last=True)
+                release()
+                bucket = self._room(place, parameters)
+            if bucket is None:
+                raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
+            _move(parameters, bucket.grads)
+            futures.append(self._add_up(bucket))
+        for future in futures:
+            future.wait()
+        self.clock.lap("sync")
+
+    def _room(self, place: int, parameters: Sequence[Tensor]) -> Bucket | None:
+        try:
+            return empty_bucket(place, parameters, final=place == len(self._groups) - 1)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self._short = shortage(error, self._context.device)
+            return None
+
+
+def _move(parameters: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Have gradients in these places; zeros where there are none."""
+    pairs = list(zip(parameters, places, strict=True))
+    made = [(place, p.grad) for p, place in pairs if p.grad is not None]
+    if made:
+        torch._foreach_copy_([place for place, _ in made], [grad for _, grad in made])
+    for parameter, place in pairs:
+        if parameter.grad is None:
+            place.zero_()
+        parameter.grad = place
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[Tensor]) -> None:
+    """Have rank 0's on all ranks; all call it."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        for group in grouped([t for t in tensors if t.dtype == dtype], _BUCKET):
+            flat = torch.cat([tensor.flatten() for tensor in group])
+            dist.broadcast(flat, src=0)
+            parts = torch.split(flat, [tensor.numel() for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
