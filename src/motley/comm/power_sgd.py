@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from motley.comm.collectives import leave_group
 from motley.comm.modes.power_sgd import PowerSgd
-from motley.comm.reducer import DTYPES, Bucket, Reducer, add_up, in_thread
+from motley.comm.reducer import DTYPES, Bucket, Reducer, Sums, in_thread
 
 _LANES = 2  # a third was no faster
 _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
@@ -29,8 +29,8 @@ class _Listening:
         sent: by the address of what was summed, in place.
     """
 
-    def __init__(self, group: Any, dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
+    def __init__(self, sums: Sums, group: Any, dtype: torch.dtype) -> None:
+        self._sums, self._group, self._dtype = sums, group, dtype
         self.sent: dict[int, Tensor] = {}
 
     def size(self) -> int:
@@ -42,7 +42,7 @@ class _Listening:
         (whole,) = tensors
         if len(whole):  # what is empty has no address of its own
             self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
-        summed = add_up(whole, self._dtype, self._group)
+        summed = self._sums.begin(whole, self._dtype, self._group)
         return _Work(summed.then(lambda future: [future.value()]))
 
 
@@ -71,13 +71,13 @@ class _Lane:
         thread: None: on a GPU, whose streams keep the order.
     """
 
-    def __init__(self, number: int, mode: PowerSgd, device: torch.device) -> None:
+    def __init__(self, number: int, mode: PowerSgd, device: torch.device, sums: Sums) -> None:
         self._device, threaded = device, device.type != "cuda"
         self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
         self.beside: Any = dist.new_group() if threaded else None
         self.group: Any = dist.new_group() if number else None
         self.dtype = DTYPES[mode.dtype]
-        self._heard = _Listening(self.group, self.dtype)
+        self._heard = _Listening(sums, self.group, self.dtype)
         self.power = PowerSGDState(
             process_group=self._heard,
             matrix_approximation_rank=mode.rank,
@@ -162,10 +162,10 @@ class PowerSgdReducer(Reducer):
     """
 
     def __init__(self, mode: PowerSgd, device: torch.device) -> None:
+        super().__init__()
         self._ranks, self._device, self._mode = dist.get_world_size(), device, mode
-        self._lanes = [
-            _Lane(number, mode, device) for number in range(1 if device.type == "cuda" else _LANES)
-        ]
+        lanes = 1 if device.type == "cuda" else _LANES
+        self._lanes = [_Lane(number, mode, device, self._sums) for number in range(lanes)]
 
     def begin_at_once(self) -> None:
         """See Reducer."""
@@ -181,12 +181,12 @@ class PowerSgdReducer(Reducer):
 
     def _sum(self, bucket: Bucket, lane: _Lane) -> Future[Tensor]:
         if lane.power.iter < _EXACT_AT_FIRST:
-            return add_up(bucket.flat, lane.dtype, lane.group)
+            return self._sums.begin(bucket.flat, lane.dtype, lane.group)
         thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
         rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
         # One number more: where all is compressed there is still something to send.
         whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
-        beside = add_up(whole, lane.dtype, lane.beside)
+        beside = self._sums.begin(whole, lane.dtype, lane.beside)
         bucket.flat.mul_(self._ranks)
         matrices = replace(bucket, grads=thin, final=False)
         lane.begin(matrices)
@@ -203,6 +203,7 @@ class PowerSgdReducer(Reducer):
 
     def after_step(self, taken: bool, factor: float) -> None:
         """See Reducer."""
+        super().after_step(taken, factor)
         for lane in self._lanes:
             if taken:
                 lane.power.iter += 1  # the hook would know of its last bucket, were it one lane
@@ -213,6 +214,7 @@ class PowerSgdReducer(Reducer):
 
     def close(self) -> None:
         """See Reducer."""
+        super().close()
         for lane in self._lanes:
             lane.close()
 

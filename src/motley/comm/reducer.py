@@ -48,6 +48,40 @@ class Bucket:
         return self.final
 
 
+class Sums:
+    """All-reduces under way.
+
+    NCCL's process group holds what a GPU has sent until somebody waits for the work itself, or
+    sends something else some time later: gigabytes, beside the next forward pass. So the works are
+    kept, to be waited for.
+    """
+
+    def __init__(self) -> None:
+        self._works: list[Any] = []
+
+    def begin(self, whole: Tensor, dtype: torch.dtype, group: Any = None) -> Future[Tensor]:
+        """Begin to sum a tensor over all ranks, in place, as numbers of ``dtype``.
+
+        Args:
+            group: whose ranks add up; None: all.
+        """
+        sent = whole.to(dtype)  # itself, where these are its own
+        work = dist.all_reduce(sent, group=group, async_op=True)
+        if whole.is_cuda:
+            self._works.append(work)
+
+        def put(future: Future[list[Tensor]]) -> Tensor:
+            return whole if sent is whole else whole.copy_(future.value()[0])
+
+        return work.get_future().then(put)
+
+    def release(self) -> None:
+        """Let go of what has been added up."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
 class Reducer:
     """The exact one: fp32. What the others do besides is for what they keep between steps.
 
@@ -56,18 +90,11 @@ class Reducer:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._group = group
-        self._works: list[Any] = []  # of what a GPU has sent
+        self._group, self._sums = group, Sums()
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """Begin to sum a bucket over all ranks, in place."""
-        return self._all_reduce(bucket.flat).then(first)
-
-    def _all_reduce(self, part: Tensor) -> Future[list[Tensor]]:
-        work = dist.all_reduce(part, group=self._group, async_op=True)
-        if part.is_cuda:
-            self._works.append(work)
-        return work.get_future()
+        return self._sums.begin(bucket.flat, bucket.flat.dtype, self._group)
 
     def begin_at_once(self) -> None:
         """Without steps that are exact at first, as torch's PowerSGD takes them."""
@@ -79,19 +106,11 @@ class Reducer:
             taken: else the parameters are as before, and so must be what the reducer keeps.
             factor: of the coming step's loss scale to this one's.
         """
-        self._release()
+        self._sums.release()
 
     def close(self) -> None:
         """Let go of groups and threads; all ranks call it."""
-        self._release()
-
-    def _release(self) -> None:
-        """Let go of what was sent, and has been added up. NCCL's process group holds it until
-        somebody waits for the work itself, or sends something else some time later: gigabytes,
-        beside the next forward pass."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self._sums.release()
 
     def state(self) -> dict[str, Tensor]:
         """What this rank alone keeps between steps, on the CPU."""
@@ -125,8 +144,7 @@ class RoundingReducer(Reducer):
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """See Reducer."""
-        sent = self._all_reduce(bucket.flat.to(self._dtype))
-        return sent.then(lambda future: bucket.flat.copy_(first(future)))
+        return self._sums.begin(bucket.flat, self._dtype)
 
 
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
@@ -159,17 +177,6 @@ def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
     for bucket in buckets:
         bucket.flat.normal_()
     return buckets
-
-
-def first(future: Future[list[Tensor]]) -> Tensor:
-    """What an all-reduce of one tensor gives."""
-    return future.value()[0]
-
-
-def add_up(whole: Tensor, dtype: torch.dtype, group: Any = None) -> Future[Tensor]:
-    """Begin to sum a tensor over all ranks, in place, as numbers of ``dtype``."""
-    work = dist.all_reduce(whole.to(dtype), group=group, async_op=True)
-    return work.get_future().then(lambda future: whole.copy_(first(future)))
 
 
 def in_thread(
