@@ -64,7 +64,7 @@ class Slots:
     def __init__(self, workers: int, size: int, pinned: bool) -> None:
         # Whole pages, and one for the gaps between its tensors.
         self._size = (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
-        self._memory = mmap.mmap(-1, workers * OF_EACH * self._size) if workers and size else None
+        self._memory = _shared(workers * OF_EACH * self._size) if workers and size else None
         self._made = 0  # by this process
         self._pinned = pinned
         self._known: set[int] = set()  # slots that the GPU knows, or that it cannot
@@ -126,6 +126,15 @@ class Slots:
             return
         with contextlib.suppress(RuntimeError):  # CUDA tells whoever launches a kernel next
             torch.zeros(1, device="cuda")
+
+
+def _shared(size: int) -> mmap.mmap | None:
+    """Memory that this process and its children see; None where the system grants no so large one:
+    each batch has its own then."""
+    try:
+        return mmap.mmap(-1, size)
+    except OSError:
+        return None
 
 
 def _places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:

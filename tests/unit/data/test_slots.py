@@ -25,7 +25,7 @@ class _Worker:
 @given(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)),
              max_size=5),
-    st.integers(0, 3), st.booleans(), st.integers(0, 2000),
+    st.integers(0, 3), st.booleans(), st.one_of(st.integers(0, 2000), st.just(2**46)),
 )  # fmt: skip
 def test_a_batch_is_as_it_was_in_a_slot_or_beside_it(
     kinds: list[tuple[torch.dtype, list[int]]], n: int, weighs: bool, room: int
@@ -40,8 +40,8 @@ def test_a_batch_is_as_it_was_in_a_slot_or_beside_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(motley.data.slots, "get_worker_info", _Worker)
         passed = [slots.put(batch) for _ in range(OF_EACH + 1)]
-    large = sum(tensor.nbytes for tensor in batch.tensors()) > room
-    assert not isinstance(passed[0], Passed) or not large or room > 0
+    if room in (0, 2**46):  # of so much none is granted
+        assert not any(isinstance(each, Passed) for each in passed)
     for each in passed:
         found = slots.take(each, CPU)
         assert (found.indices, found.unreadable) == (batch.indices, batch.unreadable)
