@@ -59,9 +59,9 @@ class Loader:
         self._train, self._test = Keyed(samples, True), Keyed(samples, False)
         self._asked = Asked()
         size = math.ceil(sample * micro_batch)
-        self._slots = Slots(self._workers, size, pinned=device.type == "cuda")
+        self._slots = Slots(self._workers, size, device)
         self._loader = self._make_loader()
-        self._pass = Batches(iter(()), self._slots, device)
+        self._pass = Batches(iter(()), self._slots)
         self.order = Order(len(self._train), config.seed, config.data_fraction)
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
@@ -121,24 +121,24 @@ class Loader:
         self._pass.settle()
         self._asked.keys = keys
         batches = explained(iter(self._loader), self._workers)
-        kind = OnGpu if self._device.type == "cuda" else Batches
-        self._pass = kind(batches, self._slots, self._device)
+        on_gpu = self._device.type == "cuda"
+        self._pass = (
+            OnGpu(batches, self._slots, self._device) if on_gpu else Batches(batches, self._slots)
+        )
         return self._pass
 
 
 class Batches:
     """Micro-batches on the device that computes them, one after another."""
 
-    def __init__(
-        self, batches: Iterator[Passed | Batch], slots: Slots, device: torch.device
-    ) -> None:
-        self._batches, self._slots, self._device = batches, slots, device
+    def __init__(self, batches: Iterator[Passed | Batch], slots: Slots) -> None:
+        self._batches, self._slots = batches, slots
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return self._slots.take(next(self._batches), self._device)
+        return self._slots.take(next(self._batches))
 
     def read_ahead(self) -> None:
         """Have the next one ready; called where the device has enough to do meanwhile."""
@@ -153,7 +153,8 @@ class OnGpu(Batches):
     def __init__(
         self, batches: Iterator[Passed | Batch], slots: Slots, device: torch.device
     ) -> None:
-        super().__init__(batches, slots, device)
+        super().__init__(batches, slots)
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready: Batch | None = None
 
@@ -175,7 +176,7 @@ class OnGpu(Batches):
         self.settle()
         if (found := next(self._batches, None)) is not None:
             with torch.cuda.stream(self._stream):
-                self._ready = self._slots.take(found, self._device)
+                self._ready = self._slots.take(found)
 
     def settle(self) -> None:
         """See Batches. Long done: it waits for nothing that is computed."""

@@ -58,15 +58,15 @@ class Slots:
 
     Args:
         size: bytes of a batch at most; a larger one is passed in memory of its own.
-        pinned: a GPU is to copy from there.
+        device: the rank's; a GPU copies from there.
     """
 
-    def __init__(self, workers: int, size: int, pinned: bool) -> None:
+    def __init__(self, workers: int, size: int, device: torch.device) -> None:
         # Whole pages, and one for the gaps between its tensors.
         self._size = (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
         self._memory = _shared(workers * OF_EACH * self._size) if workers and size else None
         self._made = 0  # by this process
-        self._pinned = pinned
+        self._device = device
         self._known: set[int] = set()  # slots that the GPU knows, or that it cannot
         self._pins: list[int] = []  # addresses
         weakref.finalize(self, _unpin, self._pins).atexit = False
@@ -93,15 +93,15 @@ class Slots:
             None if batch.weights is None else places[-1],
         )  # fmt: skip
 
-    def take(self, found: Passed | Batch, device: torch.device) -> Batch:
-        """A copy on ``device``, or what was passed otherwise; in the rank. Where the slot is pinned
-        the copy runs beside the host: the next one is to be asked for once it is done."""
+    def take(self, found: Passed | Batch) -> Batch:
+        """A copy on the device, or what was passed otherwise; in the rank. Of a GPU it runs beside
+        the host: the next batch is to be asked for once it is done."""
         if isinstance(found, Batch):
-            return found.to(device)
-        if self._pinned and found.slot not in self._known:
+            return found.to(self._device)
+        if self._device.type == "cuda" and found.slot not in self._known:
             self._pin(found.slot)
         data = {
-            name: self._view(found.slot, place).to(device, non_blocking=True, copy=True)
+            name: self._view(found.slot, place).to(self._device, non_blocking=True, copy=True)
             for name, place in found.data.items()
         }
         weights = found.weights and self._view(found.slot, found.weights).clone()
@@ -125,7 +125,7 @@ class Slots:
             self._pins.append(start)
             return
         with contextlib.suppress(RuntimeError):  # CUDA tells whoever launches a kernel next
-            torch.zeros(1, device="cuda")
+            torch.zeros(1, device=self._device)
 
 
 def _shared(size: int) -> mmap.mmap | None:

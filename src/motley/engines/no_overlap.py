@@ -41,7 +41,7 @@ class NoOverlapEngine(ReducingEngine):
         return losses.detach()
 
     def _abandon(self, last: bool) -> None:
-        self._zero_gradients()  # there is no room for them; nobody will step
+        self._zero_gradients()  # there is no room for them, and nobody will step
 
     def _send(self) -> None:
         if not self._sends:
@@ -50,7 +50,7 @@ class NoOverlapEngine(ReducingEngine):
         for place, parameters in enumerate(self._groups):
             bucket = self._room(place, parameters)
             if bucket is None:
-                self._abandon(last=True)
+                self._zero_gradients()  # nobody will step
                 release()
                 bucket = self._room(place, parameters)
             if bucket is None:

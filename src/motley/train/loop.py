@@ -152,13 +152,11 @@ class Loop:
 
     def _replan(self) -> bool:
         """Split the batch anew where that was proposed; whether it is."""
-        proposal, self._proposal = self._proposal, None
-        if proposal is None:
+        if self._proposal is None:
             return False
-        self._plan = rebalance(self._plan, proposal, self._recorder, self._state)
+        self._plan = rebalance(self._plan, self._proposal, self._recorder, self._state)
         self._job.engine.reconfigure(self._plan)
         self._job.watch.forget()
-        self._timed = None  # it was of the split before
         return True
 
     def _save(self, asked: bool = False) -> bool:

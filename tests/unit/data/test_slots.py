@@ -36,14 +36,14 @@ def test_a_batch_is_as_it_was_in_a_slot_or_beside_it(
     }
     weights = torch.rand(n) if weighs else None
     batch = Batch(data, tuple(range(n)), weights, ("bad.png",))
-    slots = Slots(1, room, pinned=False)
+    slots = Slots(1, room, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(motley.data.slots, "get_worker_info", _Worker)
         passed = [slots.put(batch) for _ in range(OF_EACH + 1)]
     if room in (0, 2**46):  # of so much none is granted
         assert not any(isinstance(each, Passed) for each in passed)
     for each in passed:
-        found = slots.take(each, CPU)
+        found = slots.take(each)
         assert (found.indices, found.unreadable) == (batch.indices, batch.unreadable)
         assert list(found.data) == list(data)
         for name, tensor in data.items():
@@ -61,7 +61,7 @@ class _Counted(torch.utils.data.Dataset[int]):
 
 def test_no_slot_is_written_before_what_is_in_it_is_copied() -> None:
     """However far the processes are ahead; what the rank has not copied yet is the last it took."""
-    slots = Slots(3, 80_000, pinned=False)
+    slots = Slots(3, 80_000, CPU)
 
     def put(keys: list[int]) -> Passed | Batch:
         return slots.put(Batch({"x": torch.full((len(keys), 10_000), keys[0])}, tuple(keys)))
@@ -77,7 +77,7 @@ def test_no_slot_is_written_before_what_is_in_it_is_copied() -> None:
             used.add(passed.slot)
             if count % 40 == 0:
                 time.sleep(0.01)  # they make what they may
-            assert slots.take(passed, CPU).data["x"].eq(passed.batch.indices[0]).all()
+            assert slots.take(passed).data["x"].eq(passed.batch.indices[0]).all()
             if count == 20 * passes:
                 break  # the next pass begins while they make what nobody takes
     assert used == set(range(3 * OF_EACH))
