@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from mixed import Bench
 
+from motley.comm.modes import parse_wire
+from motley.comm.modes.numbers import EXACT
 from motley.launch.world import World, run
 from motley.plan.precision import read_precisions
 from motley.plan.split import limit_s
@@ -82,13 +84,14 @@ def measure(bench: GpuBench, options: argparse.Namespace, repeat: int) -> None:
         return speeds
 
     speeds = limit()
-    turns = [(n, mode) for n in options.n for mode in ("plain-ddp", "motley-ddp")]
-    for n, mode in turns if repeat % 2 == 0 else turns[::-1]:
-        if mode == "plain-ddp":
+    turns = [(n, wire) for n in options.n for wire in (None, *options.wires)]
+    for n, wire in turns if repeat % 2 == 0 else turns[::-1]:
+        if wire is None:
             # Its steps are long, and as long as each other.
-            tell(mode, n, bench.plain_ddp(n, warm=2, steps=max(1, options.steps // 4)))
+            tell("plain-ddp", n, bench.plain_ddp(n, warm=2, steps=max(1, options.steps // 4)))
         else:
-            tell(mode, n, bench.ours(n, speeds))
+            name = "motley-ddp" if wire == EXACT else f"motley-ddp-{wire}"
+            tell(name, n, bench.ours(n, speeds, mode=wire))
     limit()
 
 
@@ -97,6 +100,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=lambda text: text.split(","))
     parser.add_argument("--n", type=lambda text: [int(word) for word in text.split(",")])
+    parser.add_argument("--wires", type=lambda text: [parse_wire(word) for word in text.split(",")])
     parser.add_argument("--model")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--warm", type=int)

@@ -40,7 +40,7 @@ def run(ranks: str, batches: str, options: argparse.Namespace) -> Lines:
         "mpirun", "-np", str(len(ranks.split(","))), "--hostfile", "hosts.txt", "./entry_cn.sh",
         "benchmarks/mixed_gpu_rank.py", "--ranks", ranks, "--n", batches, "--model", options.model,
         "--steps", str(options.steps), "--warm", str(options.warm),
-        "--repeats", str(options.repeats),
+        "--repeats", str(options.repeats), "--wires", options.wires,
     ]  # fmt: skip
     lines: Lines = []
     print(" ".join(command), flush=True)
@@ -52,7 +52,7 @@ def run(ranks: str, batches: str, options: argparse.Namespace) -> Lines:
                 continue
             found = json.loads(line.removeprefix("RESULT "))
             rate = found["n"] / found["step_s"]
-            print(f"  {found['mode']:<12} N {found['n']:5d}  {rate:9,.1f} images/s", flush=True)
+            print(f"  {found['mode']:<16} N {found['n']:5d}  {rate:9,.1f} images/s", flush=True)
             lines.append(found)
     if job.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {job.returncode}")
@@ -129,7 +129,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The table."""
     took = rows[0]["measured_s"] + max(row.get("refined_s", 0.0) for row in rows)
     print(f"\n{rows[0]['ranks']}: measured in {took:.1f} s at most")
-    print(f"  {'':<12}{'N':>6}{'images/s':>10}{'of limit':>10}{'at N':>7}{'x plain':>9}"
+    print(f"  {'':<16}{'N':>6}{'images/s':>10}{'of limit':>10}{'at N':>7}{'x plain':>9}"
           f"{'spread':>8}{'step':>9}{'predicted':>11}  samples")  # fmt: skip
     for row in rows:
         at_n = f"{row['fraction_at_n']:.3f}" if "fraction_at_n" in row else ""
@@ -137,7 +137,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         step = f"{row['step_s']:.4f} s" if "step_s" in row else ""
         predicted = f"{row['predicted_s']:.4f} s" if "predicted_s" in row else ""
         print(
-            f"  {row['mode']:<12}{row['n']:>6}{row['images_per_s']:>10,.0f}"
+            f"  {row['mode']:<16}{row['n']:>6}{row['images_per_s']:>10,.0f}"
             f"{row['fraction_of_limit']:>10.3f}{at_n:>7}{times:>9}{row['spread']:>8.1%}{step:>9}"
             f"{predicted:>11}  {' + '.join(map(str, row.get('counts', ())))}"
         )
@@ -169,6 +169,9 @@ def arguments() -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     sets = "precision[@processors],...:batch,...; again for another set"
     parser.add_argument("--ranks", action="append", metavar="SET", help=sets)
+    parser.add_argument(
+        "--wires", default="exact", metavar="MODE,...", help="what of ours travels, default exact"
+    )
     model = "vit_base_patch16_224" if gpus else "vit_digits"
     parser.add_argument("--model", default=model, help="timm name")
     parser.add_argument("--steps", type=int, default=48 if gpus else 6, help="timed")

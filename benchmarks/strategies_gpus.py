@@ -37,15 +37,17 @@ from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 
+NO_OVERLAP = "ddp-no-overlap"  # as DDP is planned where links are as fast as a GPU's memory
 # The package through which each is reached, and its options.
 MODES = {
-    "ddp": (TORCH, ()), "fsdp": (TORCH, ("--strategy", "fsdp")),
+    "ddp": (TORCH, ()), NO_OVERLAP: (TORCH, ()), "fsdp": (TORCH, ("--strategy", "fsdp")),
     "fsdp-reshard": (TORCH, ("--strategy", "fsdp", "--reshard-after-forward")),
     "zero1": (ZERO, ("--stage", "1")), "zero2": (ZERO, ("--stage", "2")),
     "zero3": (ZERO, ("--stage", "3")),
 }  # fmt: skip
 BARE, COMPILED = "bare-fsdp2", "-compiled"
-ALL = [*MODES, BARE, *(f"{name}{COMPILED}" for name in ("ddp", "fsdp", "zero1", "zero3"))]
+_COMPILES = ("ddp", NO_OVERLAP, "fsdp", "zero1", "zero3")
+ALL = [*MODES, BARE, *(f"{name}{COMPILED}" for name in _COMPILES)]
 
 
 class StrategyBench(Bench):
@@ -77,7 +79,8 @@ class StrategyBench(Bench):
         model, ranks = self.model(), self.group.size
         if mode.endswith(COMPILED):
             model.compile_task()
-        plan = make_plan(n, [1.0] * ranks, [n // ranks] * ranks, EXACT)
+        buckets = 1 if mode.startswith(NO_OVERLAP) else None
+        plan = make_plan(n, [1.0] * ranks, [n // ranks] * ranks, EXACT, buckets)
         scale = start_scale("auto", (*self.group.precisions, "fp32"))
         context = EngineContext(
             config, self.rank, ranks, self.group.device, self.group.precisions, scale, plan
@@ -125,7 +128,7 @@ def main(world: World, options: argparse.Namespace) -> None:
         found[mode].append(seen)
         if world.rank == 0:
             laps = {k: round(1e3 * s, 1) for k, s in seen.get("laps", [{}])[0].items()}
-            print(f"  {mode:<18}{1e3 * seen['step_s']:8.1f} ms a step, loss {seen['loss']:.5f}",
+            print(f"  {mode:<26}{1e3 * seen['step_s']:8.1f} ms a step, loss {seen['loss']:.5f}",
                   f"{seen['mib'] or 0:,.0f} MiB", laps, sep=", ", flush=True)  # fmt: skip
     leave_process_group()
     if world.rank != 0:

@@ -22,7 +22,8 @@ class Bucket:
     """Gradients that travel at once; has what torch's hooks ask of a dist.GradBucket.
 
     Attributes:
-        place: of its steps' buckets, 0-based. flat: all its gradients, fp32 [numbers].
+        place: of its steps' buckets, 0-based. flat: all its gradients [numbers], of the
+            parameters' dtype or of the reducer's.
         grads: views of ``flat``, in the parameters' shapes. final: the step's last.
     """
 
@@ -59,13 +60,13 @@ class Sums:
     def __init__(self) -> None:
         self._works: list[Any] = []
 
-    def begin(self, whole: Tensor, dtype: torch.dtype, group: Any = None) -> Future[Tensor]:
-        """Begin to sum a tensor over all ranks, in place, as numbers of ``dtype``.
+    def begin(self, whole: Tensor, dtype: torch.dtype | None, group: Any = None) -> Future[Tensor]:
+        """Begin to sum a tensor over all ranks, in place.
 
         Args:
-            group: whose ranks add up; None: all.
+            dtype: as whose numbers; None: as its own. group: whose ranks add up; None: all.
         """
-        sent = whole.to(dtype)  # itself, where these are its own
+        sent = whole.to(dtype or whole.dtype)  # itself, where these are its own
         work = dist.all_reduce(sent, group=group, async_op=True)
         if whole.is_cuda:
             self._works.append(work)
@@ -87,14 +88,19 @@ class Reducer:
 
     Args:
         group: whose ranks add up; None: all.
+
+    Attributes:
+        dtype: of what travels, and of buckets that are sent as they are; None: the parameters'.
     """
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, group: Any = None) -> None:
         self._group, self._sums = group, Sums()
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """Begin to sum a bucket over all ranks, in place."""
-        return self._sums.begin(bucket.flat, bucket.flat.dtype, self._group)
+        return self._sums.begin(bucket.flat, self.dtype, self._group)
 
     def begin_at_once(self) -> None:
         """Without steps that are exact at first, as torch's PowerSGD takes them."""
@@ -140,11 +146,7 @@ class RoundingReducer(Reducer):
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
-        self._dtype = DTYPES[dtype]
-
-    def send(self, bucket: Bucket) -> Future[Tensor]:
-        """See Reducer."""
-        return self._sums.begin(bucket.flat, self._dtype)
+        self.dtype = DTYPES[dtype]
 
 
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
@@ -157,9 +159,12 @@ def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
     return groups
 
 
-def empty_bucket(place: int, parameters: Sequence[Tensor], final: bool) -> Bucket:
-    """Room for their gradients, each laid out as its parameter is."""
-    flat = parameters[0].new_empty(sum(p.numel() for p in parameters), requires_grad=False)
+def empty_bucket(
+    place: int, parameters: Sequence[Tensor], final: bool, dtype: torch.dtype | None = None
+) -> Bucket:
+    """Room for their gradients, each laid out as its parameter is; of its dtype if of no other."""
+    numbers = sum(p.numel() for p in parameters)
+    flat = parameters[0].new_empty(numbers, dtype=dtype, requires_grad=False)
     parts = torch.split(flat, [p.numel() for p in parameters])
     grads = [
         part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from motley.comm.reducer import Bucket, empty_bucket, grouped
 from motley.data.batch import Batch
+from motley.engines.gradients import gradient_norm
 from motley.engines.memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.reducing import ReducingEngine
 from motley.errors import NoMemoryError
 from motley.tasks.model import TaskModel
 
-_BUCKET = 2**26  # numbers; what is sent has room of its own, a bucket at a time
+_BUCKET = 2**25  # numbers; twice as many took two H200s 4 % longer, a quarter 11 %
 
 
 class NoOverlapEngine(ReducingEngine):
@@ -46,7 +47,7 @@ class NoOverlapEngine(ReducingEngine):
     def _send(self) -> None:
         if not self._sends:
             return
-        futures = []
+        sent = []
         for place, parameters in enumerate(self._groups):
             bucket = self._room(place, parameters)
             if bucket is None:
@@ -55,15 +56,24 @@ class NoOverlapEngine(ReducingEngine):
                 bucket = self._room(place, parameters)
             if bucket is None:
                 raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
-            _move(parameters, bucket.grads)
-            futures.append(self._add_up(bucket))
-        for future in futures:
+            _fill(bucket.grads, parameters)
+            sent.append((self._reducer.send(bucket), parameters, bucket.grads))
+            self._note_own(parameters)  # while it travels
+            if bucket.flat.dtype == parameters[0].dtype:
+                _take(parameters, bucket.grads)  # the memory of what they were is needed
+        for future, parameters, sums in sent:
             future.wait()
+            _take(parameters, sums)
         self.clock.lap("sync")
 
+    def _note_own(self, parameters: Sequence[Tensor]) -> None:
+        if self._context.size > 1 and any(p.grad is not None for p in parameters):
+            self._own_norms.append(gradient_norm(parameters))
+
     def _room(self, place: int, parameters: Sequence[Tensor]) -> Bucket | None:
+        final = place == len(self._groups) - 1
         try:
-            return empty_bucket(place, parameters, final=place == len(self._groups) - 1)
+            return empty_bucket(place, parameters, final, self._reducer.dtype)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -71,16 +81,27 @@ class NoOverlapEngine(ReducingEngine):
             return None
 
 
-def _move(parameters: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Have gradients in these places; zeros where there are none."""
-    pairs = list(zip(parameters, places, strict=True))
-    made = [(place, p.grad) for p, place in pairs if p.grad is not None]
-    if made:
-        torch._foreach_copy_([place for place, _ in made], [grad for _, grad in made])
-    for parameter, place in pairs:
-        if parameter.grad is None:
+def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Put the parameters' gradients there; zeros where there are none."""
+    made = [(place, p.grad) for place, p in zip(places, parameters, strict=True)]
+    pairs = [(place, grad) for place, grad in made if grad is not None]
+    if pairs:
+        torch._foreach_copy_([place for place, _ in pairs], [grad for _, grad in pairs])
+    for place, grad in made:
+        if grad is None:
             place.zero_()
-        parameter.grad = place
+
+
+def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+    """Have these as gradients; what was rounded goes where a gradient is already."""
+    rounded = []
+    for parameter, found in zip(parameters, sums, strict=True):
+        if parameter.grad is None or found.dtype == parameter.dtype:
+            parameter.grad = found.to(parameter.dtype)
+        else:
+            rounded.append((parameter.grad, found))
+    if rounded:
+        torch._foreach_copy_([grad for grad, _ in rounded], [found for _, found in rounded])
 
 
 @torch.no_grad()

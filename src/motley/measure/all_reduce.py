@@ -55,10 +55,12 @@ def measure_wire(
     all_s = _all_s(first, more, whole, first_s, part_s)
     count = len(pieces)
     del part, pieces  # memory of theirs is needed
-    if mode.addition is Addition.BUCKETS and first < more == whole:
-        # Its matrices are computed with, so a bucket costs more than one of next to nothing does.
-        at_once_s = send_s(buckets_of(some, total))
-        latency_s = max(latency_s, (all_s - at_once_s) / (count - 1))
+    computes = mode.addition is Addition.BUCKETS
+    if first < more == whole and (computes or dist.get_backend() == "nccl"):
+        # A bucket with matrices that are computed with costs more than one of next to nothing
+        # does; and one of NCCL's less, which begins with it while another is on its way.
+        each_s = (all_s - send_s(buckets_of(some, total))) / (count - 1)
+        latency_s = max(latency_s if computes else 0.0, each_s)
     transfer_s = max(0.0, all_s - latency_s * count) * total / sum(p.numel() for p in some)
     return cost_of(parameters, mode, latency_s, transfer_s)
 

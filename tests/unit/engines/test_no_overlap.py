@@ -36,12 +36,12 @@ def step_without_room() -> None:
     steps = Loader(task, config, 0, CPU).steps(0, 0, plan)
     refusals = 0
 
-    def room(place: int, parameters: list[torch.Tensor], final: bool) -> Bucket:
+    def room(place: int, parameters: list[torch.Tensor], final: bool, dtype: torch.dtype) -> Bucket:
         nonlocal refusals
         if refusals:
             refusals -= 1
             raise MemoryError("no room")
-        return empty_bucket(place, parameters, final)
+        return empty_bucket(place, parameters, final, dtype)
 
     motley.engines.no_overlap.empty_bucket = room  # type: ignore[assignment]
     for (_, micro_batches), refused in zip(steps, (0, 1, 2), strict=False):
