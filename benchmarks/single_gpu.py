@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ MANUAL = "manual"  # 99 times 0.4 MB: no epoch ends
 
 # Of a GPT: vocabulary, length, depth, width, heads. nanoGPT trains GPT-2 small with this one.
 GPTS = {"gpt2": (50304, 1024, 12, 768, 12), "gpt-tiny": (256, 64, 2, 64, 2)}
+PARTS = ("t_data", "t_compute", "t_wait", "t_comm", "t_opt")  # of a step, by its record
 MODES = {
     "bare": "bare PyTorch loop",
     "bare-compiled": "bare PyTorch loop, torch.compile(model)",
@@ -140,8 +142,8 @@ def _wait(device: object) -> None:
         torch.cuda.synchronize()
 
 
-def motley(mode: str, options: argparse.Namespace, logs: Path) -> float:
-    """Samples/s of a run of ours, by the clock times of its records."""
+def motley(mode: str, options: argparse.Namespace, logs: Path) -> tuple[float, dict[str, Any]]:
+    """Samples/s of a run of ours, by the clock times of its records; and where its time went."""
     from motley.records.run_folder import RunFolder
 
     script = "deepspeed/train.py" if mode == "motley-deepspeed" else "torch_dist/train.py"
@@ -155,10 +157,24 @@ def motley(mode: str, options: argparse.Namespace, logs: Path) -> float:
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    print(*(f"    {line}" for line in done.stdout.splitlines() if "left out" in line), sep="\n")
+    for line in done.stdout.splitlines():
+        if "left out" in line:
+            print(f"    {line}")
     steps = RunFolder(logs / name).read_steps()[0]
     first, last = steps[options.skip - 1], steps[-1]
-    return options.batch * (last["step"] - first["step"]) / (last["time"] - first["time"])
+    rate = options.batch * (last["step"] - first["step"]) / (last["time"] - first["time"])
+    return rate, parts_of(steps[options.skip :])
+
+
+def parts_of(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of a step's parts, the median, and of the longest steps: one that stands still for
+    0.1 s costs 2 % of so few."""
+    parts = {part: [step[part] or 0.0 for step in steps] for part in PARTS}
+    whole = sorted(map(sum, zip(*parts.values(), strict=True)), reverse=True)
+    return {
+        **{part: statistics.median(values) for part, values in parts.items()},
+        "step": statistics.median(whole), "longest": whole[:5],
+    }  # fmt: skip
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
@@ -171,7 +187,11 @@ def words_of(options: argparse.Namespace) -> list[str]:
             "--text", *[MANUAL] * 99, *itertools.chain(*sizes)]  # fmt: skip
 
 
-def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def table(
+    rates: dict[str, list[float]],
+    parts: dict[str, list[dict[str, Any]]],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
     """One row a mode; the bare loop is the limit."""
     limit = statistics.median(rates["bare"])
     rows = []
@@ -185,6 +205,7 @@ def table(rates: dict[str, list[float]], options: argparse.Namespace) -> list[di
                 "fraction_of_limit": rate / limit, "times_plain_ddp": None,
                 "times_best_single": rate / limit,
                 "spread": (max(values) - min(values)) / rate, "repeats": values,
+                "seconds": parts.get(mode),
             }
         )  # fmt: skip
     return rows
@@ -225,6 +246,7 @@ def main() -> None:
 
     started = time.time()
     rates: dict[str, list[float]] = {mode: [] for mode in options.modes}
+    parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for mode in options.modes:
         package = PACKAGES.get(mode.partition("-")[0])
         if package and importlib.util.find_spec(package) is None:
@@ -239,15 +261,28 @@ def main() -> None:
                     done = subprocess.run(own, check=True, capture_output=True, text=True)
                     rates[mode].append(float(done.stdout.split()[-1]))
                 else:
-                    rates[mode].append(motley(mode, options, Path(logs)))
-                print(f"    {rates[mode][-1]:,.1f} samples/s", flush=True)
-    rows, log = table(rates, options), log_cost()
+                    rate, own_parts = motley(mode, options, Path(logs))
+                    rates[mode].append(rate)
+                    parts[mode].append(own_parts)
+                print(f"    {rates[mode][-1]:,.1f} samples/s", *seconds_in_words(parts[mode]),
+                      flush=True)  # fmt: skip
+    rows, log = table(rates, parts, options), log_cost()
     show(rows, log, options)
     if options.json:
         result.write(
             options.json, rows, started, machine=machine(), gpu_log=log, model=options.model,
             precision=options.precision, steps=options.steps, skipped=options.skip,
         )  # fmt: skip
+
+
+def seconds_in_words(parts: list[dict[str, Any]]) -> list[str]:
+    """Of the last repeat; of a bare loop nothing is known."""
+    if not parts:
+        return []
+    last = parts[-1]
+    each = ", ".join(f"{part[2:]} {1e3 * last[part]:.2f}" for part in PARTS)
+    longest = ", ".join(f"{1e3 * seconds:.1f}" for seconds in last["longest"])
+    return [f"(ms of a step: {each}; median {1e3 * last['step']:.2f}, longest {longest})"]
 
 
 def show(rows: list[dict[str, Any]], log: dict[str, float], options: argparse.Namespace) -> None:
