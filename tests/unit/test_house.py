@@ -42,9 +42,9 @@ ROOMS = {
         "watchdog dead_links unheard fault_record job_files leftovers ssh_sessions launcher_reaper "
         "survivors away pause own_rank regroup first_cause save_before_end background_writer "
         "job_end stop_signals start_clock start_watch tcp_ranks ranks watch_first watch_all "
-        "supervisor world give_way __main__"
+        "watching supervisor world give_way __main__"
     ),
-    "config": "option numbers options parser",
+    "config": "option numbers optimization options parser",
     "data": (
         "import_timm batch source images shards packed_file packer dataset datasets/* mixing "
         "transforms order slots loader_memory keyed loader"

@@ -5,13 +5,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from motley.comm.collectives import all_gather_object
 from motley.data.batch import Batch, Tensors
@@ -199,36 +196,14 @@ class EngineBase:
     def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """Each sample's loss, fp32 [n], and their sum; where every pass communicates.
 
-        A rank without samples computes one nevertheless, in :meth:`_pass`: only a real pass takes
-        part in all that the others do, in their order.
+        A rank without samples computes one nevertheless, silenced (see motley.engines.gradients):
+        only a real pass takes part in all that the others do, in their order.
         """
         if not len(batch):
             losses = forward(self._model.blank())
             return losses.new_empty(0), losses.sum()
         losses = forward(batch.data)
         return losses, losses.sum()
-
-    @contextlib.contextmanager
-    def _pass(self, batch: Batch) -> Iterator[None]:
-        """A pass through the model, forward and backward; of a rank without samples all gradients
-        are zeros, whatever is computed: 0 times what is not finite would not be."""
-        hooks: list[RemovableHandle] = []
-
-        def silence(module: nn.Module, _: Any) -> None:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
-
-        if not len(batch):
-            net = self._model.net
-            units = {net, *(part for part in net.modules() if isinstance(part, FSDPModule))}
-            # FSDP gives a module the parameters that it computes with just before it does.
-            hooks += [unit.register_forward_pre_hook(silence) for unit in units]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _backward(self, loss: Tensor) -> None:
         self.clock.on_phase(Phase.BACKWARD)

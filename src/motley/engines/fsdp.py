@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
 from motley.engines.adamw8bit import AdamW8bit
+from motley.engines.gradients import silenced
 from motley.engines.local_shards import LocalShards
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import on_cpu, parameter_of, snapshot
@@ -93,7 +94,7 @@ class FsdpEngine(SynchronousEngine):
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         try:
-            with self._pass(batch):
+            with silenced(self._model.net, not len(batch)):
                 losses, total = self._losses(self._model, batch)
                 self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
         except (RuntimeError, MemoryError) as error:

@@ -1,10 +1,14 @@
 """The gradient of all parameters together: its norm, and what is done to it before a step."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -49,3 +53,25 @@ def unscale_and_clip(
     if most is not None:
         factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
     torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+
+
+@contextlib.contextmanager
+def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
+    """A pass through a model, forward and backward; where it is of a rank without samples all
+    gradients are zeros, whatever is computed: 0 times what is not finite would not be."""
+    hooks: list[RemovableHandle] = []
+
+    def silence(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+
+    if empty:
+        units = {net, *(part for part in net.modules() if isinstance(part, FSDPModule))}
+        # FSDP gives a module the parameters that it computes with just before it does.
+        hooks += [unit.register_forward_pre_hook(silence) for unit in units]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

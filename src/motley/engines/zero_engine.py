@@ -18,7 +18,7 @@ from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
 from motley.engines.adamw8bit import converted
 from motley.engines.base import LEAST_CORRECTION, EngineBase
-from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.gradients import gradient_norm, silenced, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import fill_tied, model_state, snapshot
@@ -129,7 +129,7 @@ class ZeroEngine(EngineBase):
 
         weight = self.loss_weight / self._usual_weight
         if self.equal_micro_steps:
-            with self._pass(batch):
+            with silenced(self._model.net, not len(batch)):
                 losses, total = self._losses(forward, batch)
                 self._backward(total * weight)
         else:
@@ -276,7 +276,7 @@ class ZeroEngine(EngineBase):
             # A step with a gradient of zeros: partitions get their slots only by stepping. It
             # decays the weights, so they are loaded after it. Not where no step was taken yet:
             # the slots would count this one.
-            with self._pass(Batch({}, ())):
+            with silenced(self._model.net, empty=True):
                 self._backward(self._forward(self._model.blank(), last=True).sum())
             self._send()
             self._engine.step()

@@ -30,9 +30,7 @@ How all stop together at a step that they agree on is in pause.py.
 """
 
 import contextlib
-import faulthandler
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,26 +40,17 @@ from typing import Any, NoReturn
 
 from motley.faults import Fault, Phase, fault_of
 from motley.launch.away import read_away
-from motley.launch.background_writer import BackgroundWriter
-from motley.launch.handshakes import Handshakes, Listening, greeting
+from motley.launch.handshakes import Listening
 from motley.launch.launcher_reaper import LauncherReaper, outlived_by_launcher
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.pause import LEAVE_SIGNAL
 from motley.launch.save_before_end import HOLD_S
-from motley.launch.survivors import (
-    RankLostError,
-    Regrouping,
-    Survivors,
-    packed,
-    standby_of,
-    unpacked,
-)
-from motley.launch.watch_all import ARRIVE_S, FIRST_CAUSE_S, AllRanksWatch
-from motley.launch.watch_first import FirstRankWatch
+from motley.launch.survivors import RankLostError, Survivors, packed, standby_of, unpacked
+from motley.launch.watch_all import FIRST_CAUSE_S
 from motley.launch.watchdog import Heartbeat
+from motley.launch.watching import Watching
 
 _LOOK_S = 0.2  # between looks whether a rank is lost, while this one waits for the others' end
-_CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
 _SAVE_S = 600.0  # that the launcher of a host which has left may wait for the others
 
 
@@ -78,8 +67,7 @@ class Supervisor:
         self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self._own = OwnRank(rank, size, host)
-        self._writer: BackgroundWriter | None = None  # on rank 0
-        self._watch: AllRanksWatch | FirstRankWatch | None = None  # once it has joined
+        self._watching = Watching(self._own, self._record_fault, self._record_event)
 
     @property
     def step(self) -> int | None:
@@ -120,9 +108,7 @@ class Supervisor:
 
         Nobody is heard who has not said the token: see motley.launch.handshakes.
         """
-        listener = socket.create_server((address, 0), backlog=1024)
-        self._handshakes = Handshakes(listener, self._own.host, self._own.size)
-        return self._handshakes.listening
+        return self._watching.listen(address)
 
     def join(
         self, listening: Sequence[Listening], machines: Sequence[int], survives: bool = False
@@ -143,62 +129,7 @@ class Supervisor:
         own.tell_reaper()
         own.catch_signals()
         own.say_request(LEAVE_SIGNAL)  # it may have come before
-        self._watch = self._connected(0, _CONNECT_S) if own.rank else self._as_first()
-        threading.Thread(target=self._guard, name="supervisor", daemon=True).start()
-
-    def _as_first(self, lost: Fault | None = None) -> AllRanksWatch:
-        """Be the rank that watches all.
-
-        Args:
-            lost: why rank 0, which has been so far, cannot.
-        """
-        own, self._writer = self._own, BackgroundWriter()
-        self._handshakes.expect(range(own.rank + 1, own.size))
-        regrouping = Regrouping(own.machines, own.survives)
-        return AllRanksWatch(
-            own, self._handshakes, self._writer, self._record_fault, self._record_event,
-            standby_of(own.machines), regrouping, lost,
-        )  # fmt: skip
-
-    def _connected(self, first: int, limit_s: float) -> FirstRankWatch:
-        """Be watched by the rank that does."""
-        own, to = self._own, self._own.listening[first]
-        line = socket.create_connection((to.address, to.port), timeout=limit_s)
-        line.sendall(greeting(to.token, own.rank, own.host))
-        line.settimeout(None)
-        faulthandler.enable(line.fileno())  # a crash's traceback: the first then knows of it
-        return FirstRankWatch(own, line, to.host, self._record_fault)
-
-    def _without_first(self, watch: FirstRankWatch, lost: Fault) -> AllRanksWatch | FirstRankWatch:
-        """The same, now that rank 0 is lost and the next one takes its part."""
-        own = self._own
-        if own.rank == 1:
-            own.reaper = own.reaper or LauncherReaper(own.rank, own.host)
-            return self._as_first(lost)
-        try:
-            connected = self._connected(1, ARRIVE_S)
-        except OSError:  # it is lost too
-            watch.end(lost)
-        if own.rescue is not None:
-            own.say({"rescuer": True})
-        own.say({"first_lost": asdict(lost)})
-        own.say({"regroups": True, "group": own.group})
-        return connected
-
-    def _guard(self) -> None:
-        """A watching thread that fails must not die in silence: nobody else notices failures or
-        acts on signals."""
-        try:
-            while isinstance(self._watch, FirstRankWatch) and (lost := self._watch.run()):
-                self._watch = self._without_first(self._watch, lost)
-            if isinstance(self._watch, AllRanksWatch):
-                self._watch.run()
-        except Exception as error:
-            fault = fault_of(error, self._own.rank, self._own.host, self._own.step)
-            if isinstance(self._watch, AllRanksWatch):
-                self._watch.end_job(fault)
-            self._own.print(line_of(fault))
-            self._own.leave(fault.code)
+        self._watching.start()
 
     def _record_fault(self, fault: Fault) -> None:
         with contextlib.suppress(Exception):  # the job must end, whatever the recorder does
@@ -240,10 +171,7 @@ class Supervisor:
             own.say_of_group({"done": True})
             while not own.finished.wait(_LOOK_S):
                 self.check_group()
-            if self._writer is not None:
-                self._writer.flush()
-                if self._writer.error is not None:  # of what was told last
-                    raise self._writer.error
+            self._watching.flush()
             if own.reaper:
                 own.reaper.dismiss()
 
@@ -285,7 +213,7 @@ class Supervisor:
 
     def connections(self) -> list[socket.socket]:
         """That outlive the group, for they are of this supervisor."""
-        return self._watch.lines if self._watch else []
+        return self._watching.lines
 
     def check_group(self) -> None:
         """Raise RankLostError if this rank is to go on without a lost one."""
@@ -329,7 +257,7 @@ class Supervisor:
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this rank failed, and end with the job."""
         own = self._own
-        if self._watch is None:
+        if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks
         fault = fault_of(error, own.rank, own.host, own.step)
         if own.finished.is_set():  # nobody listens: what was told last could not be recorded

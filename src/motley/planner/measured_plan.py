@@ -72,6 +72,24 @@ class Planned:
         return replace(self, advice=(said, *self.advice))
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What is planned.
+
+    Attributes:
+        model: None on a rank that is left out.
+        most: samples in a micro-batch of this rank, as asked for; None: as many as fit.
+    """
+
+    world: World
+    run: Run | None
+    group: ProcessGroup
+    model: TaskModel | None
+    config: Config
+    traits: EngineTraits
+    most: int | None
+
+
 def measure_and_plan(
     world: World,
     run: Run | None,
@@ -90,74 +108,86 @@ def measure_and_plan(
     Returns:
         Those who train, and their plan.
     """
-    everyone = group
-    everything, options, mode, memory = _measure(world, run, group, model, config, traits, asked)
+    sizes = config.micro_batch.of(group.size) if config.micro_batch else None
+    most = sizes[group.rank] if sizes and group.rank is not None else None
+    job = _Job(world, run, group, model, config, traits, most)
+    everything, options, mode, memory = _measure(job, asked)
     choice, measured = options[mode], everything
     if len(choice.ranks) < group.size:
-        group = shrink_group(world, group, *_stay(world, group, measured, choice))
-        model = model if group.rank is not None else None
-        mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
-        world.clock.lap("plan")
-        wires = wires_of(world, group, model, [EXACT, mode], traits)
-        world.clock.lap("wires")
-        speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
-        measured = Measured(speeds, wires, measured.links)
-    sizes = config.micro_batch.of(everyone.size) if config.micro_batch else None
-    most = sizes[everyone.rank] if sizes and everyone.rank is not None else None
+        job, measured, mode = _without_others(job, everything, choice, mode)
     world.clock.lap("plan")
-    measured = refine(world, group, model, config.batch_size, measured, mode, most)
+    measured = _refined(job, measured, mode)
     world.clock.lap("speeds")
-    if sizes is None and everyone.rank is not None:
-        own = everything.speeds[everyone.rank]  # of a rank that is left out, nobody refined it
-        remember(
-            everyone, config, traits, own if group.rank is None else measured.speeds[group.rank]
-        )
-    notes: tuple[str, ...] = ()
-    if traits.compiles or config.compile == "on":
-        speeds, notes = compile_where_faster(
-            world, run, group, model, config, measured.speeds, measured.wires[mode]
-        )
-        if speeds != measured.speeds:
-            measured = replace(measured, speeds=alike(group, speeds))
-            measured = refine(world, group, model, config.batch_size, measured, mode, most)
-        world.clock.lap("compile")
+    if sizes is None and group.rank is not None:
+        rank = job.group.rank  # None: left out, and nobody refined its speed
+        own = everything.speeds[group.rank] if rank is None else measured.speeds[rank]
+        remember(group, config, traits, own)
+    measured, notes = _compiled(job, measured, mode)
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
 
     def advise() -> tuple[Advice, ...]:
         assert planned.forecast is not None
-        engines = other_engines(world, group, config.batch_size, measured, mode, traits)
-        names = [worker.host for worker in group.workers]
+        engines = other_engines(world, job.group, config.batch_size, measured, mode, traits)
+        names = [worker.host for worker in job.group.workers]
         return (
             *map(Advice, notes),
             *better_engine(traits, planned.forecast, engines),
             *bound_by_input(names, planned.speeds, planned.plan.counts),
-            *faster(world, everyone, config, everything, options, mode),
+            *faster(world, group, config, everything, options, mode),
         )
 
-    return group, replace(planned, advice=world.from_first(advise), memory=memory)
+    return job.group, replace(planned, advice=world.from_first(advise), memory=memory)
+
+
+def _without_others(
+    job: _Job, measured: Measured, choice: Choice, mode: WireMode
+) -> tuple[_Job, Measured, WireMode]:
+    """Those alone who are chosen, what is measured of them, and what they send."""
+    group = shrink_group(job.world, job.group, *_stay(job.world, job.group, measured, choice))
+    mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
+    job = replace(job, group=group, model=job.model if group.rank is not None else None)
+    job.world.clock.lap("plan")
+    wires = wires_of(job.world, group, job.model, [EXACT, mode], job.traits)
+    job.world.clock.lap("wires")
+    speeds = tuple(measured.speeds[rank] for rank in choice.ranks)
+    return job, Measured(speeds, wires, measured.links), mode
+
+
+def _refined(job: _Job, measured: Measured, mode: WireMode) -> Measured:
+    n = job.config.batch_size
+    return refine(job.world, job.group, job.model, n, measured, mode, job.most)
+
+
+def _compiled(job: _Job, measured: Measured, mode: WireMode) -> tuple[Measured, tuple[str, ...]]:
+    """Each rank compiled where that is faster; and what there is to say of it."""
+    if not (job.traits.compiles or job.config.compile == "on"):
+        return measured, ()
+    speeds, notes = compile_where_faster(
+        job.world, job.run, job.group, job.model, job.config, measured.speeds, measured.wires[mode]
+    )
+    if speeds != measured.speeds:
+        measured = replace(measured, speeds=alike(job.group, speeds))
+        measured = _refined(job, measured, mode)
+    job.world.clock.lap("compile")
+    return measured, notes
 
 
 def _measure(
-    world: World,
-    run: Run | None,
-    group: ProcessGroup,
-    model: TaskModel | None,
-    config: Config,
-    traits: EngineTraits,
-    asked: WireMode | None,
+    job: _Job, asked: WireMode | None
 ) -> tuple[Measured, dict[WireMode, Choice], WireMode, WireMemory | None]:
     """Everything that a plan is made from; who should train, by what travels; which of these; and
     what the next run may have of it."""
+    world, group, model, config, traits = job.world, job.group, job.model, job.config, job.traits
     traffic = Traffic(world.network.interface) if world.first_here else None
     speeds = measure_speeds(world, group, model, config, traits)
     # Nothing is remembered that no step would check: a plan alone, a wire that few steps wait for.
-    checked = run is not None and (asked is None or asked.sync_every == 1)
+    checked = job.run is not None and (asked is None or asked.sync_every == 1)
     cache = wire_cache(world, group, model, asked) if checked else None
     old = recall(world, group, cache) if cache else None
     while True:
         measured = measure_between(world, group, model, config, traits, asked, speeds, traffic, old)
         measured = _limited(measured, config, group)
-        options = _options(world, run, group, config, measured)
+        options = _options(job, measured)
         mode = _best_mode(options, asked, group.precisions)
         everyone = len(options[mode].ranks) == group.size
         if everyone or old is None:
@@ -191,13 +221,11 @@ def _beside(
     return replace(planned, forecast=forecast, others=others)
 
 
-def _options(
-    world: World, run: Run | None, group: ProcessGroup, config: Config, measured: Measured
-) -> dict[WireMode, Choice]:
+def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
     """Who should train, by what travels: found by rank 0 alone, for ranks may share processors."""
-    machines = group.machines(world)
+    world, config, machines = job.world, job.config, job.group.machines(job.world)
     # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
-    free = (run is None or run.is_shared()) and not world.has_fixed_master()
+    free = (job.run is None or job.run.is_shared()) and not world.has_fixed_master()
     needed = None if free else world.machines[0]
 
     def choose() -> dict[WireMode, Choice]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from motley.plan.forecast import arrange, forecast
@@ -60,11 +60,16 @@ def test_nothing_is_lost_by_asking_for_fewer_micro_steps(
 
 
 @given(tables(), st.integers(1, 4), st.integers(1, 300))
+@example(SpeedTable((1, 2, 4), (0.0234375, 0.02734375, 0.0625), 0.0), 1, 3)  # 3 at once: quicker
 def test_a_wire_that_is_taken_once_changes_no_size(
     table: SpeedTable, ranks: int, batch: int
 ) -> None:
-    group = (table,) * ranks
-    assert arrange(batch, group, each_step(0.0, 0.3))[:2] == (group, split(batch, group))
+    """But where computing alone is shorter for it."""
+    group, nothing = (table,) * ranks, each_step(0.0)
+    shares = split(batch, group)
+    chosen, counts, _ = arrange(batch, group, each_step(0.0, 0.3))
+    plain, found = forecast(shares, group, nothing), forecast(counts, chosen, nothing)
+    assert (chosen, counts) == (group, shares) or found.step_s < plain.step_s
 
 
 @pytest.mark.parametrize(("wire_s", "steps"), [(0.0, 6), (0.225, 2), (0.49, 2)])

@@ -235,7 +235,8 @@ def test_no_machine_is_left_out_for_what_is_remembered(
         monkeypatch.setattr(measured_plan, name, stub)
     world: Any = SimpleNamespace(network=SimpleNamespace(interface="eth0"), first_here=True)
     group: Any = SimpleNamespace(size=3, precisions=())
-    arguments: list[Any] = [world, object(), group, None, None, None, None]
-    *_, memory = measured_plan._measure(*arguments)
+    unknown: Any = object()
+    job = measured_plan._Job(world, unknown, group, None, unknown, unknown, None)
+    *_, memory = measured_plan._measure(job, None)
     assert asked == measured
     assert (memory is None) == leaves_out

@@ -194,12 +194,11 @@ class WeatherTask(Task):
         units."""
         surface, air = batch["surface"], batch["air"]
         kept = self._kept(surface.device)
-        told = net(
-            as_batch(
-                surface[:, :INPUTS], air[:, :INPUTS], batch["hour"].tolist(), kept.places,
-                kept.static, self.source.grid.levels,
-            )
+        known = as_batch(
+            surface[:, :INPUTS], air[:, :INPUTS], batch["hour"].tolist(), kept.places,
+            kept.static, self.source.grid.levels,
         )  # fmt: skip
+        told = net(known)
         rows = len(kept.area)
         return (
             _stacked(told.surf_vars, SURFACE) - surface[:, INPUTS, ..., :rows, :],
@@ -223,9 +222,7 @@ class WeatherTask(Task):
     def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
         """See Task; besides the loss squared errors by variable, of the air over all levels."""
         surface, air, kept = self._errors(net, batch)
-        squares = [
-            (errors.square() * kept.area).flatten(2).mean(dim=2) for errors in (surface, air)
-        ]  # fmt: skip
+        squares = [(each.square() * kept.area).flatten(2).mean(dim=2) for each in (surface, air)]
         named = zip((*SURFACE, *(f"air_{name}" for name in AIR)),
                     torch.cat(squares, dim=1).unbind(dim=1), strict=True)  # fmt: skip
         return {"loss": self._loss(surface, air, kept), **dict(named)}
