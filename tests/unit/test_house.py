@@ -54,7 +54,7 @@ ROOMS = {
         "image_options corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net "
         "builtin/* find model build check scores"
     ),
-    "comm": "collectives abandon reducer slow_rank power_sgd modes/*",
+    "comm": "abandon collectives reducer slow_rank power_sgd modes/*",
     "engines": (
         "named_state average strategy rows adamw8bit local_shards optimizer optimizer_state "
         "optimizer_trial gradients memory step_timer protocol base synchronous reducing no_overlap "

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.comm.abandon import has_forgotten
+
 # Torch 2.14 gave it another name, and warns of the one before.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _LEFT: deque[tuple[float, Any]] = deque()  # when, and the group
@@ -18,9 +20,11 @@ def leave_group(group: Any = None) -> None:
     """Destroy a process group; all of its ranks call it.
 
     Args:
-        group: None: the default one.
+        group: None: the default one, and with it all others.
     """
-    kept = group or dist.group.WORLD
+    kept = [group or dist.group.WORLD]
+    if has_forgotten():
+        kept += dist.distributed_c10d._world.pg_map
     by_gloo = dist.get_backend(group) == "gloo"
     dist.destroy_process_group(group)
     # A callback of torch's PowerSGD may still hold the group in one of gloo's own threads. If that
@@ -32,6 +36,8 @@ def leave_group(group: Any = None) -> None:
 
 def release_groups() -> None:
     """Let go of groups that were left a second ago, and of their threads and files."""
+    if has_forgotten():
+        return
     while _LEFT and time.monotonic() - _LEFT[0][0] > 1.0:
         _LEFT.popleft()
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.comm.abandon import leavable
 from motley.comm.collectives import all_gather_floats
 from motley.data.batch import Batch
 from motley.engines.adamw8bit import is_scale, narrow, widen
@@ -141,6 +142,7 @@ class LocalEngine(EngineBase):
         progress = self._vector() - self._start
         self._sum = torch.cat([progress * self._used, own.flatten()])
         self._work = dist.all_reduce(self._sum, async_op=True)
+        self._landed = leavable(self._work.get_future(), self._context.device)
         self._start = self._agreed + progress
         self._take(self._start)
         self._steps, self._used = 0, 0.0
@@ -150,7 +152,8 @@ class LocalEngine(EngineBase):
         """Wait for what is on its way."""
         if self._sum is None:
             return
-        self._work.wait()
+        self._landed.wait()
+        self._work.wait()  # it lets go of what was sent
         if self._copies:
             torch.cuda.synchronize(self._context.device)
         progress, told = torch.split(

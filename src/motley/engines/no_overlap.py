@@ -57,7 +57,7 @@ class NoOverlapEngine(ReducingEngine):
             if bucket is None:
                 raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
             _fill(bucket.grads, parameters)
-            sent.append((self._reducer.send(bucket), parameters, bucket.grads))
+            sent.append((self._begin_sum(bucket), parameters, bucket.grads))
             self._note_own(parameters)  # while it travels
             if bucket.flat.dtype == parameters[0].dtype:
                 _take(parameters, bucket.grads)  # the memory of what they were is needed

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from motley.comm.abandon import leavable
 from motley.comm.reducer import Bucket, Reducer
 from motley.engines.named_state import part_of
 from motley.engines.protocol import EngineContext
@@ -34,7 +35,10 @@ class ReducingEngine(SynchronousEngine):
     def _add_up(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         if self._context.size > 1:  # the sum does not tell whose it was
             self._own_norms.append(torch.linalg.vector_norm(bucket.flat))
-        return self._reducer.send(bucket)
+        return self._begin_sum(bucket)
+
+    def _begin_sum(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        return leavable(self._reducer.send(bucket), self._context.device)
 
     def _own_norm(self) -> Tensor | float:
         norms, self._own_norms = self._own_norms, []
