@@ -1,9 +1,9 @@
 """Has a thread leave a collective that waits for a rank which is gone; from another thread.
 
 Gloo frees nobody from a peer that is silent; but it does where this process's own connections end,
-save where two connections end within a moment: one wait in some sixty was forgotten there, and
-would have lasted for gloo's half an hour. So gradients are waited for by way of :func:`leavable`.
-NCCL has an abort of its own, after which what was queued on the device computes with anything.
+save where two end within a moment: there it forgot one wait in some sixty, which would have lasted
+for its half an hour. So a gradient on a CPU is waited for by way of :func:`leavable`. NCCL has an
+abort of its own, after which what was queued on the device computes with anything.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
     """The same, but :func:`abandon_group` ends the wait, whatever the process group does.
 
     Args:
-        device: where its value is.
+        device: where its value is; of a GPU's the future stays as it is.
     """
-    if dist.get_backend() == "nccl":
+    if device.type != "cpu":
         return sent
-    gate: Future[None] = Future(devices=[device] if device.type == "cuda" else None)
+    gate: Future[None] = Future()
     _GATES[gate] = sent
 
     def found(_: Future[None]) -> Any:
