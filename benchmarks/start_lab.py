@@ -20,8 +20,9 @@ from typing import Any
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab, unshaped
 
+from motley.live.track import PARTS
+
 _FORGET = "rm -f /tmp/motley-*/speed-*.json /tmp/motley-*/wire-*.json"
-_STEP = ("t_data", "t_compute", "t_wait", "t_comm", "t_opt")
 
 
 def start(lab: BenchLab, tree: Path, name: str, words: str) -> dict[str, float]:
@@ -31,7 +32,7 @@ def start(lab: BenchLab, tree: Path, name: str, words: str) -> dict[str, float]:
         pass
     found = lab.records(name)
     first = found["steps"][0]
-    began = first["time"] - sum(first[part] or 0.0 for part in _STEP)
+    began = first["time"] - sum(first[part] or 0.0 for part in PARTS)
     return {**found["run"]["start"], "records": began - found["run"]["started"]}
 
 
