@@ -79,18 +79,18 @@ class Look:
         return v2.Compose([v2.ToImage(), larger, v2.CenterCrop(self.size)])  # type: ignore[no-any-return]
 
     def enlarged(self, pixels: Tensor) -> Tensor:
-        """A batch as the model wants it, float [n, C, size, size].
+        """A batch as large as the model wants it, [n, C, size, size]; float, if it was smaller.
 
         It is not rounded: devices differ in the last bit, and rounding would make a level of it.
         Overshoot of a cubic filter is cut off, as it is of uint8.
 
         Args:
-            pixels: 0 to 255, float [n, C, H, W], on any device.
+            pixels: 0 to 255, [n, C, H, W], on any device.
         """
         if pixels.shape[-1] == self.size:
             return pixels
         square = [self.size, self.size]
-        large: Tensor = v2.functional.resize_image(pixels, square, **self._resize)
+        large: Tensor = v2.functional.resize_image(pixels.float(), square, **self._resize)
         return large.clamp_(0, 255)
 
     def _fit(self, native: int, whole: bool = False) -> list[Transform]:

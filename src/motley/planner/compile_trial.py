@@ -22,12 +22,14 @@ from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.planner.process_group import ProcessGroup
 from motley.planner.speed_cache import compile_file
+from motley.tasks.blocks import kind_of
 from motley.tasks.model import TaskModel
 
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
-_MOST_FASTER = 1.35  # times; 1.21 to 1.29 were measured (benchmarks/README.md)
-_KIND_S = 1.0  # seconds that a class of blocks takes to compile at least, with all caches warm
-_BLOCK_S = 3.0  # and a block with none: 40 of one model took 121 s
+_MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/README.md)
+_KIND_LEAST_S = 1.0  # seconds that a kind of blocks takes to compile, with all caches warm
+_KIND_S = 15.0  # and with none: a ViT's took 7 s, eight of Swin's 168 s
+_BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took 121 s
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,18 @@ class Promise:
 
         Args:
             passes_s: of a micro-batch of each size that is timed, one after the other, plain.
-            kinds: classes of blocks.
+            kinds: of blocks: those of other stages are of another.
         """
-        return self.cost_s if self.known else PASSES * passes_s / _MOST_FASTER + kinds * _KIND_S
+        least_s = PASSES * passes_s / _MOST_FASTER + kinds * _KIND_LEAST_S
+        return self.cost_s if self.known else least_s
 
-    def costs(self, passes_s: float, pieces: int) -> float:
+    def costs(self, passes_s: float, kinds: int, blocks: int = 0) -> float:
         """Seconds that it is expected to take: what it took, if that is known.
 
         Args:
-            passes_s: as above. pieces: blocks that are compiled, those of one class once, where it
-                is not the model as a whole.
+            passes_s, kinds: as above. blocks: of a model that is compiled as a whole.
         """
-        usual_s = PASSES * passes_s + pieces * _BLOCK_S
+        usual_s = PASSES * passes_s + (blocks * _BLOCK_S or kinds * _KIND_S)
         return self.cost_s if self.known else max(self.cost_s, usual_s)
 
     @property
@@ -197,11 +199,11 @@ class _Own:
         if config.compile == "on" or can_compile(model):
             promise = Promise.read(kept)
             blocks = model.task.blocks(model.net).values()
-            kinds = max(1, len({type(block) for block in blocks}))
-            pieces = len(blocks) if model.task.compiles_whole else kinds
+            kinds = max(1, len({kind_of(block) for block in blocks}))
+            whole = len(blocks) if model.task.compiles_whole else 0
             passes_s = sum(speed.micro_s(size) for size in sizes)
             least_s = promise.costs_least(passes_s, kinds)
-            promise = replace(promise, cost_s=max(promise.costs(passes_s, pieces), least_s))
+            promise = replace(promise, cost_s=max(promise.costs(passes_s, kinds, whole), least_s))
         begun = (step_of(run.resume_from[0]) or 0) if run and run.resume_from else 0
         return cls(kept, promise, least_s, steps_of(config, model.samples), begun)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from motley.tasks.blocks import kind_of
 from motley.tasks.recording import Recording
 
 _THREADS = 8  # that draw numbers, each of a tensor of its own, some 100 million a second
@@ -77,7 +78,7 @@ class BlockByBlock:
         instead: dict[int, int] = {}
         first: dict[Hashable, list[int]] = {}
         for block in self._blocks.values():
-            own, kind = self._only_in(block), _kind(block)
+            own, kind = self._only_in(block), kind_of(block)
             like = first.setdefault(kind, own)
             if like is not own and len(like) == len(own):
                 instead |= dict(zip(own, like, strict=True))
@@ -167,14 +168,3 @@ def _tensors_of(block: nn.Module) -> Iterator[int]:
         if tensor is not None
     )
     return iter(dict.fromkeys(found))
-
-
-def _kind(block: nn.Module) -> Hashable:
-    """Blocks of the same kind have the same modules, which hold tensors of the same shapes."""
-    return tuple(
-        (name, type(module), tuple(
-            (key, tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-            for table in (module._parameters, module._buffers) for key, tensor in table.items()
-        ))
-        for name, module in block.named_modules()
-    )  # fmt: skip

@@ -1,8 +1,9 @@
-"""torch.compile of what a task computes: its blocks, or all of it with the loss.
+"""torch.compile of what a task computes: its blocks and what is around, or all with the loss.
 
 Blocks of one class are compiled once, however many there are: a ViT-B in a third of the time, and
-as fast. Between them gradients are sent as they become ready. Shapes are fixed but for the first,
-which counts samples, so that a batch of another size compiles nothing anew.
+as fast. Between them gradients are sent as they become ready. What is around them, as a ViT's patch
+embedding, last norm and head, is 1 % of its time. Shapes are fixed but for the first, which counts
+samples, so that a batch of another size compiles nothing anew.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+Compute = Callable[..., Any]
+
 _MOST = 64  # ways of one piece of code: blocks of stages differ, and an evaluation has its own
 
 
@@ -20,31 +23,84 @@ class Compiled:
 
     Args:
         whole: one that computes all, by the names of its methods; it holds them from now on.
-        blocks: in its place.
+        blocks: in its place. around: with them; plain where they are given more than tensors.
     """
 
-    def __init__(self, whole: nn.Module, names: Iterable[str], blocks: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        whole: nn.Module,
+        names: Iterable[str],
+        blocks: Iterable[nn.Module],
+        around: Iterable[nn.Module],
+    ) -> None:
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled is computed plainly
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST)
-        parts = [(block, "forward") for block in blocks]
-        self._parts = parts or [(whole, name) for name in names]
-        for module, name in self._parts:
-            module.__dict__[name] = _any_count(torch.compile(getattr(module, name)))
+        self._parts: list[tuple[nn.Module, str]] = []
+        blocks = list(blocks)
+        torch._dynamo.config.automatic_dynamic_shapes = not blocks  # see _of_one_size
+        for module in blocks:
+            self._put(module, "forward", _of_one_size(torch.compile(module.forward)))
+        for module in around if blocks else ():
+            compiled = _of_one_size(torch.compile(module.forward))
+            self._put(module, "forward", _of_tensors(compiled, module.forward))
+        for name in () if blocks else names:
+            self._put(whole, name, _any_count(torch.compile(getattr(whole, name))))
+
+    def _put(self, module: nn.Module, name: str, compute: Compute) -> None:
+        module.__dict__[name] = compute
+        self._parts.append((module, name))
 
     def undo(self) -> None:
         """Compute as before; what was compiled is let go of."""
         for module, name in self._parts:
             del module.__dict__[name]
+        torch._dynamo.config.automatic_dynamic_shapes = True
         torch._dynamo.reset()
 
 
-def _any_count(compute: Callable[..., Any]) -> Callable[..., Any]:
+def _tensors_in(given: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.dim()]
+
+
+def _any_count(compute: Compute) -> Compute:
     """The same, for any number of samples."""
 
     def computed(*given: Any, **named: Any) -> Any:
-        for tensor in tree_leaves((given, named)):
-            if isinstance(tensor, Tensor) and tensor.dim() > 0:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for tensor in _tensors_in((given, named)):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compute(*given, **named)
+
+    return computed
+
+
+def _of_one_size(compute: Compute) -> Compute:
+    """The same, for samples that are as large as this block's first; of any size where they are
+    not.
+
+    Blocks of all stages share their code, and torch takes for variable what differs from one call
+    of a piece of code to the next: Swin's windows of any height and width kept it busy for minutes.
+    """
+    any_count = _any_count(compute)
+    first: list[list[torch.Size]] = []
+
+    def computed(*given: Any, **named: Any) -> Any:
+        sizes = [tensor.shape[1:] for tensor in _tensors_in((given, named))]
+        if not first:
+            first.append(sizes)
+        if sizes == first[0]:
+            return any_count(*given, **named)
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
+            return any_count(*given, **named)
+
+    return computed
+
+
+def _of_tensors(compute: Compute, plain: Compute) -> Compute:
+    """The same, unless it is given something else too: what is in that, as the time of a forecast,
+    would be compiled into it, anew for each."""
+
+    def computed(*given: Any, **named: Any) -> Any:
+        all_tensors = all(isinstance(each, Tensor) for each in (*given, *named.values()))
+        return (compute if all_tensors else plain)(*given, **named)
 
     return computed

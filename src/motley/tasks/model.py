@@ -12,6 +12,7 @@ from motley.data.batch import Tensors
 from motley.data.keyed import first_batch
 from motley.errors import MotleyError
 from motley.tasks.block_by_block import BlockByBlock
+from motley.tasks.blocks import parts_around
 from motley.tasks.compiled import Compiled
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.net import is_recomputed, keep_fp32
@@ -129,8 +130,9 @@ class TaskModel(nn.Module):
         """Have torch.compile do what is computed of a batch; see motley.tasks.compiled."""
         if self._compiled is None:
             whole = self.task.compiles_whole
-            blocks = () if whole else self.task.blocks(self.net).values()
-            self._compiled = Compiled(self, ("_losses", "_scores"), blocks)
+            blocks = set() if whole else set(self.task.blocks(self.net).values())
+            around = parts_around(self.net, blocks)
+            self._compiled = Compiled(self, ("_losses", "_scores"), blocks, around)
 
     def compute_plainly(self) -> None:
         """Take :meth:`compile_task` back."""

@@ -203,8 +203,8 @@ class ImageTask(ImageOptions):
         the bytes through worker processes and over the PCI bus.
         """
         mean, std = self._mean_and_std(images.device)
-        pixels = self.look.enlarged(images.to(mean.dtype))
-        logits: Tensor = net((pixels - mean) / std)
+        centred = self.look.enlarged(images) - mean  # float from here on
+        logits: Tensor = net(centred.div_(std))
         return logits
 
     def _mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
