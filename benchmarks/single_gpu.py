@@ -70,13 +70,14 @@ def motley(mode: str, options: argparse.Namespace, logs: Path) -> tuple[float, d
 
 
 def parts_of(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of a step's parts, the median, and of the longest steps: one that stands still for
-    0.1 s costs 2 % of so few."""
+    """Seconds of a step's parts, the median, and of the longest steps, by their numbers: one that
+    stands still for 0.1 s costs 1 % of so few."""
     parts = {part: [step[part] or 0.0 for step in steps] for part in PARTS}
-    whole = sorted(map(sum, zip(*parts.values(), strict=True)), reverse=True)
+    whole = [sum(each) for each in zip(*parts.values(), strict=True)]
+    longest = sorted(zip(whole, (step["step"] for step in steps), strict=True), reverse=True)[:5]
     return {
         **{part: statistics.median(values) for part, values in parts.items()},
-        "step": statistics.median(whole), "longest": whole[:5],
+        "step": statistics.median(whole), "longest": {step: seconds for seconds, step in longest},
     }  # fmt: skip
 
 
@@ -184,7 +185,9 @@ def seconds_in_words(parts: list[dict[str, Any]]) -> list[str]:
         return []
     last = parts[-1]
     each = ", ".join(f"{part[2:]} {1e3 * last[part]:.2f}" for part in PARTS)
-    longest = ", ".join(f"{1e3 * seconds:.1f}" for seconds in last["longest"])
+    longest = ", ".join(
+        f"{1e3 * seconds:.1f} (step {step})" for step, seconds in last["longest"].items()
+    )
     return [f"(ms of a step: {each}; median {1e3 * last['step']:.2f}, longest {longest})"]
 
 
@@ -215,7 +218,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=("image", "text"), default="image")
     parser.add_argument("--model", help=f"timm name, or of {', '.join(GPTS)}")
     parser.add_argument("--batch", type=int, help="samples a step")
-    parser.add_argument("--steps", type=int, default=80 if gpu else 8)
+    parser.add_argument("--steps", type=int, default=180 if gpu else 8,
+                        help="fewer than an epoch has, which ends in an evaluation")  # fmt: skip
     parser.add_argument("--skip", type=int, default=20 if gpu else 3, help="steps not timed")
     parser.add_argument("--precision", default="bf16" if gpu else "fp32", choices=("bf16", "fp32"))
     parser.add_argument("--repeats", type=int, default=3)
