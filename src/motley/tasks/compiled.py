@@ -58,16 +58,11 @@ class Compiled:
         torch._dynamo.reset()
 
 
-def _tensors_in(given: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.dim()]
-
-
 def _any_count(compute: Compute) -> Compute:
     """The same, for any number of samples."""
 
     def computed(*given: Any, **named: Any) -> Any:
-        for tensor in _tensors_in((given, named)):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        _sizes_of_any_count((given, named))
         return compute(*given, **named)
 
     return computed
@@ -80,19 +75,26 @@ def _of_one_size(compute: Compute) -> Compute:
     Blocks of all stages share their code, and torch takes for variable what differs from one call
     of a piece of code to the next: Swin's windows of any height and width kept it busy for minutes.
     """
-    any_count = _any_count(compute)
     first: list[list[torch.Size]] = []
 
     def computed(*given: Any, **named: Any) -> Any:
-        sizes = [tensor.shape[1:] for tensor in _tensors_in((given, named))]
+        sizes = _sizes_of_any_count((given, named))
         if not first:
             first.append(sizes)
         if sizes == first[0]:
-            return any_count(*given, **named)
+            return compute(*given, **named)
         with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
-            return any_count(*given, **named)
+            return compute(*given, **named)
 
     return computed
+
+
+def _sizes_of_any_count(given: Any) -> list[torch.Size]:
+    """Have torch take the tensors for of any number of samples; the shapes of a sample in each."""
+    tensors = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.dim()]
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return [tensor.shape[1:] for tensor in tensors]
 
 
 def _of_tensors(compute: Compute, plain: Compute) -> Compute:
