@@ -35,7 +35,7 @@ class Compiled:
     ) -> None:
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled is computed plainly
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST)
-        self._parts: list[tuple[nn.Module, str]] = []
+        self._before: list[tuple[nn.Module, str, Compute | None]] = []
         blocks = list(blocks)
         torch._dynamo.config.automatic_dynamic_shapes = not blocks  # see _of_one_size
         for module in blocks:
@@ -47,13 +47,15 @@ class Compiled:
             self._put(whole, name, _any_count(torch.compile(getattr(whole, name))))
 
     def _put(self, module: nn.Module, name: str, compute: Compute) -> None:
+        self._before.append((module, name, module.__dict__.get(name)))  # as it is recomputed, say
         module.__dict__[name] = compute
-        self._parts.append((module, name))
 
     def undo(self) -> None:
         """Compute as before; what was compiled is let go of."""
-        for module, name in self._parts:
+        for module, name, before in self._before:
             del module.__dict__[name]
+            if before is not None:
+                module.__dict__[name] = before
         torch._dynamo.config.automatic_dynamic_shapes = True
         torch._dynamo.reset()
 

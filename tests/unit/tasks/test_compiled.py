@@ -27,7 +27,7 @@ from motley.tasks.blocks import parts_around
 from motley.tasks.compiled import Compiled
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
-from motley.tasks.net import build_net
+from motley.tasks.net import build_net, recompute
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")
@@ -100,6 +100,14 @@ def test_samples_of_all_stages_are_of_their_own_size_and_others_of_any(
     assert seen[3:] == [[True, True]], "one for all sizes"
     found.undo()
     assert torch._dynamo.config.automatic_dynamic_shapes
+
+
+def test_what_is_recomputed_is_so_again_once_it_is_not_compiled(model: TaskModel) -> None:
+    recompute(model.net, ["blocks"], model.task.blocks(model.net))
+    before = [block.forward for block in model.task.blocks(model.net).values()]
+    model.compile_task()
+    model.compute_plainly()
+    assert [block.forward for block in model.task.blocks(model.net).values()] == before
 
 
 def test_a_part_that_is_given_more_than_tensors_is_not_compiled(model: TaskModel) -> None:
