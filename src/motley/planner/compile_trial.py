@@ -42,7 +42,7 @@ class Promise:
     """
 
     gain: float = 0.15
-    cost_s: float = 15.0
+    cost_s: float = _KIND_S
     known: bool = False
 
     @classmethod

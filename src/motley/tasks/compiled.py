@@ -37,14 +37,15 @@ class Compiled:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST)
         self._before: list[tuple[nn.Module, str, Compute | None]] = []
         blocks = list(blocks)
-        torch._dynamo.config.automatic_dynamic_shapes = not blocks  # see _of_one_size
+        if not blocks:
+            for name in names:
+                self._put(whole, name, _any_count(torch.compile(getattr(whole, name))))
+            return
         for module in blocks:
-            self._put(module, "forward", _of_one_size(torch.compile(module.forward)))
-        for module in around if blocks else ():
-            compiled = _of_one_size(torch.compile(module.forward))
-            self._put(module, "forward", _of_tensors(compiled, module.forward))
-        for name in () if blocks else names:
-            self._put(whole, name, _any_count(torch.compile(getattr(whole, name))))
+            self._put(module, "forward", _of_one_size(module.forward))
+        for module in around:
+            plain = module.forward
+            self._put(module, "forward", _of_tensors(_of_one_size(plain), plain))
 
     def _put(self, module: nn.Module, name: str, compute: Compute) -> None:
         self._before.append((module, name, module.__dict__.get(name)))  # as it is recomputed, say
@@ -56,7 +57,6 @@ class Compiled:
             del module.__dict__[name]
             if before is not None:
                 module.__dict__[name] = before
-        torch._dynamo.config.automatic_dynamic_shapes = True
         torch._dynamo.reset()
 
 
@@ -70,23 +70,20 @@ def _any_count(compute: Compute) -> Compute:
     return computed
 
 
-def _of_one_size(compute: Compute) -> Compute:
-    """The same, for samples that are as large as this block's first; of any size where they are
-    not.
+def _of_one_size(plain: Compute) -> Compute:
+    """It, compiled for samples that are as large as the first; for any size where they are not.
 
     Blocks of all stages share their code, and torch takes for variable what differs from one call
     of a piece of code to the next: Swin's windows of any height and width kept it busy for minutes.
     """
+    fixed, free = torch.compile(plain, dynamic=False), torch.compile(plain)
     first: list[list[torch.Size]] = []
 
     def computed(*given: Any, **named: Any) -> Any:
         sizes = _sizes_of_any_count((given, named))
         if not first:
             first.append(sizes)
-        if sizes == first[0]:
-            return compute(*given, **named)
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
-            return compute(*given, **named)
+        return (fixed if sizes == first[0] else free)(*given, **named)
 
     return computed
 
