@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.reducer import Bucket, Unsent
 from motley.data.batch import Batch
-from motley.engines.memory import collect, out_of_memory, shortage
+from motley.engines.memory import out_of_memory, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.reducing import ReducingEngine
 from motley.errors import NoMemoryError
@@ -121,10 +121,9 @@ class DdpEngine(ReducingEngine):
         super()._after_step(stepped, broken_off, factor)
 
     def _wrap_anew(self) -> None:
-        del self._ddp
+        del self._ddp  # which takes its hooks off, and gives its buckets back
         self._buckets.clear()
         self.optimizer.zero_grad(set_to_none=True)
-        collect()  # the old one has to take its hooks off first
         try:
             self._wrap()
         except (RuntimeError, MemoryError) as error:

@@ -38,20 +38,25 @@ def set_aside() -> None:
     gc.freeze()
 
 
-def collect() -> None:
-    """Free what only cycles hold, also of what was set aside."""
-    gc.unfreeze()
-    set_aside()
-
-
 def release() -> None:
-    """Give back what is held and not used.
+    """Give back what is held and not used, but for what was set aside.
 
     Not from within the handler of the error: that holds all that the failed pass had made.
     """
-    collect()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def release_all() -> None:
+    """The same, also of what was set aside: where all ranks do so, or none waits for this one.
+
+    Python looks at all that was imported too, and no thread of it sends a heartbeat meanwhile: for
+    half a second, or fifteen where other programs leave this one a twentieth of a processor.
+    """
+    gc.unfreeze()
+    release()
+    gc.freeze()
 
 
 def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:

@@ -12,7 +12,7 @@ from motley.checkpoint.store import Checkpoints, step_of
 from motley.cluster.slurm import idle_nodes
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
-from motley.engines.memory import collect, release, set_aside
+from motley.engines.memory import release, set_aside
 from motley.engines.protocol import EngineFactory
 from motley.faults import Phase
 from motley.launch.survivors import Survivors
@@ -88,7 +88,6 @@ def train_with(
     world.supervisor.set_status(Phase.BUILD, PROGRESS_TIMEOUT_S)
     if continuation is not None:
         run.of_survivors(world)
-        collect()  # what trained before was set aside
         group = continuation.group
     else:
         run.divert_nccl()

@@ -13,7 +13,7 @@ from motley.checkpoint.transfer import Kept
 from motley.comm.abandon import abandon_group, connections
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.engines.memory import release
+from motley.engines.memory import release_all
 from motley.launch.survivors import Survivors
 from motley.launch.world import World
 from motley.plan.plan import Plan, make_plan
@@ -103,7 +103,7 @@ class Survivor:
         self._speeds = tuple(self._speeds[at] for at in stay if self._speeds)
         if dist.is_initialized():
             leave_process_group()
-        release()
+        release_all()  # what trained before was set aside
         self._before = connections()
         kept = self._rescue.kept if self._rescue else None
         own = None if kept is None else (kept.state.step, kept.plan)

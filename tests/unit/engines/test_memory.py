@@ -1,10 +1,14 @@
-"""What does not fit into memory is evaluated in halves."""
+"""Memory that is given back, and what is computed in halves where it ends."""
+
+import gc
+import weakref
 
 import torch
 from torch import Tensor, nn
 
 from motley.data.batch import Batch, Tensors
 from motley.engines.base import EngineBase
+from motley.engines.memory import release, release_all, set_aside
 
 
 class Narrow(nn.Module):
@@ -28,3 +32,22 @@ def test_what_does_not_fit_is_evaluated_in_halves() -> None:
     assert engine.evaluate(
         Batch({"images": values, "labels": labels}, tuple(range(7)))
     ).tolist() == [0, 5, 7, 7]
+
+
+def held_by_itself() -> weakref.ref[nn.Module]:
+    """A module that only a collection frees."""
+    module = nn.Module()
+    vars(module)["itself"] = module
+    return weakref.ref(module)
+
+
+def test_a_pass_that_failed_is_let_go_of_without_a_look_at_what_was_set_aside() -> None:
+    before = held_by_itself()
+    gc.freeze()
+    found = held_by_itself()
+    release()
+    assert found() is None and before() is not None
+    release_all()
+    assert before() is None
+    set_aside()
+    assert gc.get_freeze_count() > 0
