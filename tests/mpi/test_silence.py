@@ -35,6 +35,34 @@ def test_a_stopped_rank_is_named_and_a_short_stop_is_not(jobs: Jobs) -> None:
     assert (fault["event"], fault["rank"]) == ("fault", 2) and fault["step"] > 10
 
 
+BUSY = """
+import ctypes
+from motley.launch.world import run
+
+def main(world):
+    for rank, seconds in ((2, 18), (0, 21)):  # of rank 0 two others judge, one later than the other
+        if world.rank == rank:
+            ctypes.PyDLL(None).sleep(seconds)  # it keeps Python's lock: no thread of it runs
+        world.allgather(None)
+    print("rank", world.rank, "goes on")
+
+run(main)
+"""
+
+
+def test_a_rank_whose_python_is_busy_is_not_taken_for_a_frozen_one(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY)
+    done = jobs.fork(3, script)
+    assert done.code == 0, done.output
+    assert sorted(re.findall(r"rank \d goes on", done.output)) == [
+        f"rank {rank} goes on" for rank in range(3)
+    ]
+    assert "motley: " not in done.output
+
+
 HANGING = """
 import time, torch, torch.distributed as dist
 from motley.launch.world import run

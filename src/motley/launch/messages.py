@@ -5,6 +5,7 @@ from typing import Any
 
 # Of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
 MOST_BYTES = 1 << 20
+_BEGIN = (b"Fatal Python error", b"Timeout (")  # what the fault handler writes, of a crash or not
 _MOST_WORDS = 16_384  # bytes; Python's fault handler says a tenth of it for each thread
 
 
@@ -19,8 +20,9 @@ class Messages:
     A line that is too long or no JSON object is dropped: it takes no memory, and ends nothing.
 
     Attributes:
-        last_words: lines that are no JSON object, the first few; Python's fault handler writes
-            some into the connection of a rank that crashes.
+        last_words: lines that are no JSON object, the first few of those that nothing followed;
+            Python's fault handler writes some into the connection of a rank that crashes, or that
+            is busy (see motley.launch.fault_handler).
     """
 
     def __init__(self) -> None:
@@ -37,6 +39,8 @@ class Messages:
             self._rest, self._dropping = b"", True
         found = [(line, _decode(line)) for line in lines if len(line) <= MOST_BYTES]
         for line, message in found:
+            if isinstance(message, dict) or line.startswith(_BEGIN):
+                self.last_words = ""
             if not isinstance(message, dict) and len(self.last_words) + len(line) < _MOST_WORDS:
                 self.last_words += line.decode(errors="replace") + "\n"
         return [message for _, message in found if isinstance(message, dict)]

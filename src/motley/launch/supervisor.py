@@ -13,6 +13,8 @@ itself.
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
+    Timeout (0:00:06)! ...  ------------> one call keeps Python's lock, and no thread gets on: it
+                                          lives (fault_handler.py); rank 0 tells the standby so
     {"event": {...}}        ------------> recorded, by a thread of its own
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}

@@ -1,7 +1,6 @@
 """The first rank's thread: hears all, judges who failed first, and ends the job in one line."""
 
 import contextlib
-import faulthandler
 import os
 import selectors
 import socket
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from motley.faults import Fault, FaultKind
+from motley.launch import fault_handler
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.first_cause import FirstCause
 from motley.launch.handshakes import Arrival, Handshakes
@@ -24,12 +24,8 @@ from motley.launch.regroup import Regroup
 from motley.launch.stop_signals import StopSignals
 from motley.launch.survivors import Regrouping
 from motley.launch.unheard import Unheard
-from motley.launch.watchdog import (
-    SUSPECT_AFTER_S,
-    Heartbeat,
-    RankStatus,
-    Watchdog,
-)
+from motley.launch.waited_for import WaitedFor
+from motley.launch.watchdog import SUSPECT_AFTER_S, Heartbeat, RankStatus, Watchdog
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
@@ -64,18 +60,18 @@ class AllRanksWatch:
     ) -> None:
         self._witnesses = list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
-        self._standby = standby
-        self._on_event = on_event
+        self._standby, self._on_event = standby, on_event
         self._job_end = JobEnd(own, writer, on_fault, self._tell_all)
         self._me = RankStatus(own.rank, own.host, address=handshakes.listening.address)
         self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
-        self._watchdog, self._unheard = Watchdog(own.awake, own.host), Unheard(own.awake)
-        self._cause = FirstCause()
-        self._signals = StopSignals()
+        self._watchdog = Watchdog(own.awake, own.host)
+        self._unheard, self._waited_for = Unheard(own.awake), WaitedFor(own.awake)
+        self._cause, self._signals = FirstCause(), StopSignals()
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
         self._pause = PauseAgreement(own.size)
         self._selector = selectors.DefaultSelector()
+        self._to_standby: socket.socket | None = None
 
     @property
     def lines(self) -> list[socket.socket]:
@@ -153,15 +149,18 @@ class AllRanksWatch:
             self.end_job(fault)
 
     def _tell_standby_of_crash(self) -> None:
-        """Have a crash of this rank write its traceback to who then says what crashed."""
+        """Have what this rank's fault handler writes go to who would judge it."""
         for line, status in self._others.items():
             if status.rank == self._standby:
-                faulthandler.enable(line.fileno())
+                self._to_standby = line
+                fault_handler.write_to(line)
 
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
+        fault_handler.get_on(self._to_standby)
         statuses = self._statuses()
-        for event in self._unheard.changes(statuses[1:]):
+        told = self._unheard.changes(statuses[1:]) + self._waited_for.changes(statuses)
+        for event in told:
             self._record(event)
         # Should mpirun end us first, others know whom to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
@@ -192,8 +191,7 @@ class AllRanksWatch:
             data = os.read(line.fileno(), 65536)  # recv() would first ask whether there is any
         except OSError:
             data = b""
-        status.heard = self._own.awake.seconds
-        for message in status.messages.feed(data):
+        for message in status.take(data, self._own.awake.seconds):
             self._hear(status, message)
         if not data:
             self._selector.unregister(line)

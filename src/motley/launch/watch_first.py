@@ -8,16 +8,18 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from motley.faults import Fault
+from motley.launch import fault_handler
 from motley.launch.handshakes import Listening
 from motley.launch.job_faults import alone, died, silent
 from motley.launch.messages import Messages, encode
 from motley.launch.own_rank import OwnRank, line_of
-from motley.launch.survivors import Survivors
+from motley.launch.survivors import Survivors, standby_of
 from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
 STOP_S = 0.2
 _STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
+_BUSY_MOST_S = 120.0  # that a rank without signs of rank 0's own relies on the standby
 _ASKED, _ANSWER_S = 2, 0.7  # other ranks, one after another
 
 
@@ -43,6 +45,7 @@ class FirstRankWatch:
         self._gathered: list[str] = []
         self._leaves: tuple[float, int] | None = None  # by a signal: when, with which status
         self._heard_at = own.awake.look()
+        self._to_standby: socket.socket | None = None  # while rank 0 is quiet
 
     @property
     def lines(self) -> list[socket.socket]:
@@ -74,6 +77,7 @@ class FirstRankWatch:
                 if own.leaves.is_set():
                     own.leave(0)
                 if own.heartbeat_due():
+                    fault_handler.get_on(self._line)
                     self._line.sendall(encode({"heartbeat": own.heartbeat_now().message()}))
             except OSError:
                 with contextlib.suppress(OSError):
@@ -86,13 +90,36 @@ class FirstRankWatch:
             if own.held.is_set():
                 continue
             quiet = own.awake.seconds - self._heard_at
-            if quiet > HEARTBEAT_TIMEOUT_S + (0 if own.standby else _STANDBY_FIRST_S):
+            if quiet > HEARTBEAT_TIMEOUT_S and not self._standby_hears(quiet):
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
                     self._line.sendall(encode({"stop": 1}))
                 self.end(self._lost(quiet))
 
         return None
+
+    def _standby_hears(self, quiet: float) -> bool:
+        """Whether the standby lives, which else would have ended by now: rank 0 tells it alone
+        that Python is busy there.
+
+        Args:
+            quiet: seconds without a word of rank 0.
+        """
+        own = self._own
+        if own.standby or quiet > _BUSY_MOST_S:
+            return False
+        if quiet <= HEARTBEAT_TIMEOUT_S + _STANDBY_FIRST_S:
+            return True
+        try:
+            if self._to_standby is None:
+                at = own.listening[standby_of(own.machines)]
+                self._to_standby = socket.create_connection((at.address, at.port), _ANSWER_S)
+                self._to_standby.setblocking(False)
+            return bool(self._to_standby.recv(1))  # it says nothing there, until it ends
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def _lost(self, seconds: float) -> Fault:
         """Rank 0's host is silent, or, where no other machine answers either, this one is cut off;
@@ -117,6 +144,9 @@ class FirstRankWatch:
         with contextlib.suppress(BlockingIOError):
             data = self._line.recv(65536, socket.MSG_DONTWAIT)
             self._heard_at = own.awake.seconds
+            if self._to_standby is not None:
+                self._to_standby.close()
+                self._to_standby = None
             for message in self._messages.feed(data):
                 if "stop" in message:
                     own.leave(message["stop"])

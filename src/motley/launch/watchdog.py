@@ -106,7 +106,8 @@ class RankStatus:
     """Rank 0's view of one rank.
 
     Attributes:
-        heard: when, in rank 0's waking seconds.
+        heard: when it last said something, in rank 0's waking seconds.
+        wrote: when it wrote anything, as a process does that lives (motley.launch.fault_handler).
         rescues: it can save the state, for rank 0 cannot.
         regroups: it can go on without another rank.
         address: of its machine, in the network that all share.
@@ -116,6 +117,7 @@ class RankStatus:
     rank: int
     host: str
     heard: float = 0.0
+    wrote: float = 0.0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     done: bool = False
     rescues: bool = False
@@ -123,6 +125,21 @@ class RankStatus:
     address: str = ""
     left: bool = False
     messages: Messages = field(default_factory=Messages, repr=False)
+
+    @property
+    def lived(self) -> float:
+        """When it did, as far as is known, in rank 0's waking seconds."""
+        return max(self.heard, self.wrote)
+
+    def take(self, data: bytes, now: float) -> list[dict[str, Any]]:
+        """What it has said in all, with these bytes.
+
+        Args:
+            now: in rank 0's waking seconds.
+        """
+        found = self.messages.feed(data)
+        self.wrote, self.heard = now, now if found else self.heard
+        return found
 
 
 class Watchdog:
@@ -152,18 +169,18 @@ class Watchdog:
             statuses: all ranks but 0.
         """
         now = self._awake.seconds
-        if now - min((status.heard for status in statuses), default=now) <= limit:
+        if now - min((status.lived for status in statuses), default=now) <= limit:
             return None
         statuses = sorted(statuses, key=lambda status: status.rank)  # who is done still says so
         # Those of one switch fall silent together, and no two heartbeats at the same instant.
         since = now - (limit - 4 * HEARTBEAT_INTERVAL_S)
-        quiet = [status for status in statuses if status.heard < since]
+        quiet = [status for status in statuses if status.lived < since]
         first, others = quiet[0], quiet[1:]
         away = {status.host for status in statuses} - {self._host}
         if len(away) > 1 and away <= {status.host for status in quiet}:
-            return alone(0, self._host, first.heartbeat.step, now - first.heard, _hosts(quiet))
+            return alone(0, self._host, first.heartbeat.step, now - first.lived, _hosts(quiet))
         like = f", and so {_are(others)} {_ranks(others)} on {_hosts(others)}" if others else ""
-        return silent(first.rank, first.host, first.heartbeat.step, now - first.heard, like)
+        return silent(first.rank, first.host, first.heartbeat.step, now - first.lived, like)
 
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """The fault of two machines that do not reach each other, though this one hears both.

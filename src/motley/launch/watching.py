@@ -2,7 +2,6 @@
 if it is the first itself: from the start on, or once rank 0 is lost. See motley.launch.supervisor.
 """
 
-import faulthandler
 import socket
 import threading
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from motley.faults import Fault, fault_of
+from motley.launch import fault_handler
 from motley.launch.background_writer import BackgroundWriter
 from motley.launch.handshakes import Handshakes, Listening, greeting
 from motley.launch.launcher_reaper import LauncherReaper
@@ -90,7 +90,7 @@ class Watching:
         line = socket.create_connection((to.address, to.port), timeout=limit_s)
         line.sendall(greeting(to.token, own.rank, own.host))
         line.settimeout(None)
-        faulthandler.enable(line.fileno())  # a crash's traceback: the first then knows of it
+        fault_handler.write_to(line)
         return FirstRankWatch(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: FirstRankWatch, lost: Fault) -> AllRanksWatch | FirstRankWatch:
@@ -123,3 +123,5 @@ class Watching:
                 self._watch.end_job(fault)
             self._own.print(line_of(fault))
             self._own.leave(fault.code)
+        finally:
+            fault_handler.end()

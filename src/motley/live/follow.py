@@ -56,6 +56,7 @@ class RunFollower:
         self._logs: dict[str, Tail] = {}
         self._seen: tuple[int, ...] = ()
         self._asked = self.clock = self.wall = 0.0
+        self._size_of_events = 0
         self.looks = 0
 
     def look(self, clock: float, wall: float) -> None:
@@ -67,6 +68,7 @@ class RunFollower:
         """
         self.clock, self.wall = clock, wall
         self.looks += 1
+        self._size_of_events = size_of(self.run.events_file)
         for line in self._lines(self.run.events_file, wall, samples=0):
             if isinstance(line.get("event"), str):
                 self.events.append(line)
@@ -81,13 +83,14 @@ class RunFollower:
 
     def glance(self, clock: float, wall: float) -> bool:
         """Read the new steps of one rank, the one that leads: whether some rank has just become
-        slower, so that a look at all would say which."""
+        slower, so that a look at all would say which, or an event has been recorded."""
         rank = self._leading() if self.about.get("status") == "running" else None
         if rank is None:
             return False
         self.clock = clock
         self._look_at_steps(rank, wall)
-        return bool(since_slower(self.tracks[rank])[0])
+        told = size_of(self.run.events_file) != self._size_of_events
+        return told or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
         """Whether a look may find anything: of a run that has ended, when its run.json changes, and
@@ -200,6 +203,19 @@ class RunFollower:
                 since.clear()
         return {rank: max(0.0, self.wall - when) for rank, when in since.items()}
 
+    def waited_for(self) -> JsonDict | None:
+        """Who keeps all others from the next step, as the first rank tells; None: nobody is known
+        to."""
+        lead = self.lead()
+        if lead is None or lead.last is None:
+            return None
+        for line in reversed(self.events):
+            if line["event"] == "waited_for":
+                step, rank = line.get("step"), line.get("rank")
+                now = isinstance(step, int) and step > lead.last.step and isinstance(rank, int)
+                return line if now else None
+        return None
+
     # -- who leads
 
     def lead(self) -> Track | None:
@@ -210,6 +226,14 @@ class RunFollower:
     def _leading(self) -> int | None:
         known = [(track.last.step, -rank) for rank, track in self.tracks.items() if track.last]
         return -max(known)[1] if known else None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def files_in(

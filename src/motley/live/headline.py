@@ -95,9 +95,13 @@ def headline(
         return Mood.SILENT, _silent(followed, silence)
     if waits is None:
         return Mood.STARTING, "starting: no step is recorded yet"
+    lasts = followed.silent_s()
+    if waited := followed.waited_for():
+        who, doing = name_of(followed, waited["rank"]), plain(waited.get("doing"))
+        return Mood.WAITS, f"waits for {who}, which is {doing}: no step for {lasts:.0f} s"
     if silence.stalled_s is not None:
         return Mood.WAITS, (
-            f"no step for {silence.stalled_s:.0f} s: an evaluation or a checkpoint, or all ranks "
+            f"no step for {lasts:.0f} s: an evaluation or a checkpoint, or all ranks "
             "wait for what no record tells"
         )
     return _waits(followed, waits)

@@ -55,6 +55,7 @@ _SAID = {
     "lost": "rank {rank} on {host} is lost in step {step}; the others go on",
     "silent": "rank {rank} on {host} is silent",
     "heard_again": "rank {rank} on {host} is heard again",
+    "waited_for": "all wait for rank {rank} on {host}, which is {doing}",
     "unreadable": "{sample} cannot be read",
     "finished": "after {steps} steps",
 }

@@ -7,6 +7,7 @@ import pytest
 from motley.faults import FaultKind, Phase
 from motley.launch.messages import Messages, encode
 from motley.launch.unheard import CUT_OFF_AFTER_S, TOLD_AFTER_S, Unheard
+from motley.launch.waited_for import WaitedFor
 from motley.launch.watchdog import (
     HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
@@ -71,6 +72,22 @@ def test_silence_is_judged_after_the_limit_and_names_all_of_a_switch() -> None:
     assert "and so is rank 2 on c" in fault.line() and "--resume auto" in fault.line()
     one.done = two.done = True  # as one that is left out; they beat until all are done
     assert watchdog.silent([one, two, three]) == fault
+
+
+def test_who_writes_what_it_is_busy_with_lives_but_is_not_heard() -> None:
+    clock, watchdog, (_, one, two) = world("a", "b", "c")
+    busy = b"Timeout (0:00:06)!\nThread 0x7f (most recent call first):\n  File 'big.json'\n"
+    hear(clock, HEARTBEAT_TIMEOUT_S + 1, two)
+    assert watchdog.silent([one, two])
+    assert one.take(busy, clock.seconds) == [] and one.heard == 0.0
+    assert watchdog.silent([one, two]) is None and one.messages.last_words == busy.decode()
+    # A crash is told by what came last, however often it was busy before, or got on since.
+    crash = b"Fatal Python error: Aborted\n"
+    for again in (busy, busy, crash):
+        one.take(again, clock.seconds)
+    assert one.messages.last_words == crash.decode()
+    assert one.take(encode({"done": True}), 99.0) and one.heard == 99.0
+    assert one.messages.last_words == ""
 
 
 def test_a_host_that_hears_no_other_is_named_itself() -> None:
@@ -174,3 +191,30 @@ def test_who_is_not_heard_is_told_once_and_so_is_that_it_is_heard_again() -> Non
     again = [{"kind": "heard_again", "rank": 1, "host": "b"}]
     assert unheard.changes([one, two]) == again  # 3 is lost, which is told otherwise
     assert unheard.changes([one, two]) == [] == unheard.changes([])
+
+
+def test_who_keeps_all_others_from_a_step_is_told_once_while_they_wait() -> None:
+    clock, watchdog, ranks = world("a", "b", "c", "c")
+    waited_for = WaitedFor(clock)  # type: ignore[arg-type]
+
+    def at(seconds: float, step: int, *computing: int, heard: bool = True) -> list[int]:
+        clock.seconds = seconds
+        for status in ranks:
+            at_work = status.rank in computing
+            phase = Phase.FORWARD if at_work else Phase.ALL_REDUCE
+            watchdog.hear(status, Heartbeat(step, phase, step, 120.0))
+            status.heard = seconds if heard or not at_work else 0.0
+        found = waited_for.changes(ranks)
+        assert all(each["step"] == step and each["doing"] == "computing" for each in found)
+        return [each["rank"] for each in found]
+
+    assert at(0.0, 0, 2) == at(50.0, 0, 2) == []  # the first step: nobody knows what is usual
+    for step in range(1, 10):
+        assert at(50 + step / 2, step, 2) == []
+    assert at(55.9, 9, 2) == []  # a second and a half are three usual steps
+    assert at(56.1, 9, 2, 3) == [2]  # of the host
+    assert at(57.0, 9, 2, 3) == []
+    # Nobody knows where two hosts compute, where all wait for the wire, nor of one that is silent.
+    assert at(57.5, 10, 2, 3) == at(59.2, 10, 1, 2) == []
+    assert at(59.3, 10) == at(59.4, 10, 1, heard=False) == []
+    assert at(59.5, 10, 0) == [0]

@@ -90,6 +90,24 @@ def test_a_rank_that_the_first_does_not_hear_is_named_until_it_is_heard(tmp_path
     assert look().mood != Mood.SILENT
 
 
+def test_who_keeps_all_others_from_a_step_is_named_before_it_is_taken(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path / "run")
+    for _ in range(3):
+        live.take_step()
+    followed = RunFollower(live.run)
+    followed.look(0.0, live.now)
+    live.run.event("waited_for", rank=2, host="tesla2", step=3, seconds=1.2, doing="computing")
+    followed.look(1.2, live.now)
+    now = take_snapshot(followed, live.now)
+    said = r"waits for tesla2 \(rank 2\), which is computing: no step for [12] s"
+    assert now.mood is Mood.WAITS and re.fullmatch(said, now.headline), now.headline
+    assert now.events[-1].text == "all wait for rank 2 on tesla2, which is computing"
+    live.take_step()
+    followed.look(1.6, live.now)
+    assert "no step" not in take_snapshot(followed, live.now).headline
+    live.close()
+
+
 def test_hosts_that_fall_silent_are_named(tmp_path: Path) -> None:
     live = LiveRun(tmp_path / "run")
     for _ in range(10):
