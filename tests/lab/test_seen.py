@@ -62,8 +62,8 @@ def test_a_slow_host_and_one_that_is_cut_off_are_named_within_3_s(lab: Door) -> 
         watchers = Watchers(terminal, page)
         terminal.await_frame(lambda text: "of each step" in text)
         says = f"waits for {slow} "
-        # A sixth of what it uses. A twentieth of a processor is too little for its heartbeats too:
-        # once in three times it was said to be silent, or all to wait for the wire.
+        # A sixth of what it uses. With a twentieth of a processor, of which its heartbeats take
+        # their part too, nobody was named once in three times.
         slowed = watchers.named_after(lambda: lab.do("cpus", slow, "0.1"), says)
         lab.do("cpus", slow, "all")
         goes_on(lambda: steps_done(folder))

@@ -21,7 +21,7 @@ def write_to(line: socket.socket) -> None:
 
 
 def get_on(line: socket.socket | None) -> None:
-    """Say that this thread of Python's does: for a while nothing is written but a crash. 50 us.
+    """Say that this thread of Python's does: for a while nothing is written but a crash. 0.1 ms.
 
     Args:
         line: that is written into after that while; None, or closed: none.

@@ -19,7 +19,7 @@ from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
 STOP_S = 0.2
 _STANDBY_FIRST_S = 2.0  # mpirun ends the standby as soon as another rank has left
-_BUSY_MOST_S = 120.0  # that a rank without signs of rank 0's own relies on the standby
+_BUSY_MOST_S = 600.0  # that a rank to which rank 0 writes nothing relies on the standby
 _ASKED, _ANSWER_S = 2, 0.7  # other ranks, one after another
 
 

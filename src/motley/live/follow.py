@@ -19,6 +19,7 @@ _EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
 _AT_ONCE, _FEWEST, _BETWEEN = 640, 8, 4  # lines of steps that a look reads: of all, of a rank
 _BEGUN = 3  # steps, after which every host has written something
 LAST_WORDS_S = 5.0  # after the end is in run.json
+_ANOTHER_GROUP = ("fault", "resume", "lost")  # trains from then on, and from an earlier step
 _ASK_AGAIN_S = 5.0  # whether a silent run is still alive: a lock tells
 
 K = TypeVar("K", int, str)
@@ -207,14 +208,12 @@ class RunFollower:
         """Who keeps all others from the next step, as the first rank tells; None: nobody is known
         to."""
         lead = self.lead()
-        if lead is None or lead.last is None:
+        told = [line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)]
+        if lead is None or lead.last is None or not told or told[-1]["event"] in _ANOTHER_GROUP:
             return None
-        for line in reversed(self.events):
-            if line["event"] == "waited_for":
-                step, rank = line.get("step"), line.get("rank")
-                now = isinstance(step, int) and step > lead.last.step and isinstance(rank, int)
-                return line if now else None
-        return None
+        step, rank = told[-1].get("step"), told[-1].get("rank")
+        now = isinstance(step, int) and step > lead.last.step and isinstance(rank, int)
+        return told[-1] if now else None
 
     # -- who leads
 

@@ -102,6 +102,10 @@ def test_who_keeps_all_others_from_a_step_is_named_before_it_is_taken(tmp_path: 
     said = r"waits for tesla2 \(rank 2\), which is computing: no step for [12] s"
     assert now.mood is Mood.WAITS and re.fullmatch(said, now.headline), now.headline
     assert now.events[-1].text == "all wait for rank 2 on tesla2, which is computing"
+    live.run.event("resume", step=1)  # of another job, which has not taken that step yet
+    followed.look(1.4, live.now)
+    assert "computing: no step" not in take_snapshot(followed, live.now).headline
+    live.run.event("waited_for", rank=2, host="tesla2", step=3, seconds=1.2, doing="computing")
     live.take_step()
     followed.look(1.6, live.now)
     assert "no step" not in take_snapshot(followed, live.now).headline
