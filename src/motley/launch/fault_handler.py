@@ -9,6 +9,7 @@ writes what all are at. It has one: a script that calls ``faulthandler.dump_trac
 none of its own.
 """
 
+import contextlib
 import faulthandler
 import socket
 
@@ -26,10 +27,10 @@ def get_on(line: socket.socket | None) -> None:
     Args:
         line: that is written into after that while; None, or closed: none.
     """
-    if line is None or line.fileno() < 0:
-        end()
-    else:
-        faulthandler.dump_traceback_later(BUSY_AFTER_S, repeat=True, file=line.fileno())
+    end()
+    if line is not None and line.fileno() >= 0:
+        with contextlib.suppress(RuntimeError, MemoryError):  # no room for another thread's stack
+            faulthandler.dump_traceback_later(BUSY_AFTER_S, repeat=True, file=line.fileno())
 
 
 def end() -> None:

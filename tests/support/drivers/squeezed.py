@@ -19,6 +19,7 @@ from torch import Tensor
 from motley.data.batch import Batch
 from motley.engines.protocol import StepResult
 from motley.engines.strategies.zero import TRAITS
+from motley.launch import fault_handler
 from motley.launch.world import run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
@@ -82,6 +83,9 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
 
 if __name__ == "__main__":
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALL)
+    # A thread that comes and goes leaves an arena of malloc's, 64 MiB of addresses that are within
+    # the limit: where memory is to end, it would not.
+    fault_handler.get_on = lambda _: None
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--stage", type=int)
     own.add_argument("--no-overlap", action="store_true")
