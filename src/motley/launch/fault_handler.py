@@ -13,7 +13,7 @@ import contextlib
 import faulthandler
 import socket
 
-BUSY_AFTER_S = 6.0  # without :func:`get_on`; and from one sign to the next
+_BUSY_AFTER_S = 6.0  # without :func:`get_on`; and from one sign to the next
 
 
 def write_to(line: socket.socket) -> None:
@@ -30,7 +30,7 @@ def get_on(line: socket.socket | None) -> None:
     end()
     if line is not None and line.fileno() >= 0:
         with contextlib.suppress(RuntimeError, MemoryError):  # no room for another thread's stack
-            faulthandler.dump_traceback_later(BUSY_AFTER_S, repeat=True, file=line.fileno())
+            faulthandler.dump_traceback_later(_BUSY_AFTER_S, repeat=True, file=line.fileno())
 
 
 def end() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from motley.faults import Phase
 from motley.launch.watchdog import AwakeClock, RankStatus
 
-TOLD_AFTER_S, _TOLD_AFTER_STEPS = 1.0, 3.0  # without a step, whichever is longer
+_TOLD_AFTER_S, _TOLD_AFTER_STEPS = 1.0, 3.0  # without a step, whichever is longer
 _LOOKS_BACK = 8  # at times when a step had been taken, whose median is usual
 _LATELY_S = 1.5  # heartbeats come once a second or more often
 _OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)  # that keep the others waiting
@@ -44,15 +44,14 @@ class WaitedFor:
         quiet = now - self._since
         if self._told or not self._took:
             return []
-        if quiet <= max(TOLD_AFTER_S, _TOLD_AFTER_STEPS * median(self._took)):
+        if quiet <= max(_TOLD_AFTER_S, _TOLD_AFTER_STEPS * median(self._took)):
             return []
-        waiting = [each for each in training if each.heartbeat.phase is Phase.ALL_REDUCE]
-        others = [each for each in training if each.heartbeat.phase is not Phase.ALL_REDUCE]
-        clear = waiting and len({each.host for each in others}) == 1
-        if not clear or not all(self._is_at_work(each) for each in others):
+        behind = [each for each in training if not each.heartbeat.waits]
+        clear = len(behind) < len(training) and len({each.host for each in behind}) == 1
+        if not clear or not all(self._is_at_work(each) for each in behind):
             return []
         self._told = True
-        first = min(others, key=lambda each: each.rank)
+        first = min(behind, key=lambda each: each.rank)
         return [
             {"kind": "waited_for", "rank": first.rank, "host": first.host, "step": step,
              "seconds": round(quiet, 1), "doing": first.heartbeat.doing}

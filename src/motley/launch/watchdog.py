@@ -89,6 +89,11 @@ class Heartbeat:
         """What the rank is at, in words."""
         return self.detail or self.phase.words
 
+    @property
+    def waits(self) -> bool:
+        """Whether the rank has done its own part of the step, and waits for the others."""
+        return self.phase is Phase.ALL_REDUCE
+
     def message(self) -> list[Any]:
         """As JSON; without names, for rank 0 reads two thousand a second of as many ranks."""
         rest = [self.detail, self.unanswered] if self.detail or self.unanswered else []
@@ -223,9 +228,9 @@ def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
     for status in sorted(statuses, key=lambda status: status.rank):
         step = -1 if status.heartbeat.step is None else status.heartbeat.step
         doing.setdefault((step, status.heartbeat.doing), []).append(status)
-    behind = [
-        key for key, (status, *_) in doing.items() if status.heartbeat.phase is not Phase.ALL_REDUCE
-    ] or list(doing)
+    behind = [key for key, (status, *_) in doing.items() if not status.heartbeat.waits] or list(
+        doing
+    )
     where = "; ".join(
         f"{_ranks(group)} {_are(group)} {what}" for (_, what), group in sorted(doing.items())
     )
