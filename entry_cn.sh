@@ -66,10 +66,6 @@ settings=${DS_ENV_FILE:-.deepspeed_env}
 read_settings "$root/$settings"
 [ -z "${HOME:-}" ] || read_settings "$HOME/$settings"
 
-ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-1}}}
-ranks_here=${ranks_here%%[!0-9]*} # Slurm writes 3(x2) for three on each of two nodes
-threads=$(($(nproc) / ranks_here))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 # For how long a thread spins for the others before it sleeps. With OpenMP's own 300000, some
 # milliseconds, a rank beside other jobs spends its turns on the processor on waiting.
 [ -n "${OMP_WAIT_POLICY:-}" ] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}

@@ -63,6 +63,42 @@ def test_debians_open_mpi_4(who: Path) -> None:
     assert said(done.stdout) == expected(2)
 
 
+CORES = """
+import os
+from motley.cluster.binding import cores_per_rank
+ranks = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+print(f"cores {len(os.sched_getaffinity(0))} own {cores_per_rank(ranks)}"
+      f" threads {os.environ['OMP_NUM_THREADS']}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "cores", "own"),
+    [
+        ((), ("-np", "1"), 2, 2),  # Open MPI's default is one core, for the loaders too
+        ((), ("-np", "2"), 2, 1),
+        ((), ("-np", "2", "--bind-to", "core"), 1, 1),  # somebody asked for it: a whole core each
+        ((), ("-np", "1", "--mca", "hwloc_base_binding_policy", "core"), 1, 1),
+        (("taskset", "-c", "1"), ("-np", "1"), 1, 1),
+    ],
+    ids=["default", "two", "asked", "by variable", "outside"],
+)
+def test_a_rank_has_the_cores_of_its_launcher_unless_somebody_asked_for_fewer(
+    tmp_path: Path, before: tuple[str, ...], words: tuple[str, ...], cores: int, own: int
+) -> None:
+    needs("mpirun.openmpi", "Open MPI 4.1")
+    script = tmp_path / "cores.py"
+    script.write_text(CORES)
+    done = subprocess.run(
+        ["taskset", "-c", "0,1", *before, "mpirun.openmpi", *words, "./entry_cn.sh", script],
+        cwd=ROOT, text=True, capture_output=True, timeout=60, check=False,
+        env=environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = set(re.findall(r"cores \d own \d threads \d", done.stdout))  # lines run together
+    assert found == {f"cores {cores} own {own} threads {own}"}
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A real Slurm of one node on free ports; gives the variables that its commands need."""

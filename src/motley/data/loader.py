@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from motley.cluster.binding import cores_here
+from motley.cluster.binding import cores_per_rank
 from motley.config.options import Config
 from motley.data.batch import Batch
 from motley.data.keyed import Answer, Asked, Both, Key, Keyed
@@ -215,7 +215,7 @@ def workers_of(
         return config.workers
     if device.type == "cpu" or not samples.needs_workers:
         return 0  # CPU ranks need their cores
-    most = max(1, cores_here() // ranks_here() - 1)
+    most = max(1, cores_per_rank(ranks_here()) - 1)
     return min(most, _USUAL if readers is None else readers)
 
 

@@ -4,6 +4,9 @@ mpi4py's runner runs the script, and ends all ranks when one raises. Python look
 whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,
 none of them garbage: looking took a fifth of a short run. So Python does not look before
 ``motley.launch.world.run``, which sets these objects aside; and they are not freed at the end.
+
+A rank leaves Open MPI's default binding before it imports what starts threads: OpenMP's pool has as
+many as there are cores then, and they stay where they were started.
 """
 
 import faulthandler
@@ -13,6 +16,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from motley.cluster.binding import cores_per_rank, leave_default_binding
 from motley.cluster.launcher import Launcher, launch_of
 from motley.launch.mpi import finalize_mpi
 from motley.launch.process import die_with_parent, end_at_once, keep_caches_local
@@ -26,6 +30,9 @@ if __name__ == "__main__":
     watch = watch_imports()
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
     keep_caches_local(os.environ)
+    leave_default_binding()
+    ranks_here = launch_of().local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(ranks_here)))
     if launch_of().by is Launcher.MPI:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     else:  # where there may be no MPI

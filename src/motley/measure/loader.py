@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from motley.cluster.binding import cores_here
+from motley.cluster.binding import cores_per_rank
 from motley.config.options import Config
 from motley.data.keyed import Key, Keyed
 from motley.data.loader import ranks_here, workers_of
@@ -31,7 +31,7 @@ def with_reading(
     """
     if not samples.needs_workers and not config.workers:
         return speed
-    cores = cores_here() / ranks_here()
+    cores = cores_per_rank(ranks_here())
     on_cpu = device.type == "cpu"
     with _threads(torch.get_num_threads() if on_cpu and not config.workers else 1):
         one_s = time_reading(samples, config.seed)
