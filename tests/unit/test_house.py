@@ -47,7 +47,7 @@ ROOMS = {
     "config": "option numbers optimization options parser",
     "data": (
         "import_timm batch source images shards packed_file packer dataset datasets/* mixing "
-        "transforms order slots loader_memory keyed loader"
+        "transforms order slots loader_memory keyed batches loader"
     ),
     "tasks": (
         "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "
@@ -70,9 +70,9 @@ ROOMS = {
         "measured_plan foresee open_model planner"
     ),
     "train": (
-        "progress budget first_steps loss_scale schedule summary recorder profiler overflow ready "
-        "setup agreement recovery rescue survivor compile_keeper evaluate save_timer command_line "
-        "loop start script"
+        "progress budget first_steps loader_growth loss_scale schedule summary recorder profiler "
+        "overflow ready setup agreement recovery rescue survivor compile_keeper evaluate "
+        "save_timer command_line loop start script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -1,8 +1,10 @@
 """Gives every rank its own micro-batches of the global order (order.py), read ahead."""
 
+import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch.utils.data import DataLoader
 from motley.cluster.binding import cores_per_rank
 from motley.config.options import Config
 from motley.data.batch import Batch
+from motley.data.batches import Batches, BatchesOnGpu, PrefetchedBatches
 from motley.data.keyed import Answer, Asked, Both, Key, Keyed
-from motley.data.loader_memory import bytes_of, explained, free_memory, workers_that_fit
+from motley.data.loader_memory import bytes_of, explain_workers, free_memory, workers_that_fit
 from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.slots import PREFETCH, Passed, Slots
 from motley.data.source import Samples
@@ -35,7 +38,8 @@ class Loader:
         readers: processes that keep the device busy, where that was measured.
 
     Attributes:
-        note: why there are fewer processes than usual, or than were asked for; else empty.
+        note: why there are fewer processes than usual, or too many for the cores; else empty.
+        workers: processes that read. most_workers: that may do so, by the cores of this rank.
     """
 
     def __init__(
@@ -51,19 +55,26 @@ class Loader:
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
         self._ramp = ramp_of(config.batch_size)
-        sample = 0.0 if example is None else bytes_of(example)
-        self._workers, self.note = workers_that_fit(
-            workers_of(samples, config, device, readers), sample, micro_batch,
-            lambda: free_memory(ranks_here()),
-        )  # fmt: skip
+        self._sample = 0.0 if example is None else bytes_of(example)  # its bytes
+        self._micro_batch = micro_batch
+        wanted = workers_of(samples, config, device, readers)
+        self.workers, self.note = self._that_fit(wanted)
+        if self.workers > (cores := 1 + spare_cores()):
+            self.note = self.note or (
+                f"--workers {self.workers} starts more loader processes than this rank has cores "
+                f"({cores}): they take turns, and take time from the training thread; --workers "
+                f"{max(1, spare_cores())} leaves it a core"
+            )
+        # A user's own number stays.
+        grows = config.workers is None and samples.needs_workers and not self.note
+        self.most_workers = spare_cores() if grows else self.workers
         self._train, self._test = Keyed(samples, True), Keyed(samples, False)
         self._asked = Asked()
-        size = math.ceil(sample * micro_batch)
-        self._slots = Slots(self._workers, size, device)
+        self._slots = self._make_slots()
         # Torch hands out the same 32 streams in turn, to what follows an all-reduce too, and nearly
         # none of this priority: with one of those, a step in 16 of two GPUs waited for 6 ms.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._loader = self._make_loader()
+        self._loader: DataLoader[Any] | None = self._make_loader()
         self._pass = Batches(iter(()), self._slots)
         self.order = Order(len(self._train), config.seed, config.data_fraction)
 
@@ -78,12 +89,15 @@ class Loader:
             batches.append((self._cut(plan.of_batch(len(part)), part), part))
             consumed += size
         first = seed_of(self._seed, epoch)
-        keys = (
-            list(map(Key, cut, seeds_of(first, cut)))
-            for plan_of, part in batches
-            for cut in slices(part, plan_of, self._rank)
-        )
-        return Steps([plan_of for plan_of, _ in batches], self._read(keys), self._rank)
+
+        def read(done: int) -> Batches:
+            return self._read(
+                list(map(Key, cut, seeds_of(first, cut)))
+                for plan_of, part in batches[done:]
+                for cut in slices(part, plan_of, self._rank)
+            )
+
+        return Steps([plan_of for plan_of, _ in batches], read, self._rank)
 
     def _cut(self, plan: Plan, part: Sequence[int]) -> Plan:
         costs = self._samples.costs(part)
@@ -97,110 +111,91 @@ class Loader:
         cuts = slices(chosen, replace(plan, grain=1).of_batch(count), self._rank)
         return self._read([[Key(index, 0, held_out=True) for index in cut] for cut in cuts])
 
+    def set_workers(self, workers: int) -> None:
+        """Go on with another number of loader processes, as far as memory allows.
+
+        They begin at the next global batch; called between two.
+        """
+        workers, _ = self._that_fit(workers)
+        if workers == self.workers:
+            return
+        self._pass.close()
+        self._pass, self._loader = Batches(iter(()), self._slots), None  # processes end with them
+        self.workers = workers
+        self._slots = self._make_slots()
+        self._loader = self._make_loader()
+
+    def _that_fit(self, workers: int) -> tuple[int, str]:
+        """See :func:`workers_that_fit`."""
+        return workers_that_fit(
+            workers, self._sample, self._micro_batch, lambda: free_memory(ranks_here())
+        )
+
+    def _make_slots(self) -> Slots:
+        return Slots(self.workers, math.ceil(self._sample * self._micro_batch), self._device)
+
     def _make_loader(self) -> "DataLoader[Any]":
         train, slots = self._train, self._slots  # not this object, with which they end
 
         def put(answers: list[Answer]) -> Passed | Batch:
             return slots.put(train.batch(answers))
 
-        return DataLoader(
-            Both(self._train, self._test),
-            batch_sampler=self._asked,
-            num_workers=self._workers,
-            persistent_workers=self._workers
-            > 0,  # 8 take a second to start, behind a GPU's process
-            collate_fn=put if self._workers else train.batch,
-            pin_memory=self._device.type == "cuda" and not self._workers,
-            worker_init_fn=_start_worker if self._workers else None,
-            # Fork: what a worker gets need not be pickled. A generator of its own: else each
-            # pass over the data would move the one that drop-out draws from.
-            multiprocessing_context="fork" if self._workers else None,
-            generator=torch.Generator(),
-            prefetch_factor=PREFETCH if self._workers else None,
-        )
+        with _without_torchs_advice():
+            return DataLoader(
+                Both(self._train, self._test),
+                batch_sampler=self._asked,
+                num_workers=self.workers,
+                persistent_workers=self.workers > 0,  # 8 take a second to start beside a GPU's
+                collate_fn=put if self.workers else train.batch,
+                pin_memory=self._device.type == "cuda" and not self.workers,
+                worker_init_fn=_start_worker if self.workers else None,
+                # Fork: what a worker gets need not be pickled. A generator of its own: else each
+                # pass over the data would move the one that drop-out draws from.
+                multiprocessing_context="fork" if self.workers else None,
+                generator=torch.Generator(),
+                prefetch_factor=PREFETCH if self.workers else None,
+            )
 
     def _read(self, keys: Iterable[list[Key]]) -> "Batches":
         """One pass; it ends the one before, if that has not ended."""
-        self._pass.settle()
+        self._pass.close()
         self._asked.keys = keys
-        batches = explained(iter(self._loader), self._workers)
-        if self._stream is None:
-            self._pass = Batches(batches, self._slots)
+        assert self._loader is not None
+        with explain_workers(self.workers), _without_torchs_advice():
+            batches = iter(self._loader)
+        if self.workers:
+            self._pass = PrefetchedBatches(batches, self._slots, self._stream, self.workers)
+        elif self._stream is not None:
+            self._pass = BatchesOnGpu(batches, self._slots, self._stream)
         else:
-            self._pass = OnGpu(batches, self._slots, self._stream)
+            self._pass = Batches(batches, self._slots)
         return self._pass
 
 
-class Batches:
-    """Micro-batches on the device that computes them, one after another."""
-
-    def __init__(self, batches: Iterator[Passed | Batch], slots: Slots) -> None:
-        self._batches, self._slots = batches, slots
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        return self._slots.take(next(self._batches))
-
-    def read_ahead(self) -> None:
-        """Have the next one ready; called where the device has enough to do meanwhile."""
-
-    def settle(self) -> None:
-        """Have what was taken copied from where others may write once more is asked for."""
-
-
-class OnGpu(Batches):
-    """Copied to the GPU, in a stream of their own, beside what it computes."""
-
-    def __init__(
-        self, batches: Iterator[Passed | Batch], slots: Slots, stream: torch.cuda.Stream
-    ) -> None:
-        super().__init__(batches, slots)
-        self._stream = stream
-        self._ready: Batch | None = None
-
-    def __next__(self) -> Batch:
-        self.read_ahead()
-        batch, self._ready = self._ready, None
-        if batch is None:
-            raise StopIteration
-        computing = torch.cuda.current_stream(self._stream.device)
-        computing.wait_stream(self._stream)
-        for tensor in batch.data.values():
-            tensor.record_stream(computing)
-        return batch
-
-    def read_ahead(self) -> None:
-        """See Batches."""
-        if self._ready is not None:
-            return
-        self.settle()
-        if (found := next(self._batches, None)) is not None:
-            with torch.cuda.stream(self._stream):
-                self._ready = self._slots.take(found)
-
-    def settle(self) -> None:
-        """See Batches. Long done: it waits for nothing that is computed."""
-        self._stream.synchronize()
-
-
 class Steps:
-    """The remaining global batches of an epoch, as this rank sees them."""
+    """The remaining global batches of an epoch, as this rank sees them.
 
-    def __init__(self, plans: list[Plan], batches: Batches, rank: int) -> None:
-        self._plans, self._batches, self._rank = plans, batches, rank
+    Args:
+        read: begins a pass over this rank's micro-batches behind so many global batches.
+    """
+
+    def __init__(self, plans: list[Plan], read: Callable[[int], Batches], rank: int) -> None:
+        self._plans, self._read, self._rank = plans, read, rank
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
         """The plan of each global batch, and its micro-batches with "is it the last"."""
-        for plan in self._plans:
-            yield plan, self._micro_batches(len(plan.micro_batches[self._rank]))
+        batches = self._read(0)
+        for done, plan in enumerate(self._plans):
+            if batches.closed:  # there are other loader processes now
+                batches = self._read(done)
+            yield plan, _micro_batches(batches, len(plan.micro_batches[self._rank]))
 
-    def _micro_batches(self, count: int) -> Iterator[tuple[Batch, bool]]:
-        for number in range(1, count + 1):
-            yield next(self._batches), number == count
-        # The host is about to wait for the step of all ranks, while its device computes.
-        self._batches.read_ahead()
+
+def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]:
+    for number in range(1, count + 1):
+        yield next(batches), number == count
+    # The host is about to wait for the step of all ranks, while its device computes.
+    batches.read_ahead()
 
 
 def workers_of(
@@ -215,13 +210,25 @@ def workers_of(
         return config.workers
     if device.type == "cpu" or not samples.needs_workers:
         return 0  # CPU ranks need their cores
-    most = max(1, cores_per_rank(ranks_here()) - 1)
-    return min(most, _USUAL if readers is None else readers)
+    return min(max(1, spare_cores()), _USUAL if readers is None else readers)
+
+
+def spare_cores() -> int:
+    """Cores of this rank besides the one of its training thread."""
+    return cores_per_rank(ranks_here()) - 1
 
 
 def ranks_here() -> int:
     """Ranks of this machine, of which each has its part of the cores and the memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def _without_torchs_advice() -> Iterator[None]:
+    """Silence torch's warning about more processes than cores: ours names the option."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
 
 
 def _start_worker(_: int) -> None:

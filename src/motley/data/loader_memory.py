@@ -1,5 +1,6 @@
 """How many loader processes a host's memory has room for: a sample may be of a gigabyte."""
 
+import contextlib
 import re
 import shutil
 import socket
@@ -8,13 +9,13 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from motley.data.batch import Batch
-from motley.data.slots import OF_EACH, PREFETCH, Passed
+from motley.data.slots import OF_EACH, PREFETCH
 from motley.errors import MotleyError
 
 _GIB = 2**30
 _USED = 0.8  # of what is free; the rest is for what else a step needs
 _ALONE = 3  # batches at once without processes: the samples, they together, and what is computed
-_TOGETHER = 2  # with them: what is computed, and what is being copied
+_TOGETHER = 2  # with them: the one that is computed, and the one that is ready or being copied
 _MADE = 1  # what each process puts together, before it passes it
 _SHARED = "/dev/shm"  # through which a batch is passed that has no slot
 # As torch says it of a process that is short of it, or is killed for writing where there is none.
@@ -74,10 +75,17 @@ def workers_that_fit(
     )
 
 
-def explained(batches: Iterator[Batch | Passed], workers: int) -> Iterator[Batch | Passed]:
-    """The same batches; MotleyError where a loader process had no room for its own, or died."""
+@contextlib.contextmanager
+def explain_workers(workers: int) -> Iterator[None]:
+    """Turn torch's error about a loader process that died, or had no room, into a MotleyError.
+
+    Torch raises it in the main thread at any line, since a signal reports the death.
+
+    Args:
+        workers: loader processes of this rank.
+    """
     try:
-        yield from batches
+        yield
     except RuntimeError as error:
         text = str(error)
         no_room = _NO_ROOM.search(text)

@@ -9,13 +9,15 @@ import torch
 
 from motley.faults import Phase
 
-# What the host is at after each lap.
+# What the host is at after each lap; after one of the loop's own Python, what it was at before.
 _AFTER = {
     "data": Phase.FORWARD,
     "compute": Phase.DATA,
     "sync": Phase.OPTIMIZER,
     "opt": Phase.DATA,
 }
+HOST = "host"
+LAPS = (HOST, *_AFTER)  # all names; together they are the step
 
 
 class Clock:
@@ -44,20 +46,21 @@ class Clock:
 
     @property
     def ready_s(self) -> float:
-        """Data and compute until this rank's own gradient was ready, seconds; of the last step, and
-        0.0 after a pause, if not ``at_once``."""
+        """Seconds from the step's begin until this rank's own gradient was ready; of the last step,
+        and 0.0 after a pause, if not ``at_once``."""
         if self.at_once:
             return Laps(self._marks).ready_s
         return self._last.ready_s if self._last else 0.0
 
     def lap(self, name: str, ready: bool = False) -> None:
-        """End a lap: the time since the last mark was spent on ``name``.
+        """End a lap: the time since the last mark was spent on ``name``, of a step one of LAPS.
 
         Args:
             ready: this rank's own gradient is done, and the others' are needed now.
         """
         self._marks.append((name, self._now()))
-        self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
+        if name != HOST:
+            self.on_phase(Phase.ALL_REDUCE if ready else _AFTER.get(name, Phase.FORWARD))
 
     def cut(self) -> "Laps":
         """The laps of the step that is done; the next one starts where the last one ended."""
@@ -80,8 +83,10 @@ class Laps:
 
     @property
     def ready_s(self) -> float:
-        """Until this rank's own gradient was ready, seconds."""
-        return self.seconds("data", "compute")
+        """Seconds until the last lap of computing, when this rank's own gradient was ready."""
+        last = max((place for place, (name, _) in enumerate(self._laps) if name == "compute"),
+                   default=-1)  # fmt: skip
+        return sum(seconds for _, seconds in self._laps[: last + 1])
 
     def seconds(self, *names: str) -> float:
         """Time spent on ``names`` together."""

@@ -59,10 +59,15 @@ class SynchronousEngine(EngineBase):
         norm = gradient_norm(stepped)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
+        alone = self._context.size == 1
+        if not alone:
+            self.clock.lap("opt", ready=True)
         table = all_gather(
             [loss_sum, norm, ready_s, bool(self._short), self._broken_off, self._weight,
              self._own_norm()]
         )  # fmt: skip
+        if not alone:
+            self.clock.lap("sync")  # a rank whose host is late keeps the others here
         copy, copied = begin_copy(table)  # on its way while the GPU does what follows
         norms = table[:, 1]
         correction = None

@@ -17,7 +17,7 @@ class StepRecord:
     "overflow": false, "grad_norm": 1.93, "n_local": 60, "n_global": 180,
     "t_data": 0.0011, "t_compute": 0.1432, "t_wait": 0.0213, "t_comm": 0.0052,
     "t_opt": 0.0031, "mem_peak_mib": 412.0, "samples_per_s": 1036.2, "weight": 180.0,
-    "time": 1763693554.1}``
+    "time": 1763693554.1, "t_host": 0.0004}``
 
     Attributes:
         step: optimizer steps since the start of training, 0-based.
@@ -58,6 +58,7 @@ class StepRecord:
     weight: float
     time: float
     others_ready: Mapping[str, Any] | None = None
+    t_host: float = 0.0
 
 
 # What another rank's line does not tell of this one: null.

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from motley.checkpoint.transfer import save
 from motley.data.batch import Batch
+from motley.data.loader_memory import explain_workers
 from motley.data.order import seed_of
 from motley.engines.named_state import seed_random
 from motley.engines.protocol import StepResult
+from motley.engines.step_timer import HOST
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
@@ -23,6 +25,7 @@ from motley.plan.replan import Proposal
 from motley.records.training import EpochRecord
 from motley.train.agreement import Agreement
 from motley.train.evaluate import evaluate
+from motley.train.loader_growth import LoaderGrowth
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import (
@@ -61,15 +64,17 @@ class Loop:
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
         self._timed: Timed | None = None  # the last step of which all is known, until it is judged
         self._proposal: Proposal | None = None  # of another split
+        self._growth = LoaderGrowth(job.loader.workers, job.loader.most_workers)
         self._profiler = profiler
         job.engine.clock.on_phase, job.engine.clock.at_once = self._enter, recorder.at_once
 
     def run(self) -> EpochRecord:
         """Train to the end; returns the last evaluation."""
-        evaluated = self._evaluation_before()
-        while not self._job.length.ended(self._state):
-            if self._epoch():
-                evaluated = self._evaluate()
+        with explain_workers(self._job.loader.workers):
+            evaluated = self._evaluation_before()
+            while not self._job.length.ended(self._state):
+                if self._epoch():
+                    evaluated = self._evaluate()
         assert evaluated is not None  # no run is shorter than a step
         return evaluated
 
@@ -102,13 +107,17 @@ class Loop:
         seed_random(seed_of(job.config.seed, dist.get_rank(), self._state.step), job.engine.device)
         length, here = job.length, self._state
         set_rate(job.schedule, length.updates(here), length.full_batch(here), job.config)
+        clock = job.engine.clock
+        clock.lap(HOST)
         for micro_batch, last in micro_batches:
-            job.engine.clock.lap("data")
+            clock.lap("data")
             job.engine.accumulate(micro_batch, batch.global_batch, last)
             indices += readable(micro_batch, job.config, job.run)
+        clock.lap("data")  # without loader processes, the next micro-batch is read now
         # The host has time: the device is still computing.
         self._recorder.write()
         self._judge()
+        clock.lap(HOST)
         result = job.engine.step()
         self._world.supervisor.check_group()  # of a broken one it may be anything
         return result, indices
@@ -128,6 +137,7 @@ class Loop:
         self._rescue.whole(self._state, self._plan)
         if not self._save():
             return False  # from the checkpoint again
+        self._add_loaders()
         changed = self._replan() or bool(result.oom_ranks)
         return not job.length.ended(self._state) and not (
             changed and self._state.epoch == before.epoch
@@ -158,6 +168,25 @@ class Loop:
         self._job.engine.reconfigure(self._plan)
         self._job.watch.forget()
         return True
+
+    def _add_loaders(self) -> None:
+        """Add loader processes where this rank, whatever the others do, waits for its samples and
+        has cores for more."""
+        record, loader = self._recorder.last, self._job.loader
+        growth = self._growth.step(record) if record else None
+        if growth is None:
+            return
+        before = loader.workers
+        loader.set_workers(growth.workers)
+        self._growth.take(loader.workers, growth.waited)
+        if loader.workers == before:
+            return
+        self._recorder.note_own(
+            "loader_processes",
+            f"{loader.workers} loader processes in place of {before}: this rank waited for its "
+            f"samples for {growth.waited:.0%} of the time",
+            before=before, now=loader.workers, waited=growth.waited,
+        )  # fmt: skip
 
     def _save(self, asked: bool = False) -> bool:
         """Where a checkpoint or the end is due, or somebody has asked for one: compare what all

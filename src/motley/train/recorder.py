@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import resource
+import socket
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from motley.checkpoint.run import Run
 from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.options import Config
 from motley.engines.protocol import StepResult
-from motley.engines.step_timer import Laps
+from motley.engines.step_timer import HOST, LAPS, Laps
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
@@ -52,7 +53,10 @@ class Recorder:
     Attributes:
         progress: where training is, for the GPU log.
         at_once: a step's times are known with its end, on all ranks: none has a GPU.
+        last: the record of this rank's last step of which all times are known; None before it.
     """
+
+    last: StepRecord | None = None
 
     def __init__(
         self,
@@ -179,19 +183,22 @@ class Recorder:
         if self._due is None:
             return
         (record, laps, plan, ready_s), self._due = self._due, None
-        sync = laps.seconds("sync")
+        sync, opt = laps.seconds("sync"), laps.seconds("opt")
         wait = comm = None
         if self._tells_sync:
             if ready_s:
                 wait = min(sync, max(ready_s) - ready_s[self._rank])
             comm = sync - (wait or 0.0)
-        seconds = laps.seconds("data", "compute", "sync", "opt")
+        else:
+            opt += sync
+        seconds = laps.seconds(*LAPS)
         self._seconds.append(seconds)
         record = dataclasses.replace(
             record, t_data=laps.seconds("data"), t_compute=laps.seconds("compute"), t_wait=wait,
-            t_comm=comm, t_opt=laps.seconds("opt"), mem_peak_mib=memory_peak(self._device),
-            samples_per_s=record.n_global / seconds,
+            t_comm=comm, t_opt=opt, t_host=laps.seconds(HOST),
+            mem_peak_mib=memory_peak(self._device), samples_per_s=record.n_global / seconds,
         )  # fmt: skip
+        self.last = record
         if self._steps is not None:
             others = others_ready(ready_s, plan.counts, self._ranks) if self._many else None
             self._steps.write(dataclasses.replace(record, others_ready=others))
@@ -245,6 +252,12 @@ class Recorder:
         if self._rank == 0:
             self._run.event(kind, text=text, **content)
             self._reporter.say(text)
+
+    def note_own(self, kind: str, text: str, **content: Any) -> None:
+        """Record and print what this rank alone knows."""
+        words = f"rank {self._launched} on {socket.gethostname()}: {text}"
+        self._run.event(kind, text=words, **content)
+        self._reporter.say(words)
 
     def _say_links(self, text: str) -> None:
         if text:

@@ -7,6 +7,7 @@ import importlib
 import io
 import pickle
 import struct
+import threading
 import zlib
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,7 @@ from motley.data.batch import Batch
 from motley.data.images import Images
 from motley.data.keyed import first_batch
 from motley.data.loader import Loader
+from motley.data.loader_memory import explain_workers
 from motley.data.order import Order, seeds_of, slices
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
@@ -152,6 +154,51 @@ def test_worker_processes_change_nothing_and_serve_all_passes(room: int | None) 
             assert one.indices == other.indices
             assert torch.equal(one.data["images"], other.data["images"])
     assert len(workers) == 2 and workers == processes() - before
+
+
+def test_processes_are_added_between_two_steps_and_no_sample_is_lost() -> None:
+    options = config("--data-fraction", "0.1")
+    plan = Plan(16, (1.0,), (4,), EXACT)
+    expected = [
+        [b.indices for b in step]
+        for step in batches(Loader(task_of(options), options, 0, CPU), plan)
+    ]
+    example, _ = first_batch(task_of(options), 2)
+    loader = Loader(task_of(options), dataclasses.replace(options, workers=1), 0, CPU, example, 4)
+    found = []
+    for number, (_, micro_batches) in enumerate(loader.steps(0, 0, plan)):
+        found.append([batch.indices for batch, _ in micro_batches])
+        loader.set_workers({2: 2, 5: 0, 7: 3}.get(number, loader.workers))
+    assert found == expected and loader.workers == 3
+    threads = {thread.name for thread in threading.enumerate()}
+    loader.set_workers(0)
+    assert "motley-prefetch" not in {thread.name for thread in threading.enumerate()}, threads
+
+
+def test_an_error_of_a_loader_process_reaches_the_training_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise ValueError("sample 7 is broken")
+
+    monkeypatch.setattr(ImageTask, "sample", broken)
+    options = dataclasses.replace(config(), workers=1)
+    with pytest.raises(ValueError, match="sample 7 is broken"):
+        batches(Loader(task_of(options), options, 0, CPU), Plan(8, (1.0,), (8,), EXACT))
+
+
+def test_a_loader_process_that_is_killed_is_named() -> None:
+    options = dataclasses.replace(config(), workers=1)
+    loader = Loader(task_of(options), options, 0, CPU)
+    before = set(psutil.Process().children())
+    steps = iter(loader.steps(0, 0, Plan(8, (1.0,), (8,), EXACT)))
+    _, micro_batches = next(steps)
+    (process,) = set(psutil.Process().children()) - before
+    process.kill()
+    says = r"a loader process on .* died: DataLoader worker"
+    with pytest.raises(MotleyError, match=says), explain_workers(1):
+        for _, micro_batches in steps:
+            list(micro_batches)
 
 
 @pytest.mark.parametrize(("words", "step"), [((), 1), (("--eval-images", "90"), 4)])

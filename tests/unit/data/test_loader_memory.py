@@ -5,7 +5,6 @@ import gc
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from motley.comm.modes.numbers import EXACT
 from motley.data.batch import Batch
 from motley.data.loader import Loader
-from motley.data.loader_memory import bytes_of, explained, free_memory, held, workers_that_fit
+from motley.data.loader_memory import bytes_of, explain_workers, free_memory, held, workers_that_fit
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
 from motley.tasks.find import task_of
@@ -106,11 +105,7 @@ def test_a_loader_process_without_room_is_explained_and_nobody_waits() -> None:
     ],
 )  # fmt: skip
 def test_the_death_of_a_loader_process_is_explained(text: str, says: str) -> None:
-    def dying(error: RuntimeError) -> Iterator[Batch]:
-        raise error
-        yield
-
-    with pytest.raises(MotleyError, match=says):
-        next(explained(dying(RuntimeError(text)), 2))
-    with pytest.raises(RuntimeError, match="something else"):
-        next(explained(dying(RuntimeError("something else")), 2))
+    with pytest.raises(MotleyError, match=says), explain_workers(2):
+        raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match="something else"), explain_workers(2):
+        raise RuntimeError("something else")
