@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Check every figure that the pages claim against the result file that it comes from.
 
 `benchmarks/claims.toml` lists the figures. Each one is an expression over one file of
@@ -474,7 +473,7 @@ def main() -> int:
         checker.record(options.record)
         problems = checker.check(options.write)
     except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
-        print(f"check_claims: cannot check the claims: {error!r}; correct {CLAIMS}")
+        print(f"check_claims: cannot check: {type(error).__name__}: {error}; correct {CLAIMS}")
         return 1
     for note in checker.notes:
         print(f"check_claims: {note}")
