@@ -1,5 +1,6 @@
 """Where the benchmarks are, and the file that each writes: its rows, and what they depend on."""
 
+import hashlib
 import json
 import os
 import sys
@@ -10,6 +11,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
 sys.path.insert(0, str(ROOT / "src"))
+
+
+def compute_digest(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a result without its own `digest`, which shows later edits by hand."""
+    rest = json.dumps({key: content[key] for key in content if key != "digest"})
+    text = json.dumps(json.loads(rest), sort_keys=True)  # as it is read again: all keys are text
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write(path: Path, rows: list[dict[str, Any]], started: float, **more: Any) -> None:
@@ -27,4 +35,5 @@ def write(path: Path, rows: list[dict[str, Any]], started: float, **more: Any) -
         "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
         "seconds": time.time() - started, **more,
     }  # fmt: skip
+    content["digest"] = compute_digest(content)
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -23,7 +23,10 @@ from motley.records.training import StepRecord
 pytestmark = pytest.mark.mpi
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARITHMETIC.md", *DOCS.glob("*.md")]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARITHMETIC.md")),
+    *DOCS.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"),
+]  # fmt: skip
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MPIRUN = re.compile(r"mpirun -np (\d+) --hostfile hosts.txt ./entry_cn.sh(.*)")
 ELSEWHERE = ("export PATH", "bash setup/quickstart.sh")  # which makes an environment anew
@@ -68,7 +71,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if link.startswith("https://"):

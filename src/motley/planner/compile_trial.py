@@ -26,7 +26,7 @@ from motley.tasks.blocks import kind_of
 from motley.tasks.model import TaskModel
 
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
-_MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/README.md)
+_MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/NOTES.md)
 _KIND_LEAST_S = 1.0  # seconds that a kind of blocks takes to compile, with all caches warm
 _KIND_S = 15.0  # and with none: a ViT's took 7 s, eight of Swin's 168 s
 _BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took 121 s
