@@ -75,7 +75,9 @@ def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) 
         run = run_of(module_jobs, name)
     for rank in range(5):
         for step in run.steps(rank):
-            parts = sum(step[f"t_{part}"] for part in ("data", "compute", "wait", "comm", "opt"))
+            parts = sum(
+                step[f"t_{part}"] for part in ("data", "compute", "wait", "comm", "opt", "host")
+            )
             assert parts == pytest.approx(step["n_global"] / step["samples_per_s"], rel=1e-6)
 
 

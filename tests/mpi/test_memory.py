@@ -17,7 +17,9 @@ def enough(module_jobs: Jobs) -> Trained:
 
 @pytest.mark.turns
 @pytest.mark.parametrize(
-    "words", [(), ("--no-overlap",), ("--stage", 1)], ids=["ddp", "no_overlap", "zero1"]
+    "words",
+    [(), ("--no-overlap",), ("--late",), ("--stage", 1)],
+    ids=["ddp", "no_overlap", "late", "zero1"],
 )
 def test_a_rank_short_of_memory_halves_its_micro_batch(
     enough: Trained, jobs: Jobs, words: tuple[str, ...]
@@ -31,7 +33,8 @@ def test_a_rank_short_of_memory_halves_its_micro_batch(
     (name,) = first["found"]
     assert name.startswith("rank 1 on ") and "can't allocate memory" in first["found"][name]
     assert (first["before"], first["after"]) == ({name: 256}, {name: 128})
-    assert (second["before"], second["after"]) == ({name: 128}, {name: 64})
+    # The batch in which memory ends again may be the smaller one at the end of an epoch.
+    assert second["after"][name] == second["before"][name] // 2 in (51, 64)
     assert f"at most 128 (before: 256) on {name}" in run.done.output
     assert [step["n_local"] for step in run.steps(1)] == [step["n_local"] for step in
                                                           enough.steps(1)]  # fmt: skip

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,14 +71,38 @@ def gather_parts(part: Tensor) -> Tensor:
     return whole
 
 
-def begin_copy(table: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A copy on the CPU, under way; and what waits for it, but for no later work of the GPU."""
+@dataclass(frozen=True)
+class Copy:
+    """A copy on the CPU, under way.
+
+    Attributes:
+        table: may be read once it is done.
+        wait: waits for it, but for no later work of the GPU.
+        is_done: asks without waiting.
+    """
+
+    table: Tensor
+    wait: Callable[[], object] = lambda: None
+    is_done: Callable[[], bool] = lambda: True
+
+
+def begin_copy(table: Tensor) -> Copy:
+    """Copy a table to the CPU, beside what the host does meanwhile."""
     copy = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
-        return copy, lambda: None
+        return Copy(copy)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
-    return copy, event.synchronize
+    return Copy(copy, event.synchronize, event.query)
+
+
+def mark_now(device: torch.device) -> Callable[[], object]:
+    """Return what waits until a device has done all that it was given so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize
 
 
 def all_gather_object(value: Any) -> list[Any]:

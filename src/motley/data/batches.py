@@ -84,8 +84,9 @@ class BatchesOnGpu(Batches):
 class PrefetchedBatches(Batches):
     """Micro-batches that a thread takes from loader processes and copies to the device.
 
-    One is ready, or on its way, while the one before is computed. The thread ends with the pass,
-    with :meth:`close`, or when nobody refers to this object any more.
+    It begins with the next one when :meth:`read_ahead` says that the device has work for a while:
+    what it runs in Python would delay the first kernels of a step, for which a GPU waits. The
+    thread ends with the pass, with :meth:`close`, or when nobody refers to this object any more.
 
     Args:
         stream: for the copies to a GPU; None for a CPU.
@@ -119,6 +120,10 @@ class PrefetchedBatches(Batches):
             return batch
         return _used_by(batch, torch.cuda.current_stream(self._stream.device))
 
+    def read_ahead(self) -> None:
+        """See Batches. Returns at once."""
+        self._exchange.ask()
+
     def close(self) -> None:
         """See Batches. Wait for a batch that is being made, and leave it."""
         super().close()
@@ -136,25 +141,31 @@ class _Exchange:
         self._changed = threading.Condition()
         self._ready: deque[Batch | None] = deque()
         self._error: BaseException | None = None
-        self._stopped = False
+        self._asked, self._stopped = True, False
 
     def get(self) -> Batch | None:
         """Wait for the next micro-batch and take it."""
         with self._changed:
+            if not self._ready:
+                self.ask()
             self._changed.wait_for(lambda: self._ready or self._error)
             if not self._ready:
                 assert self._error is not None
                 raise self._error
-            if self._ready[0] is None:
-                return None  # and again, when asked again
-            found = self._ready.popleft()
-            self._changed.notify_all()
-            return found
+            # The end of the pass stays, to be found again.
+            return self._ready[0] and self._ready.popleft()
 
-    def has_room(self) -> bool:
-        """Wait until the last micro-batch is taken; return False if the pass is to end."""
+    def ask(self) -> None:
+        """Have the thread make the next micro-batch."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._ready)
+            self._asked = True
+            self._changed.notify_all()
+
+    def is_wanted(self) -> bool:
+        """Wait until a micro-batch is asked for and none is ready; False if the pass is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or (self._asked and not self._ready))
+            self._asked = False
             return not self._stopped
 
     def put(self, batch: Batch | None) -> None:
@@ -188,7 +199,7 @@ def _prefetch(
     slot is done by then, since this thread waits for it.
     """
     try:
-        while exchange.has_room():
+        while exchange.is_wanted():
             if (found := next(batches, None)) is None:
                 exchange.put(None)
                 return

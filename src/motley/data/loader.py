@@ -194,8 +194,8 @@ class Steps:
 def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]:
     for number in range(1, count + 1):
         yield next(batches), number == count
-    # The host is about to wait for the step of all ranks, while its device computes.
-    batches.read_ahead()
+        # The device has enough to compute while the host reads what comes next.
+        batches.read_ahead()
 
 
 def workers_of(

@@ -23,7 +23,7 @@ from motley.engines.named_state import (
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
 from motley.engines.optimizer_trial import Sharding, try_optimizer
-from motley.engines.protocol import EngineContext, StepResult
+from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError
 from motley.faults import Phase
@@ -129,19 +129,43 @@ class EngineBase:
             self._send()
         self._step_losses.append(losses)
 
+    @property
+    def reads_late(self) -> bool:
+        """See :class:`Engine`."""
+        return False
+
     def step(self) -> StepResult:
         """See :class:`Engine`."""
+        return self.launch_step(late=False).read()
+
+    def launch_step(self, late: bool) -> LaunchedStep:
+        """See :class:`Engine`."""
         losses, self._step_losses = torch.cat(self._step_losses), []
-        short, average = bool(self._short), self.average
-        result = self._step(losses.sum(), self.clock.ready_s)
-        again = bool(result.oom_ranks) and result.retry
-        taken = not (result.overflow or short or again)
-        if self._model.statistics:
-            self._model.statistics.end_step(taken)
-        if average and taken:
-            average.update()
+        short = bool(self._short)
+        launched = self._launch(losses.sum(), self.clock.ready_s, late)
+        laps = self.clock.cut() if late else None
+
+        def read() -> StepResult:
+            result = launched.read()
+            again = bool(result.oom_ranks) and result.retry
+            taken = not (result.overflow or short or again)
+            if self._model.statistics:
+                self._model.statistics.end_step(taken)
+            if taken and (average := self.average):
+                average.update()
+            return replace(result, losses=losses, laps=laps or self.clock.cut())
+
         self._weight = 0.0
-        return replace(result, losses=losses, laps=self.clock.cut())
+        return replace(launched, read=read)
+
+    def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
+        """Begin :meth:`_step`; where nothing can be read late, take it."""
+        result = self._step(loss_sum, ready_s)
+        return LaunchedStep(lambda: result)
+
+    def drop_gradients(self) -> None:
+        """See :class:`Engine`. Only for what :attr:`reads_late`."""
+        raise NotImplementedError
 
     def sync_parameters(self) -> None:
         """See :class:`Engine`. Parameters always are; what batch norms have seen is not."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motley.comm.collectives import all_gather_object
 from motley.comm.reducer import Bucket, empty_bucket, grouped
 from motley.data.batch import Batch
 from motley.engines.gradients import gradient_norm
@@ -19,6 +20,7 @@ from motley.engines.memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.reducing import ReducingEngine
 from motley.errors import NoMemoryError
+from motley.plan.wire import Addition
 from motley.tasks.model import TaskModel
 
 _BUCKET = 2**25  # numbers; twice as many took two H200s 5 % longer, half as many 11 %
@@ -32,8 +34,30 @@ class NoOverlapEngine(ReducingEngine):
         # What a rank alone would send is what it has; but it may be asked to round it.
         self._sends = context.size > 1 or not context.plan.wire.is_exact
         self._groups = grouped(self._parameters, _BUCKET)
+        self._late = all(all_gather_object(self._may_read_late()))
         if context.size > 1:
             _broadcast([*model.net.parameters(), *model.net.buffers()])
+
+    def _may_read_late(self) -> bool:
+        """Return True if the device alone, without the host, can finish a step."""
+        return dist.get_backend() == "nccl" and self._finishes_on_device()
+
+    def _finishes_on_device(self) -> bool:
+        wire = self._context.plan.wire
+        return (
+            self._skips_by_itself and wire.addition is Addition.NUMBERS and wire.slow_rank is None
+        )
+
+    @property
+    def reads_late(self) -> bool:
+        """See Engine. The host changes a dynamic loss scale, an average and batch norms itself."""
+        beside = self.scale.dynamic or self._model.statistics or self.average
+        return self._late and not beside
+
+    def drop_gradients(self) -> None:
+        """See Engine."""
+        self._step_losses, self._own_norms, self._weight = [], [], 0.0
+        self._zero_gradients()
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         losses: Tensor = self._model(batch.data)

@@ -62,6 +62,22 @@ class StepResult:
     laps: Laps = field(default_factory=lambda: Laps([]))
 
 
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device was given, and whose outcome the host has not read yet.
+
+    Attributes:
+        read: waits for the outcome and returns it; called once.
+        taken: returns without waiting True if the step was taken, False if it was skipped, None if
+            some rank has not joined its exchange: then nothing has changed.
+        wait: waits until the device has changed the parameters; called once ``taken`` is True.
+    """
+
+    read: Callable[[], StepResult]
+    taken: Callable[[], bool | None] = lambda: None
+    wait: Callable[[], object] = lambda: None
+
+
 class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
@@ -105,6 +121,23 @@ class Engine(Protocol):
 
     def step(self) -> StepResult:
         """Finish the global batch: communicate, agree on overflow, clip, step."""
+
+    @property
+    def reads_late(self) -> bool:
+        """The next step may be accumulated before this one's outcome is read; alike on all ranks.
+
+        A host that reads each outcome at once has nothing queued for its GPU meanwhile, and each
+        delay of the host from then on is one of the GPU."""
+
+    def launch_step(self, late: bool) -> LaunchedStep:
+        """Begin :meth:`step`, which reads at once.
+
+        Args:
+            late: the outcome is read after the next step's micro-batches were accumulated.
+        """
+
+    def drop_gradients(self) -> None:
+        """Forget what was accumulated: the batch is done again. All ranks call it."""
 
     def sync_parameters(self) -> None:
         """Make the parameters the same on all ranks, where they are not after every step; all

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from motley.comm.collectives import all_gather, begin_copy
+from motley.comm.collectives import Copy, all_gather, begin_copy, mark_now
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
-from motley.engines.protocol import EngineContext, StepResult
+from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
+from motley.faults import Phase
 from motley.tasks.model import TaskModel
 
 
@@ -51,8 +53,8 @@ class SynchronousEngine(EngineBase):
             factor: of the loss scale, from this step to the next.
         """
 
-    def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        scale = self.scale.value
+    def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
+        scale, usual_weight = self.scale.value, self._usual_weight
         if self._copies:
             torch.cuda.synchronize(self._context.device)
         stepped = self._stepped()
@@ -68,11 +70,11 @@ class SynchronousEngine(EngineBase):
         )  # fmt: skip
         if not alone:
             self.clock.lap("sync")  # a rank whose host is late keeps the others here
-        copy, copied = begin_copy(table)  # on its way while the GPU does what follows
+        copy = begin_copy(table)  # on its way while the GPU does what follows
         norms = table[:, 1]
         correction = None
         if self._weighs:
-            correction = (table[:, 5].sum() / self._usual_weight).clamp(min=LEAST_CORRECTION)
+            correction = (table[:, 5].sum() / usual_weight).clamp(min=LEAST_CORRECTION)
         unscale_and_clip(
             stepped, self._norm(norms), scale, self._context.config.clip_grad, correction
         )
@@ -84,9 +86,23 @@ class SynchronousEngine(EngineBase):
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             self.optimizer.step()
             self._zero_gradients()
-        copied()
-        self.on_change()
-        rows = copy.tolist()
+        if late:
+            self.clock.lap("opt")
+        read = partial(self._read, copy, scale, usual_weight, late)
+        return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
+
+    def _read(self, copy: Copy, scale: float, usual_weight: float, late: bool) -> StepResult:
+        """Wait for what all ranks told, and finish the step.
+
+        Args:
+            scale, usual_weight: of the step.
+        """
+        if late:
+            self.clock.on_phase(Phase.ALL_REDUCE)  # the others may not have launched it yet
+        copy.wait()
+        if not late:
+            self.on_change()
+        rows = copy.table.tolist()
         overflow = not all(math.isfinite(row[1]) for row in rows)
         short = self._tell_short([row[3] for row in rows])
         if not self._skips_by_itself:
@@ -99,12 +115,13 @@ class SynchronousEngine(EngineBase):
             not overflow and not short,
             bool(short) and any(row[4] for row in rows), self.scale.value / scale,
         )  # fmt: skip
-        self.clock.lap("opt")
+        if not late:
+            self.clock.lap("opt")
         weight = self._told_weight(row[5] for row in rows)
-        factor = scale if weight is None else scale * (weight or math.inf) / self._usual_weight
+        factor = scale if weight is None else scale * (weight or math.inf) / usual_weight
         return StepResult(
             loss_sum=math.fsum(row[0] for row in rows),
-            grad_norm=None if overflow else float(self._norm(copy[:, 1])) / factor,
+            grad_norm=None if overflow else float(self._norm(copy.table[:, 1])) / factor,
             overflow=overflow,
             loss_scale=scale,
             ready_s=tuple(row[2] for row in rows),
@@ -112,3 +129,10 @@ class SynchronousEngine(EngineBase):
             oom_ranks=short,
             unsound=tuple(rank for rank, row in enumerate(rows) if not math.isfinite(row[6])),
         )
+
+
+def _was_taken(copy: Copy) -> bool | None:
+    """See LaunchedStep."""
+    if not copy.is_done():
+        return None
+    return bool(copy.table[:, 1].isfinite().all()) and not bool(copy.table[:, 3].any())

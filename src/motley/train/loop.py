@@ -4,7 +4,7 @@ Engines plug in.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from motley.data.batch import Batch
 from motley.data.loader_memory import explain_workers
 from motley.data.order import seed_of
 from motley.engines.named_state import seed_random
-from motley.engines.protocol import StepResult
+from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.step_timer import HOST
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
@@ -38,6 +38,22 @@ from motley.train.rescue import Rescue, pause
 from motley.train.save_timer import SaveTimer
 from motley.train.schedule import rate_of, set_rate
 from motley.train.setup import Job
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A step that was launched.
+
+    Attributes:
+        batch: its plan. indices: of this rank's samples. before: where training stood.
+        rate: the learning rate.
+    """
+
+    batch: Plan
+    launched: LaunchedStep
+    indices: list[int]
+    before: TrainState
+    rate: float
 
 
 class Loop:
@@ -64,6 +80,7 @@ class Loop:
         self._plan = job.plan  # of a full batch; the last of an epoch may be smaller
         self._timed: Timed | None = None  # the last step of which all is known, until it is judged
         self._proposal: Proposal | None = None  # of another split
+        self._unread: _Unread | None = None  # the last step, until its outcome is read
         self._growth = LoaderGrowth(job.loader.workers, job.loader.most_workers)
         self._profiler = profiler
         job.engine.clock.on_phase, job.engine.clock.at_once = self._enter, recorder.at_once
@@ -86,27 +103,28 @@ class Loop:
         self._say(Phase.DATA)
         for batch, micro_batches in job.loader.steps(epoch, self._state.consumed, self._plan):
             if not self._world.supervisor.begin_step(self._state.step):
-                pause(self._world, job, self._state, partial(self._save, asked=True))
+                if self._read():
+                    pause(self._world, job, self._state, partial(self._save, asked=True))
                 break  # from a checkpoint again
-            result, indices = self._step(batch, micro_batches)
-            if not self._after_step(batch, result, indices):
+            indices = self._accumulate(batch, micro_batches)
+            if not self._read():
+                job.engine.drop_gradients()
+                break
+            late = self._launch(batch, indices)
+            if not late and not self._read():
                 break
         self._recorder.flush()
         return self._state.epoch > epoch or job.length.ended(self._state)
 
-    def _step(
-        self, batch: Plan, micro_batches: Iterator[tuple[Batch, bool]]
-    ) -> tuple[StepResult, list[int]]:
-        """One global batch: this rank's micro-batches, then one step of all ranks; returns the
-        indices of this rank's samples too."""
+    def _accumulate(self, batch: Plan, micro_batches: Iterator[tuple[Batch, bool]]) -> list[int]:
+        """Compute this rank's gradient of one global batch; returns the indices of its samples."""
         job, indices = self._job, list[int]()
         self._profiler.before(self._state.step)
-        self._rescue.whole(self._state, self._plan)
+        if self._unread is None:
+            self._rescue.whole(self._state, self._plan)
         self._world.supervisor.step = self._state.step
         # Drop-out differs between ranks and steps, and a step that is taken again has its own.
         seed_random(seed_of(job.config.seed, dist.get_rank(), self._state.step), job.engine.device)
-        length, here = job.length, self._state
-        set_rate(job.schedule, length.updates(here), length.full_batch(here), job.config)
         clock = job.engine.clock
         clock.lap(HOST)
         for micro_batch, last in micro_batches:
@@ -114,26 +132,55 @@ class Loop:
             job.engine.accumulate(micro_batch, batch.global_batch, last)
             indices += readable(micro_batch, job.config, job.run)
         clock.lap("data")  # without loader processes, the next micro-batch is read now
+        return indices
+
+    def _launch(self, batch: Plan, indices: list[int]) -> bool:
+        """Give the device one step of all ranks, after what the host has to do beside it; returns
+        True if the next step is to be accumulated before the outcome is read."""
+        job, before = self._job, self._state
         # The host has time: the device is still computing.
         self._recorder.write()
         self._judge()
-        clock.lap(HOST)
-        result = job.engine.step()
-        self._world.supervisor.check_group()  # of a broken one it may be anything
-        return result, indices
+        length = job.length
+        set_rate(job.schedule, length.updates(before), length.full_batch(before), job.config)
+        job.engine.clock.lap(HOST)
+        self._state = length.after(before, batch.global_batch)
+        late = self._may_read_late()
+        launched = job.engine.launch_step(late)
+        if late:
+            self._rescue.launched(self._state, launched)
+        self._unread = _Unread(batch, launched, indices, before, rate_of(job.engine.optimizer))
+        return late
 
-    def _after_step(self, batch: Plan, result: StepResult, indices: list[int]) -> bool:
-        """What follows a step: help where memory or numbers have ended, its record, a checkpoint,
-        another split; whether the epoch goes on as it is cut now."""
-        job, before = self._job, self._state
+    def _may_read_late(self) -> bool:
+        """Return True if nothing before the next step depends on this one's outcome; alike on all
+        ranks."""
+        job, state = self._job, self._state
+        between = (
+            self._proposal or job.config.profile or job.length.ended(state)
+            or job.length.evaluates(state) or job.length.saves(state)
+            or self._timer.asks(state.step)
+        )  # fmt: skip
+        return job.engine.reads_late and not between
+
+    def _read(self) -> bool:
+        """Read the outcome of the step that was launched, if there is one, and do what follows:
+        help where memory or numbers have ended, its record, a checkpoint, another split; whether
+        the epoch goes on as it is cut now."""
+        if (unread := self._unread) is None:
+            return True
+        self._unread = None
+        job, before, batch = self._job, unread.before, unread.batch
+        result = unread.launched.read()
+        self._world.supervisor.check_group()  # of a broken one it may be anything
         if result.oom_ranks:
-            self._shrink(batch, result)
+            if result.retry:
+                self._state = before
+            self._shrink(batch, result, before.step)
             if result.retry:
                 return False  # the same samples, as the new plan cuts them
-        check_numbers(job, self._plan, before, result, indices)
-        rate = rate_of(job.engine.optimizer)
-        self._timed = self._profiler.after(self._recorder.step(before, rate, batch, result))
-        self._state = job.length.after(before, batch.global_batch)
+        check_numbers(job, self._plan, before, result, unread.indices)
+        self._timed = self._profiler.after(self._recorder.step(before, unread.rate, batch, result))
         self._rescue.whole(self._state, self._plan)
         if not self._save():
             return False  # from the checkpoint again
@@ -143,11 +190,11 @@ class Loop:
             changed and self._state.epoch == before.epoch
         )
 
-    def _shrink(self, batch: Plan, result: StepResult) -> None:
+    def _shrink(self, batch: Plan, result: StepResult, step: int) -> None:
         """Go on with smaller micro-batches on ranks whose memory has ended."""
         # Of Local SGD the news is old: by now the batch may be another.
         tried = batch if result.retry else self._plan
-        less = shrink_micro_batches(tried, self._job, result, self._recorder, self._state.step)
+        less = shrink_micro_batches(tried, self._job, result, self._recorder, step)
         self._plan = replace(self._plan, max_micro_batch=less.max_micro_batch)
         self._job.engine.reconfigure(self._plan)
         self._job.watch.limit(self._plan.max_micro_batch)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from motley.checkpoint.transfer import Kept, progress_of
 from motley.engines.named_state import snapshot
-from motley.engines.protocol import Engine
+from motley.engines.protocol import Engine, LaunchedStep
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
@@ -45,10 +45,16 @@ class Rescue:
     def __init__(self, job: Job, state: TrainState) -> None:
         self._state, self._plan, self._version = state, job.plan, 0
         self._engine: Engine | None = job.engine
+        self._launched: tuple[TrainState, LaunchedStep] | None = None  # and not read yet
         self._taking = threading.Lock()
         self._checkpoints, self._config = job.checkpoints, job.saved_config
         self.possible = job.engine.rescuable and job.length.save_every != 0
         self.kept: Kept | None = None
+
+    def launched(self, state: TrainState, step: LaunchedStep) -> None:
+        """A step was given to the device, after which training stands at ``state``; the host reads
+        its outcome later, and calls :meth:`whole` then."""
+        self._launched = state, step
 
     def changing(self) -> None:
         """Parameters, or what belongs to them, begin to change."""
@@ -56,7 +62,7 @@ class Rescue:
 
     def whole(self, state: TrainState, plan: Plan) -> None:
         """They are as after ``state``'s last step; a full batch is split by ``plan``."""
-        self._state, self._plan = state, plan
+        self._state, self._plan, self._launched = state, plan, None
         self.same()
         with self._taking:
             pass
@@ -73,7 +79,9 @@ class Rescue:
         """
         with contextlib.suppress(MotleyError):  # of that one: this is another
             self._checkpoints.wait()
-        step = (self.kept.state if self.kept else self._state).step
+        launched = self._launched
+        state = launched[0] if launched and self._was_taken() else self._state
+        step = (self.kept.state if self.kept else state).step
         if step == 0 or self._is_saved(step):
             return ""
         kept = self.kept or self._take()
@@ -95,17 +103,26 @@ class Rescue:
         with self._taking:
             while time.monotonic() < deadline:
                 version, state, plan = self._version, self._state, self._plan
+                launched, taken = self._launched, self._was_taken()
                 if version % 2 == 0:
+                    if launched and taken:
+                        state = launched[0]
+                        launched[1].wait()
                     with _beside(engine.device):
                         # Not pinned: the GPU may have a collective to do that never ends.
                         keep = partial(snapshot, pinned=False)
                         found, seen = engine.whole_state(keep), engine.seen(keep)
                     kept = Kept(state, plan, found, engine.scale.state_dict(), seen)
                     time.sleep(_LOOK_S)
-                    if version == self._version:
+                    if (version, taken) == (self._version, self._was_taken()):
                         return kept
                 time.sleep(_LOOK_S)
         raise MotleyError("it was not finished in time")
+
+    def _was_taken(self) -> bool | None:
+        """Return True if the device has taken a step of which the host has not read yet."""
+        launched = self._launched
+        return launched[1].taken() if launched else None
 
     def _is_saved(self, step: int) -> bool:
         return any(folder.name.endswith(f"_{step:08d}") for folder in self._checkpoints.found())

@@ -22,10 +22,15 @@ class SaveTimer:
         """There is a checkpoint of this step."""
         self._step, self._time, self._ask_at = step, time.monotonic(), step + 1
 
+    def asks(self, step: int) -> bool:
+        """Return True if :meth:`due` talks to the other ranks at this step."""
+        return self._every_s is not None and step >= self._ask_at
+
     def due(self, step: int) -> bool:
         """Whether one is to be made now; all ranks call it, after the same step."""
-        if self._every_s is None or step < self._ask_at:
+        if not self.asks(step):
             return False
+        assert self._every_s is not None
         ((passed_s,), *_) = all_gather_floats([time.monotonic() - self._time])
         steps = max(1, step - self._step)
         left = (self._every_s - passed_s) / (passed_s / steps) if passed_s else 1.0

@@ -16,6 +16,7 @@ import sys
 import time
 
 import torch
+from late import LateEngine
 
 from motley.data.batch import Batch
 from motley.engines.base import EngineBase
@@ -51,6 +52,7 @@ class Failing(EngineBase):
     step_of_it: int
     rank: int | None
     ranks: int | None = None
+    late = False  # as ranks with GPUs
     spoilt = False  # a gradient; once
     _taken = 0
 
@@ -82,6 +84,10 @@ class FailingNoOverlap(Failing, NoOverlapEngine):
     """Sends it behind the backward pass."""
 
 
+class FailingLate(Failing, LateEngine):
+    """Reads each step's outcome after the next one's backward pass."""
+
+
 class FailingLocal(Failing, LocalEngine):
     """Takes steps alone."""
 
@@ -90,6 +96,8 @@ def failing_engine(model: TaskModel, context: EngineContext) -> Failing:
     """As ``--wire`` says."""
     if context.plan.wire.addition is Addition.LOCAL_STEPS:
         return FailingLocal(model, context)
+    if Failing.late:
+        return FailingLate(model, context)
     return (FailingNoOverlap if context.plan.buckets == 1 else FailingDdp)(model, context)
 
 
@@ -99,7 +107,9 @@ def main() -> None:
     own.add_argument("--step", type=int, default=3)
     own.add_argument("--on", type=int)
     own.add_argument("--survive", action="store_true", help="the others may go on")
+    own.add_argument("--late", action="store_true", help="read outcomes as ranks with GPUs do")
     given, rest = own.parse_known_args()
+    Failing.late = given.late
     if given.survive:
         os.environ |= SURVIVE
     Failing.failure, Failing.step_of_it, Failing.rank = given.fail, given.step, given.on

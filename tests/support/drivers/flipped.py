@@ -15,7 +15,7 @@ import motley.train.agreement
 from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.no_overlap import NoOverlapEngine
-from motley.engines.protocol import Engine, EngineContext, StepResult
+from motley.engines.protocol import Engine, EngineContext, LaunchedStep
 from motley.launch.world import run
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
@@ -31,10 +31,10 @@ class Flipped:
     again = False
     _taken = 0
 
-    def step(self) -> StepResult:
+    def launch_step(self, late: bool) -> LaunchedStep:
         """See motley.engines.protocol.Engine."""
         self._taken += 1
-        return super().step()  # type: ignore[misc, no-any-return]
+        return super().launch_step(late)  # type: ignore[misc, no-any-return]
 
     @torch.no_grad()
     def sync_parameters(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from motley.data.batch import Batch
-from motley.engines.protocol import StepResult
+from motley.engines.protocol import LaunchedStep
 from motley.engines.strategies.zero import TRAITS
 from motley.launch import fault_handler
 from motley.launch.world import run
@@ -29,6 +29,8 @@ if "--stage" in sys.argv:
     from motley.engines.zero_engine import ZeroEngine as Engine
 elif "local:2" in sys.argv:
     from motley.engines.local_sgd import LocalEngine as Engine
+elif "--late" in sys.argv:
+    from late import LateEngine as Engine
 elif "--no-overlap" in sys.argv:
     from motley.engines.no_overlap import NoOverlapEngine as Engine
 else:
@@ -74,11 +76,11 @@ class Squeezed(Engine):  # type: ignore[misc, valid-type]
             self._ballast = torch.empty(_BALLAST, dtype=torch.uint8)
             leave(0)
 
-    def step(self) -> StepResult:
+    def launch_step(self, late: bool) -> LaunchedStep:
         """See motley.engines.protocol.Engine."""
         if self._ballast is not None:
             self._ballast = torch.empty(0)
-        return super().step()
+        return super().launch_step(late)
 
 
 if __name__ == "__main__":
@@ -89,6 +91,7 @@ if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--stage", type=int)
     own.add_argument("--no-overlap", action="store_true")
+    own.add_argument("--late", action="store_true")
     given, rest = own.parse_known_args()
     config = read_config(training_parser(str(__doc__)), rest)
     if given.stage is not None:
