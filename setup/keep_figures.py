@@ -46,6 +46,10 @@ class Figures:
         """A job has ended now, which was asked to at a time."""
         self._end_s = time.time() - asked
 
+    def finished(self) -> int:
+        """Return the number of finished steps, as far as they are recorded."""
+        return max((int(step["step"]) + 1 for step in self._folder.last_steps()), default=0)
+
     def look(self) -> None:
         """See when the first step since the launch was taken, and how fast the first ones are, of
         all ranks; cheap once it is known."""
