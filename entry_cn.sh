@@ -68,6 +68,15 @@ read_settings "$root/$settings"
 
 ranks_here=${OMPI_COMM_WORLD_LOCAL_SIZE:-${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-1}}}
 ranks_here=${ranks_here%%[!0-9]*} # Slurm writes 3(x2) for three on each of two nodes
+# Open MPI's own default is to bind a rank to one core, or to one socket's; its loader processes are
+# bound with it. The environment's configuration turns that off.
+cores_of() { sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' "/proc/$1/status" 2>/dev/null || true; }
+if [ "${OMPI_COMM_WORLD_LOCAL_RANK:-}" = 0 ] && [ "$(cores_of self)" != "$(cores_of $PPID)" ]; then
+  cores=$(env -u OMP_NUM_THREADS nproc) all=$(nproc --all) # nproc obeys the variable
+  [ $((cores * ranks_here)) -ge "$all" ] ||
+    echo "motley: mpirun binds each rank on $(uname -n) to $cores of $all cores, and its loader" \
+      "processes with it; mpirun --bind-to none gives them all" >&2
+fi
 threads=$(($(nproc) / ranks_here))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 # For how long a thread spins for the others before it sleeps. With OpenMP's own 300000, some

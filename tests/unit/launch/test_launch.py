@@ -68,9 +68,11 @@ def test_what_the_user_set_is_not_overwritten() -> None:
     assert environ == {"RANK": "0", "WORLD_SIZE": "2"}
 
 
-def test_slurm_without_pmix_is_said() -> None:
+def test_ranks_that_cannot_see_each_other_are_refused() -> None:
     with pytest.raises(MotleyError, match="--mpi=none"):
         check_size(1, {"SLURM_STEP_NUM_TASKS": "5"})
+    with pytest.raises(MotleyError, match="5 ranks but MPI sees one"):
+        check_size(1, {"PMI_SIZE": "5"})
     check_size(5, {"SLURM_STEP_NUM_TASKS": "5"})
     check_size(1, {"SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "1"})
 

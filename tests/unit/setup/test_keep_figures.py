@@ -35,6 +35,13 @@ def launched(folder: Path) -> tuple[Figures, Run]:
     return figures, Run(folder)
 
 
+def test_a_step_counts_as_finished_once_it_is_recorded(tmp_path: Path) -> None:
+    figures, run = launched(tmp_path)
+    assert figures.finished() == 0
+    run.train("a", 0.1, steps=24)
+    assert figures.finished() == 24
+
+
 @pytest.mark.parametrize(
     ("left", "back"), [(("a", "b"), "b"), (("b", "b"), "a")], ids=["a rank", "a host"]
 )
