@@ -155,10 +155,7 @@ class Keeper:
         if content and kind in set(_NO_MACHINE):
             return f"does not start it again: {_NO_MACHINE[FaultKind(kind)]}"
         done = progress(self._line.folder)
-        where = f"from step {done}" if done >= 0 else "from the start"
-        finished = self._figures.finished()
-        if kind not in set(_NO_FAULT) and finished > max(done, 0):
-            where += f"; steps {max(done, 0) + 1} to {finished} are repeated"
+        where = self._figures.resume_point()
         if kind in set(_NO_FAULT):
             say(f"it goes on {where}")
             return ""

@@ -1,5 +1,5 @@
-"""One rank of the trial that keep_trial.py makes: the last rank is killed, the others say whether
-they live on.
+"""One rank of the trial in keep_trial.py. The last rank is killed, and each other rank prints a line
+if it lives on.
 
     mpirun -np 3 ./entry_cn.sh setup/trial_rank.py
 """

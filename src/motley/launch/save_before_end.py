@@ -12,8 +12,8 @@ from motley.launch.watchdog import RankStatus
 HOLD_S = 60.0  # that it may take
 # Open MPI 5 kills the others 0.5 s after a rank is lost, 4.1 after 2 s: too soon for a large model.
 _CUT_SHORT = (
-    "motley: the last step is not saved: the launcher ended all ranks while one wrote it; with "
-    "bash setup/keep_training.sh before the line it leaves them alive"
+    "motley: the last step is not saved: the launcher ended all ranks while one wrote it; --resume "
+    "auto goes on from the checkpoint before, and --save-every 1m makes more of them"
 )
 
 
@@ -32,11 +32,12 @@ def save_before_end(
     if not able and own.rescue is None:
         return
     tell_all({"hold": True})
-    if own.reaper and not own.stopped:  # else it has a line to print already
-        own.reaper.tell(line=_CUT_SHORT)
+    reaper = None if own.stopped else own.reaper  # which else has a line to print already
+    if reaper:
+        reaper.tell(line=_CUT_SHORT)
     said = own.save_what_is_known() if own.rescue else _ask(able[0], others[able[0]])
-    if own.reaper and not own.stopped:
-        own.reaper.tell(line="")
+    if reaper:
+        reaper.tell(line="")
     if said:
         own.print(f"motley: {said}")
 

@@ -35,11 +35,14 @@ def launched(folder: Path) -> tuple[Figures, Run]:
     return figures, Run(folder)
 
 
-def test_a_step_counts_as_finished_once_it_is_recorded(tmp_path: Path) -> None:
+def test_a_restart_repeats_the_steps_since_the_newest_checkpoint(tmp_path: Path) -> None:
     figures, run = launched(tmp_path)
-    assert figures.finished() == 0
+    assert figures.resume_point() == "from the start"
     run.train("a", 0.1, steps=24)
-    assert figures.finished() == 24
+    assert figures.resume_point() == "from the start; steps 1 to 24 are repeated"
+    for step, where in ((15, "from step 15; steps 16 to 24 are repeated"), (24, "from step 24")):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        assert figures.resume_point() == where
 
 
 @pytest.mark.parametrize(

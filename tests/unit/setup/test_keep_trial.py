@@ -55,7 +55,7 @@ def test_ranks_of_srun_meet_without_mpi_and_others_do_not() -> None:
         (Outcome.SILENT, "1h", "your --save-every 1h", "use --save-every 50s"),
     ],
 )
-def test_the_warning_says_what_a_lost_rank_costs(
+def test_the_warning_has_the_cost_of_a_lost_rank_and_the_fix(
     outcome: Outcome, own: str | None, cost: str, fix: str
 ) -> None:
     warning = loss_warning(outcome, "srun 22", own)
@@ -63,5 +63,5 @@ def test_the_warning_says_what_a_lost_rank_costs(
 
 
 @pytest.mark.parametrize("outcome", [Outcome.LIVE, Outcome.FAILED])
-def test_nothing_is_said_where_no_step_is_lost_or_the_start_fails(outcome: Outcome) -> None:
+def test_no_warning_where_no_step_is_lost_or_the_start_fails(outcome: Outcome) -> None:
     assert loss_warning(outcome, "mpirun", None) == ""
