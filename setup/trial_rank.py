@@ -1,4 +1,4 @@
-"""One rank of the trial in keep_trial.py. The last rank is killed, and each other rank prints a line
+"""One rank of the trial in keep_trial.py. The last rank is killed, and each other one prints a line
 if it lives on.
 
     mpirun -np 3 ./entry_cn.sh setup/trial_rank.py
