@@ -45,7 +45,7 @@ class Outcome(Enum):
     LIVE = "the other ranks live on"
     END = "ended all ranks of a trial when one was killed"
     ALONE = "starts one rank"
-    SILENT = f"began no trial within {_LIMIT_S:.0f} s"
+    SILENT = f"finished no trial within {_LIMIT_S:.0f} s"
     FAILED = "ended with an error before the trial began"
 
 
