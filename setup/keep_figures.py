@@ -46,6 +46,15 @@ class Figures:
         """A job has ended now, which was asked to at a time."""
         self._end_s = time.time() - asked
 
+    def resume_point(self) -> str:
+        """Return where the run goes on, and which finished steps it repeats, as far as they are
+        recorded."""
+        saved = progress(self._folder.path)
+        done = max((int(step["step"]) + 1 for step in self._folder.last_steps()), default=0)
+        where = f"from step {saved}" if saved >= 0 else "from the start"
+        first = max(saved, 0) + 1
+        return f"{where}; steps {first} to {done} are repeated" if done >= first else where
+
     def look(self) -> None:
         """See when the first step since the launch was taken, and how fast the first ones are, of
         all ranks; cheap once it is known."""

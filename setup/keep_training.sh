@@ -14,6 +14,12 @@
 # from the last finished step, which those that were left have saved, with the same
 # batches and samples.
 #
+# Ranks can save, or go on, only where the launcher leaves them alive. This script sets the options
+# of Open MPI 4.1, Open MPI 5 and srun for that, as variables; your own options and variables go
+# before them. Before the first start it tries the line for some seconds, and kills one rank. Where
+# the launcher then ends the others, the script prints what a lost rank costs, and the run saves
+# every 50 s, unless the line has --save-every.
+#
 # A host that somebody needs leaves after its step (setup/leave_cn.sh). Who is missing,
 # away or lost, is asked again once a minute. Whoever is back is taken back at a step
 # boundary when the forecast says that what is left gains more by it than the new start

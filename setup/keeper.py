@@ -5,6 +5,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +16,13 @@ from typing import Any
 from keep_figures import Figures, progress
 from keep_hosts import Asked, ask, say
 from keep_returns import Returns, until_asked_s
+from keep_trial import SAVE_EVERY, Outcome, launcher_version, loss_warning, prepare
 from launch_line import LaunchLine
 from srun_line import NODE_COUNTS
 
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
-from motley.launch.survivors import SURVIVE
 from motley.records.folder_lock import is_free
 from motley.records.run_folder import RunFolder
 
@@ -71,17 +72,22 @@ class Keeper:
         self._unwanted = frozenset[str]()  # hosts that no step was taken with
         self._faults = 0
         self._asking = ThreadPoolExecutor(1)
+        self._environ = dict[str, str]()
 
     def run(self) -> int:
         """Run the line until it has ended well, or going on makes no sense; its exit status."""
-        line, answers = self._line, None
+        answers = None
         for number in count():
             asked = self._wait_for_hosts(answers)
             if asked is None:
                 return self._stopped()
-            before, started = progress(line.folder), self._content().get("started")
+            before, started = progress(self._line.folder), self._content().get("started")
             with tempfile.TemporaryDirectory(prefix="motley-keep-") as folder:
-                now = line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
+                now = self._line.with_hosts(asked.alive, Path(folder) / "hosts.txt")
+                if not self._environ:
+                    now = self._prepare(now)
+                if self._stop.number:
+                    return self._stopped()
                 if number or before >= 0 or self._content():
                     now = now.resumed(before >= 0)
                 code, early = self._start(now, asked, started)
@@ -104,6 +110,27 @@ class Keeper:
     def _stopped(self) -> int:
         say(f"stopped by you; go on with the same line and --run {self._line.folder.name}")
         return CODES[signal.Signals(self._stop.number)]
+
+    # -- before the first start
+
+    def _prepare(self, line: LaunchLine) -> LaunchLine:
+        """Try whether ranks outlive one of them, and say what a lost rank costs where they do not.
+
+        Returns:
+            The line to start, which then saves often.
+        """
+        outcome, self._environ = prepare(line, self._variables(os.environ, line), self._stop)
+        if self._stop.number or outcome is Outcome.LIVE:
+            return line
+        if warning := loss_warning(outcome, launcher_version(line.words[0]), line.save_every):
+            say(warning)
+        self._line = self._line.saving_every(SAVE_EVERY)
+        return line.saving_every(SAVE_EVERY)
+
+    def _variables(self, environ: Mapping[str, str], line: LaunchLine) -> dict[str, str]:
+        """Return the environment for a line, which may be of fewer nodes than were granted."""
+        left = NODE_COUNTS if line != self._line else ()
+        return {name: value for name, value in environ.items() if name not in left}
 
     # -- between two starts
 
@@ -128,7 +155,7 @@ class Keeper:
         if content and kind in set(_NO_MACHINE):
             return f"does not start it again: {_NO_MACHINE[FaultKind(kind)]}"
         done = progress(self._line.folder)
-        where = f"from step {done}" if done >= 0 else "from the start"
+        where = self._figures.resume_point()
         if kind in set(_NO_FAULT):
             say(f"it goes on {where}")
             return ""
@@ -223,11 +250,8 @@ class Keeper:
         """
         early, failed = None, 0.0
         self._figures.launched()
-        environ = {**os.environ, **SURVIVE}
-        if line != self._line:  # than was granted
-            environ = {name: value for name, value in environ.items() if name not in NODE_COUNTS}
         job = subprocess.Popen(
-            line.words, env=environ,
+            line.words, env=self._variables(self._environ, line),
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         self._stop.job = job

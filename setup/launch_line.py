@@ -36,7 +36,7 @@ class LaunchLine:
         line = [word for word in words if word != "--"] if words[:1] == ["--"] else list(words)
         if not line:
             raise MotleyError(f"which line? As in: bash setup/keep_training.sh {_EXAMPLE}")
-        if Path(line[0]).name not in _LAUNCHERS:
+        if _name(line[0]) not in _LAUNCHERS:
             raise MotleyError(
                 f"{line[0]} is no launcher ({', '.join(_LAUNCHERS)}); as in: {_EXAMPLE}"
             )
@@ -58,12 +58,25 @@ class LaunchLine:
     @property
     def under_slurm(self) -> bool:
         """Slurm starts the ranks."""
-        return Path(self.words[0]).name == _SLURM
+        return _name(self.words[0]) == _SLURM
 
     @property
     def folder(self) -> Path:
         """Of the run."""
         return Path(self._value("--logs") or "logs") / str(self._value("--run"))
+
+    @property
+    def save_every(self) -> str | None:
+        """The user's own --save-every."""
+        return self._value("--save-every")
+
+    def saving_every(self, interval: str) -> "LaunchLine":
+        """Return the line with --save-every, unless the user has given one."""
+        return self if self.save_every else self._with_option("--save-every", interval)
+
+    def trial(self, script: str) -> tuple[str, ...]:
+        """Return the words that start another script on the same ranks."""
+        return (*self.words[: self._entry], script)
 
     def named(self, usual: str) -> "LaunchLine":
         """The same, with a name for the run's folder."""
@@ -145,3 +158,8 @@ class LaunchLine:
         if len(self.words) > self._entry:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
+
+
+def _name(launcher: str) -> str:
+    """Return a launcher's name without its folder and its kind, as in mpirun.openmpi."""
+    return Path(launcher).name.partition(".")[0]

@@ -93,6 +93,7 @@ def test_it_goes_on_without_a_host_that_dies_and_loses_no_step(lab: Door, one: l
     assert f"keep_training: {NAMES[2]} is gone" in output
     assert "on with 2 of 3 hosts, about 0.83 of the speed" in output
     assert output.rstrip().endswith("finished, after 1 restarts")
+    assert "are repeated" not in output
     steps = goes_on_as(one, folder)
     next_step = min(step["time"] for step in steps if step["time"] > killed + 5)
     assert next_step - killed < 60  # 15 s until it is silent, and a launch

@@ -7,13 +7,15 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from jobs import needs, wait_until
 from project import DDP, ROOT, environment, venv
 from slurm import PROGRAMS, write_conf
+
+from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi
 
@@ -57,7 +59,7 @@ def test_debians_open_mpi_4(who: Path) -> None:
     done = subprocess.run(
         ["mpirun.openmpi", "--oversubscribe", "-np", "2", "./entry_cn.sh", who], cwd=ROOT,
         text=True, capture_output=True, timeout=120, check=False,
-        env=environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),
+        env=environment(**AS_ROOT),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert said(done.stdout) == expected(2)
@@ -97,6 +99,8 @@ def test_a_rank_has_the_cores_of_its_launcher_unless_somebody_asked_for_fewer(
     assert done.returncode == 0, done.stdout + done.stderr
     found = set(re.findall(r"cores \d own \d threads \d", done.stdout))  # lines run together
     assert found == {f"cores {cores} own {own} threads {own}"}
+    idle = "--mca" in words  # one rank on one of two cores
+    assert ("binds each rank" in done.stderr and "to 1 of 2 cores" in done.stderr) is idle
 
 
 @pytest.fixture
@@ -169,6 +173,102 @@ def test_slurm(who: Path, slurm: dict[str, str]) -> None:
         done = srun(f"--mpi={mpi}")
         assert done.returncode == 0, done.stdout + done.stderr
         assert said(done.stdout) == expected(2)
+
+
+KILLED = "a rank is killed under keep_training.sh"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+FAILING = "tests/support/drivers/failing.py"
+WORDS = ("--batch-size", "96", "--precision", "fp32", "--eval-samples", "60", "--shares", "equal")
+
+
+def keep(
+    launcher: Sequence[object], *words: object, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """A training of three ranks under keep_training.sh."""
+    line = ("bash", "setup/keep_training.sh", *launcher, "-n", 3, "./entry_cn.sh", *words, *WORDS)
+    return subprocess.run(
+        [str(word) for word in line], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=240, check=False,
+        env=environment(**{"OMP_NUM_THREADS": "1", **AS_ROOT, **extra}),
+    )  # fmt: skip
+
+
+def loses_no_step(logs: Path, launcher: Sequence[object], **extra: str) -> None:
+    """Rank 2 is killed in its eighth step of twelve, and the others go on in their processes.
+
+    They take 2.5 s for it: Open MPI 4.1 may end them after 2 s, Slurm's PMIx plugin after 1 s.
+    """
+    fault = (FAILING, "--fail", "killed", "--step", 7, "--on", 2, "--pace", 0.5)
+    done = keep(launcher, *fault, "--max-steps", 12, "--logs", logs, "--run", "kept", **extra)
+    assert done.returncode == 0 and "on with 2 of 3 ranks" in done.stdout, done.stdout
+    assert "keep_training:" not in done.stdout, done.stdout
+    folder = RunFolder(logs / "kept")
+    assert [step["step"] for step in folder.read_steps()[0]] == list(range(12))
+    (lost,) = [event for event in folder.read_events() if event["event"] == "lost"]
+    assert lost["step"] == 7 and folder.read_run()["status"] == "finished"
+
+
+def unsettled_open_mpi_5(folder: Path) -> Path:
+    """The environment's mpirun without the configuration of setup/make_env.sh."""
+    (folder / "etc").mkdir()
+    (folder / "bin").mkdir()
+    for name in ("mpiexec", "ompirun_wrapper", "prterun", "prted", "prte"):
+        shutil.copy2(venv() / "bin" / name, folder / "bin")
+    for name in ("lib", "share"):
+        (folder / name).symlink_to(venv() / name)
+    return folder / "bin" / "mpiexec"
+
+
+@pytest.mark.turns(KILLED)
+@pytest.mark.parametrize("mpi", ["Debian's 4.1", "5 without our configuration", "ours"])
+def test_a_killed_rank_costs_no_step(mpi: str, tmp_path: Path) -> None:
+    launcher: Path | str = "mpirun"
+    if mpi == "Debian's 4.1":
+        needs("mpirun.openmpi", "Open MPI 4.1")
+        launcher = "mpirun.openmpi"
+    elif mpi != "ours":
+        launcher = unsettled_open_mpi_5(tmp_path)
+    loses_no_step(tmp_path / "logs", (launcher, "--oversubscribe"))
+
+
+@pytest.mark.turns(KILLED)
+def test_a_killed_rank_costs_no_step_under_srun_with_pmix(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    loses_no_step(tmp_path, ("srun", "--mpi=pmix", "--overcommit"), **slurm)
+
+
+@pytest.mark.turns(KILLED)
+def test_where_all_ranks_end_with_one_the_start_warns_and_the_run_saves_often(
+    tmp_path: Path,
+) -> None:
+    launcher = ("mpirun", "--oversubscribe", "--prtemca", "state_base_recoverable", 0)
+    words = (DDP, "--max-steps", 2, "--logs", tmp_path, "--run", "kept")
+    done = keep(launcher, *words)
+    assert done.returncode == 0, done.stdout
+    first = done.stdout.splitlines()[0]
+    assert re.match(r"keep_training: .*Open MPI.* ended all ranks of a trial", first), done.stdout
+    assert "up to a minute of steps, for this run saves every 50s" in first
+    assert RunFolder(tmp_path / "kept").read_run()["config"]["save_every"] == "50s"
+
+
+@pytest.mark.turns(KILLED)
+def test_ranks_that_the_launcher_ends_after_a_lost_one_are_not_stopped_by_the_user(
+    tmp_path: Path,
+) -> None:
+    needs("mpirun.openmpi", "Open MPI 4.1")
+    line = (
+        "mpirun.openmpi", "--oversubscribe", "-n", 3, "./entry_cn.sh", FAILING, "--survive",
+        "--fail", "killed", "--step", 7, "--pace", 0.5, "--epochs", 9, *WORDS, "--logs", tmp_path,
+        "--run", "ended",
+    )  # fmt: skip
+    done = subprocess.run(
+        [str(word) for word in line],
+        cwd=ROOT, text=True, capture_output=True, timeout=120, check=False,
+        env=environment(OMP_NUM_THREADS="1", **AS_ROOT),
+    )  # fmt: skip
+    run = RunFolder(tmp_path / "ended").read_run()
+    assert run["status"] == "failed" and run["failure"]["kind"] == "killed", done.stderr
 
 
 def test_torchrun_and_nobody(who: Path) -> None:

@@ -8,6 +8,7 @@ node of the core that first writes to it.
 import contextlib
 import os
 import re
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,22 @@ def cores_per_rank(ranks: int) -> int:
     elif len(nodes) > 1 and any(node.cores == own for node in nodes):  # see bind_process
         shared = sum(len(node.cores) for node in nodes)
     return max(1, min(len(own), shared // ranks))
+
+
+def few_cores_note(ranks: int) -> str:
+    """Return a sentence where a binding leaves cores of this machine idle; else nothing.
+
+    Args:
+        ranks: of this machine.
+    """
+    own, launcher = os.sched_getaffinity(0), _find_launcher()
+    shared = os.sched_getaffinity(launcher) if launcher is not None else own
+    if len(own) * ranks >= len(shared):
+        return ""
+    return (
+        f"mpirun binds each rank on {socket.gethostname()} to {len(own)} of {len(shared)} cores, "
+        "and its loader processes with it; mpirun --bind-to none gives them all"
+    )
 
 
 def _find_launcher() -> int | None:

@@ -15,6 +15,10 @@ class Launcher(Enum):
     ALONE = "nobody"
 
 
+# Names of the processes that start a job of Open MPI's.
+MPIRUN = frozenset({
+    "mpirun", "mpiexec", "prterun", "orterun", "mpirun.openmpi", "mpiexec.openmpi",
+})  # fmt: skip
 # In the order in which they count: torchrun may be started by srun, and mpirun in an allocation.
 _TORCHRUN, _MPI, _SLURM = "ROLE_RANK", ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), "SLURM_PROCID"
 RANKS = (_TORCHRUN, *_MPI, _SLURM)
@@ -22,6 +26,9 @@ SIZES = ("ROLE_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
 _OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and its kin
+# Slurm's PMIx plugin ends the step when a process dies that is in MPI. keep_training.sh sets this
+# variable, and the ranks of srun meet without MPI.
+WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,15 @@ def launch_of(environ: Mapping[str, str] = os.environ) -> Launch:
     """Needs no MPI, so that a script can print its help or a usage error once."""
     torchrun = _number(environ, (_TORCHRUN,)) is not None
     size = _number(environ, SIZES)
+    several = _SLURM in environ and (size or 1) > 1
     if torchrun:
         by = Launcher.TORCHRUN
+    elif several and WITHOUT_MPI in environ and _MPI[0] not in environ:
+        by = Launcher.SLURM
     elif any(name in environ for name in (*_MPI, *_OTHER_MPI)):
         by = Launcher.MPI
     else:
-        by = Launcher.SLURM if _SLURM in environ and (size or 1) > 1 else Launcher.ALONE
+        by = Launcher.SLURM if several else Launcher.ALONE
     return Launch(
         by, _number(environ, RANKS) or 0, size or 1,
         None if torchrun else _number(environ, _LOCAL_RANKS),

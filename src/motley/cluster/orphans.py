@@ -20,10 +20,10 @@ import psutil
 from motley import ROOT
 from motley.cluster.device_facts import GpuProcess
 from motley.cluster.gpus import read_gpu_processes
-from motley.cluster.launcher import RANKS, launch_of
+from motley.cluster.launcher import MPIRUN, RANKS, launch_of
 from motley.cluster.processes import end, ticks
 
-_MPIRUN = {"prterun", "mpirun", "mpiexec", "prte", "orterun"}
+_MPIRUN = MPIRUN | {"prte"}
 _DAEMONS = {"prted", "orted", "slurmstepd"}
 # Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do
 # not, and there a rank is known by the daemon that is its parent.

@@ -16,7 +16,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from motley.cluster.binding import cores_per_rank, leave_default_binding
+from motley.cluster.binding import cores_per_rank, few_cores_note, leave_default_binding
 from motley.cluster.launcher import Launcher, launch_of
 from motley.launch.mpi import finalize_mpi
 from motley.launch.process import die_with_parent, end_at_once, keep_caches_local
@@ -32,6 +32,8 @@ if __name__ == "__main__":
     keep_caches_local(os.environ)
     leave_default_binding()
     ranks_here = launch_of().local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if launch_of().local_rank == 0 and (note := few_cores_note(ranks_here)):
+        print(f"motley: {note}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(ranks_here)))
     if launch_of().by is Launcher.MPI:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

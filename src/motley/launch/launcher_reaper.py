@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from motley.cluster.launcher import MPIRUN
 from motley.errors import MotleyError
 from motley.faults import Fault, FaultKind
 from motley.launch.fault_record import record_fault
@@ -30,7 +31,6 @@ from motley.launch.job_files import remove, segments_of_this_job, session_folder
 from motley.launch.ssh_sessions import SshSessions, sessions_of
 from motley.records.run_folder import RunFolder
 
-_MPIRUN = {"prterun", "mpirun", "mpiexec", "orterun"}
 _RECORD_AFTER_S = 0.5  # for a rank of another host, which records what it knows
 _GAVE_UP_S = 1.0  # from mpirun's end to that of the session to the host that it gave up
 _TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
@@ -48,7 +48,7 @@ class LauncherReaper:
             return
         errors: int | TextIO = subprocess.DEVNULL
         with contextlib.ExitStack() as stack:
-            if launcher.name() in _MPIRUN:
+            if launcher.name() in MPIRUN:
                 with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
                     errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
             self._process = subprocess.Popen(
@@ -149,7 +149,7 @@ def outlived_by_launcher() -> bool:
 def _is_for_one_job(launcher: psutil.Process) -> bool:
     if launcher.name() == "prted":  # may also be of a prte that serves many jobs
         return any("prterun-" in word for word in launcher.cmdline())
-    return launcher.name() in _MPIRUN | {"orted"}
+    return launcher.name() in MPIRUN | {"orted"}
 
 
 def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:

@@ -90,11 +90,25 @@ def finalize_mpi() -> None:
         mpi.Finalize()
 
 
-def check_slurm(size: int, environ: Mapping[str, str]) -> None:
-    """Refuse an ``srun`` that started several ranks which cannot see each other."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if size == 1 and tasks.isdigit() and int(tasks) > 1 and "OMPI_COMM_WORLD_SIZE" not in environ:
+def check_size(size: int, environ: Mapping[str, str]) -> None:
+    """Raise MotleyError if the launcher started several ranks that cannot see each other."""
+    if size > 1 or "OMPI_COMM_WORLD_SIZE" in environ:
+        return
+    tasks, ranks = (_several(environ, name) for name in ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"))
+    if tasks:
         raise MotleyError(
             f"Slurm started {tasks} tasks but MPI sees one: its PMIx and that of MPI do not fit; "
             "start them with srun --mpi=none, or with mpirun inside the allocation"
         )
+    if ranks:
+        raise MotleyError(
+            f"the launcher started {ranks} ranks but MPI sees one: the launcher is of another MPI "
+            "(MPICH, Intel MPI) than mpi4py; start them with the mpirun of setup/make_env.sh, or "
+            "with torchrun"
+        )
+
+
+def _several(environ: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable if it is more than 1, else 0."""
+    digits = environ.get(name, "")
+    return int(digits) if digits.isdigit() and int(digits) > 1 else 0

@@ -1,5 +1,6 @@
 """Rank 0's part in going on without a lost rank: asks all to keep their state, then to go on."""
 
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -7,6 +8,10 @@ from motley.faults import Fault
 from motley.launch.own_rank import OwnRank, line_of
 from motley.launch.survivors import Regrouping, Survivors, parts
 from motley.launch.watchdog import RankStatus
+
+# A launcher that does not let ranks outlive one of them ends the others within this time: Open MPI
+# 4.1 takes 1 s.
+_LAUNCHER_S = 5.0
 
 
 class Regroup:
@@ -26,6 +31,7 @@ class Regroup:
     ) -> None:
         self._own, self._regrouping = own, regrouping
         self._tell_all, self._record = tell_all, record
+        self._last: tuple[Fault, float] | None = None  # the last loss, and when the others went on
 
     @property
     def begun(self) -> bool:
@@ -36,6 +42,13 @@ class Regroup:
     def waits(self) -> bool:
         """The others have not all gone on yet."""
         return self._regrouping.waits
+
+    @property
+    def recent_loss(self) -> Fault | None:
+        """The loss for which the launcher may now end the other ranks; None if there is none."""
+        if self._last is None or time.monotonic() > self._last[1] + _LAUNCHER_S:
+            return None
+        return self._last[0]
 
     def witness(self, rank: int) -> None:
         """See Regrouping."""
@@ -77,6 +90,7 @@ class Regroup:
         self._record({"kind": "lost", "rank": lost.rank, "host": lost.host, "step": lost.step,
                       "error": lost.error})  # fmt: skip
         self._regrouping.begin_anew(survivors)
+        self._last = lost, time.monotonic()
         self._tell_all({"regroup": survivors.message()})
         for status in left:
             status.rank = survivors.ranks.index(status.rank)

@@ -10,6 +10,11 @@ from motley.launch.own_rank import OwnRank
 from motley.launch.watchdog import RankStatus
 
 HOLD_S = 60.0  # that it may take
+# Open MPI 5 kills the others 0.5 s after a rank is lost, 4.1 after 2 s: too soon for a large model.
+_CUT_SHORT = (
+    "motley: the last step is not saved: the launcher ended all ranks while one wrote it; --resume "
+    "auto goes on from the checkpoint before, and --save-every 1m makes more of them"
+)
 
 
 def save_before_end(
@@ -27,7 +32,12 @@ def save_before_end(
     if not able and own.rescue is None:
         return
     tell_all({"hold": True})
+    reaper = None if own.stopped else own.reaper  # which else has a line to print already
+    if reaper:
+        reaper.tell(line=_CUT_SHORT)
     said = own.save_what_is_known() if own.rescue else _ask(able[0], others[able[0]])
+    if reaper:
+        reaper.tell(line="")
     if said:
         own.print(f"motley: {said}")
 

@@ -25,12 +25,16 @@ _LOST = {
 }  # fmt: skip
 
 
-SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment: mpirun is told what follows
-# Open MPI 5: who is left when a rank dies lives on, and ends by itself.
+SURVIVES = "MOTLEY_SURVIVES"  # in rank 0's environment: the launcher is told what follows
+# Each launcher ignores the variables of the others. They go before any configuration file, and an
+# option on the command line goes before them.
 SURVIVE = {
-    "PRTE_MCA_state_base_recoverable": "1", "PRTE_MCA_state_base_error_non_zero_exit": "0",
+    "PRTE_MCA_state_base_recoverable": "1",  # Open MPI 5
+    "PRTE_MCA_state_base_error_non_zero_exit": "0",
+    "OMPI_MCA_orte_enable_recovery": "1",  # Open MPI 4
+    "SLURM_KILL_BAD_EXIT": "0",  # srun
     SURVIVES: "1",
-}  # fmt: skip
+}
 _PART_BYTES = MOST_BYTES // 16  # of what is sent in one go, where there is more
 _WITNESS_S = 1.0  # in which the host of a lost rank is heard of; mpirun ends the job without it
 _KEEP_S = 20.0  # in which all have kept their state

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -265,6 +266,8 @@ class AllRanksWatch:
             self._suspect(fault, FIRST_CAUSE_S)
         elif "signal" in message:
             self._own.stopped = True
+            if (lost := self._regroup.recent_loss) and message["signal"] == signal.SIGTERM:
+                self.end_job(lost)
             known = self._statuses(), self._last_step(), self._own.how_to_continue()
             self._suspect(self._signals.came(status, message["signal"], *known), _SIGNAL_S)
 

@@ -18,7 +18,7 @@ from motley.cluster.launcher import Launcher, launch_of
 from motley.cluster.network import VARIABLES, Network, choose_networks
 from motley.errors import MotleyError
 from motley.launch.leftovers import say_leftovers
-from motley.launch.mpi import Launched, check_slurm
+from motley.launch.mpi import Launched, check_size
 from motley.launch.ports import reserve_port, why_not_free
 from motley.launch.process import (
     allow_files,
@@ -108,7 +108,7 @@ class World:
     def __init__(self, launched: Launched, clock: StartClock) -> None:
         self._launched, self.clock = launched, clock
         self.rank, self.size = launched.rank, launched.size
-        check_slurm(self.size, os.environ)
+        check_size(self.size, os.environ)
         here = launched.on_this_machine()
         self.local_rank = launched_local_rank(here.index(self.rank), os.environ)
         self.local_size = len(here)

@@ -51,6 +51,7 @@ class Failing(EngineBase):
     failure: str
     step_of_it: int
     rank: int | None
+    pace_s: float
     ranks: int | None = None
     late = False  # as ranks with GPUs
     spoilt = False  # a gradient; once
@@ -62,6 +63,8 @@ class Failing(EngineBase):
         here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
         if here and ranks == Failing.ranks and self._taken >= self.step_of_it:
             self._fail()
+        if ranks < Failing.ranks:
+            time.sleep(self.pace_s)
         self._taken += last
         return super()._accumulate(batch, last)
 
@@ -106,6 +109,7 @@ def main() -> None:
     own.add_argument("--fail", choices=[*FAILURES, *_SPOILT], required=True)
     own.add_argument("--step", type=int, default=3)
     own.add_argument("--on", type=int)
+    own.add_argument("--pace", type=float, default=0, help="seconds of a step without the rank")
     own.add_argument("--survive", action="store_true", help="the others may go on")
     own.add_argument("--late", action="store_true", help="read outcomes as ranks with GPUs do")
     given, rest = own.parse_known_args()
@@ -113,6 +117,7 @@ def main() -> None:
     if given.survive:
         os.environ |= SURVIVE
     Failing.failure, Failing.step_of_it, Failing.rank = given.fail, given.step, given.on
+    Failing.pace_s = given.pace
     config = read_config(training_parser(""), rest)
     run(lambda world: train(world, config, Engines(EngineTraits(), failing_engine)))
 

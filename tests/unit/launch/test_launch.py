@@ -11,7 +11,7 @@ from project import ROOT, environment
 
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
-from motley.launch.mpi import check_slurm
+from motley.launch.mpi import check_size
 from motley.launch.ports import reserve_port, why_not_free
 from motley.launch.process import keep_caches_local, launched_rank
 from motley.launch.world import (
@@ -68,11 +68,13 @@ def test_what_the_user_set_is_not_overwritten() -> None:
     assert environ == {"RANK": "0", "WORLD_SIZE": "2"}
 
 
-def test_slurm_without_pmix_is_said() -> None:
+def test_ranks_that_cannot_see_each_other_are_refused() -> None:
     with pytest.raises(MotleyError, match="--mpi=none"):
-        check_slurm(1, {"SLURM_STEP_NUM_TASKS": "5"})
-    check_slurm(5, {"SLURM_STEP_NUM_TASKS": "5"})
-    check_slurm(1, {"SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "1"})
+        check_size(1, {"SLURM_STEP_NUM_TASKS": "5"})
+    with pytest.raises(MotleyError, match="5 ranks but MPI sees one"):
+        check_size(1, {"PMI_SIZE": "5"})
+    check_size(5, {"SLURM_STEP_NUM_TASKS": "5"})
+    check_size(1, {"SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "1"})
 
 
 def test_a_reserved_port_is_nobodys_but_can_be_listened_on() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from motley.cluster.launcher import Launcher, launch_of
+from motley.cluster.launcher import WITHOUT_MPI, Launcher, launch_of
 from motley.errors import MotleyError
 from motley.launch.tcp_ranks import TcpRanks, meeting_point, secret
 
@@ -109,6 +109,15 @@ def test_an_environment_that_names_no_node_is_refused(environ: dict[str, str], w
     assert launch_of(environ).by is Launcher.SLURM
     with pytest.raises(MotleyError, match=words):
         meeting_point(launch_of(environ), environ)
+
+
+def test_ranks_of_srun_with_pmix_meet_without_mpi_where_they_are_to() -> None:
+    environ = slurm(1, 2, 1, PMIX_RANK="1")
+    assert launch_of(environ).by is Launcher.MPI
+    environ[WITHOUT_MPI] = "1"
+    assert launch_of(environ).by is Launcher.SLURM
+    environ["OMPI_COMM_WORLD_RANK"] = "1"  # of mpirun in an allocation
+    assert launch_of(environ).by is Launcher.MPI
 
 
 def test_the_first_node_of_the_step_is_met_wherever_the_allocation_begins() -> None:

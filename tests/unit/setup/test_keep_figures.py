@@ -35,6 +35,16 @@ def launched(folder: Path) -> tuple[Figures, Run]:
     return figures, Run(folder)
 
 
+def test_a_restart_repeats_the_steps_since_the_newest_checkpoint(tmp_path: Path) -> None:
+    figures, run = launched(tmp_path)
+    assert figures.resume_point() == "from the start"
+    run.train("a", 0.1, steps=24)
+    assert figures.resume_point() == "from the start; steps 1 to 24 are repeated"
+    for step, where in ((15, "from step 15; steps 16 to 24 are repeated"), (24, "from step 24")):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        assert figures.resume_point() == where
+
+
 @pytest.mark.parametrize(
     ("left", "back"), [(("a", "b"), "b"), (("b", "b"), "a")], ids=["a rank", "a host"]
 )

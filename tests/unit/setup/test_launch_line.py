@@ -69,6 +69,22 @@ def test_what_is_no_training_is_refused(words: list[str], says: str) -> None:
         LaunchLine.parse(words)
 
 
+def test_a_trial_has_the_launchers_words_alone(tmp_path: Path) -> None:
+    line = parsed(tmp_path, "torch_dist/train_vit.py", "--shares", "5,4,3,2,1")
+    assert line.trial("try.py") == (*line.words[:6], "try.py")
+
+
+def test_the_users_own_interval_between_checkpoints_stays(tmp_path: Path) -> None:
+    assert parsed(tmp_path, "train.py").saving_every("50s").words[-2:] == ("--save-every", "50s")
+    own = parsed(tmp_path, "train.py", "--save-every=9")
+    assert own.saving_every("50s") is own and own.save_every == "9"
+
+
+def test_a_launcher_may_have_the_name_of_its_kind() -> None:
+    assert LaunchLine.parse(["/usr/bin/mpirun.openmpi", "./entry_cn.sh"]).words
+    assert not LaunchLine.parse(["mpiexec.hydra", "./entry_cn.sh"]).under_slurm
+
+
 def test_before_its_first_checkpoint_a_run_begins_again_where_the_user_said() -> None:
     words = ["mpirun", "./entry_cn.sh", "torch_dist/train_vit.py", "--resume", "logs/old"]
     line = LaunchLine.parse(words)
