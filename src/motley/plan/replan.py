@@ -1,23 +1,40 @@
-"""Watches whether the split still fits while training runs, and proposes a better one. Pure.
+"""Proposes another split while training runs, once the noise of the steps cannot explain a gain.
 
-Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
+Pure. Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
 """
 
-import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from motley.plan.evidence import LONGEST, WINDOWS, Evidence, Groups, median
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import Floats, Speeds, split
 
-WINDOW = 8  # steps; their median forgives single slow ones
-SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later
-STEPS_IN_A_ROW = 4  # steps in a row that must ask for another split: no oscillation
-DEAD_BAND = 0.08  # of a step that another split must save, seen over WINDOW: less may be noise
-_REMEMBERED = 8  # splits of which it is known what computing takes; a growing batch has many
+DEAD_BAND = 0.08  # part of a step that another split must save, seen for 8 steps
+_LEAST_BAND = 0.04  # the same, seen for 32 steps or more
+_SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
+_CAME = 1 / 3  # part of the expected gain that must come
+_LOOK = (8, 64)  # the fewest and the most steps after which a move is judged
+_WAIT = 64  # steps before a move is tried again that brought nothing
+_LONGEST_WAIT = 4096  # steps
+_CALM = 4  # waits without a failure after which a wait is the first again
+_REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
+
+
+class Device(NamedTuple):
+    """A device that ranks compute on.
+
+    Attributes:
+        name: ranks on one device are never told apart.
+        model: devices of one model count as equal until their steps show otherwise.
+    """
+
+    name: Hashable
+    model: Hashable
 
 
 @dataclass(frozen=True)
@@ -28,11 +45,38 @@ class Proposal:
         counts: samples of each rank.
         slowdown: of each rank, against its measured speed; 2.0 takes twice as long.
         gain: part of the step's compute time that it should save.
+        taken_back: expected and measured gain of the move that this one reverses; None for any
+            other move.
     """
 
     counts: tuple[int, ...]
     slowdown: tuple[float, ...]
     gain: float
+    taken_back: tuple[float, float] | None = None
+
+
+@dataclass
+class _Move:
+    """A move to another split.
+
+    Attributes:
+        before, reference: the split before, and the slowdowns that it was made for.
+        change: ratio by which each rank's slowdown was found to differ from these.
+        gain: expected part of the step's time. sample_s: of a step before, per sample.
+        look: steps after which the gain is compared; 0 if there is nothing to compare.
+        took: seconds per sample of each step since.
+        saved: steps' time saved since, by each step's own slowdowns. Below 0, another split would
+            have been better all the time.
+    """
+
+    before: tuple[int, ...]
+    reference: Floats
+    change: Floats
+    gain: float
+    sample_s: float
+    look: int
+    took: list[float] = field(default_factory=list)
+    saved: float = 0.0
 
 
 class ReplanMonitor:
@@ -40,58 +84,101 @@ class ReplanMonitor:
 
     Args:
         speeds: as measured before training; empty for a plan made by hand, which stays.
-        kinds: ranks of one kind are equal (CPU ranks of one machine), noise must not tell
-            them apart; one a rank.
+        kinds: device of each rank. Any other value names a device whose model is its own.
     """
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
-        self._tables, self._kinds = tuple(speeds), _Kinds(kinds)
-        self._slowdown = np.ones(len(speeds))  # of each rank, when it last had something to do
-        self.forget()
+        ranks = len(speeds)
+        devices = [kind if isinstance(kind, Device) else Device(kind, kind) for kind in kinds]
+        self._devices = Groups([device.name for device in devices])
+        self._models = Groups([device.model for device in devices])
+        # A model's common change and each device's own are looked at apart.
+        self._apart = len(dict.fromkeys(devices)) > len({device.model for device in devices})
+        noise = self._models
+        if self._apart:
+            models = [device.model for device in devices]
+            noise = Groups([*((model, "all") for model in models), *models])
+        self._evidence = Evidence(noise, (1 + self._apart) * ranks)
+        self._slowdown = np.ones(ranks)  # of each rank, when it last had something to do
+        self._reference = np.ones(ranks)  # slowdowns that the split was made for
+        self._blocked_until = np.zeros((2, ranks))  # steps; for moves of a slower, faster rank
+        self._wait = np.zeros((2, ranks))
+        self._steps = 0
+        self._is_limited = False  # the split was made for larger micro-batches
+        self._offered: tuple[Proposal, _Move] | None = None
+        self._move: _Move | None = None
+        self._expect(speeds)
 
     def forget(self) -> None:
-        """Start anew, after a change."""
-        self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
-        self._loads: dict[tuple[int, ...], _Load] = {}
-        self._steps: deque[Floats] = deque(maxlen=max(SPANS))
-        self._asked = 0
+        """Start to watch another split: the one that was proposed last, if one was."""
+        last, self._move, self._is_limited = self._move, None, False
+        if self._offered:
+            proposal, move = self._offered
+            if last and (proposal.taken_back or last.saved < 0):
+                self._block(last)
+            self._reference = move.reference * move.change
+            self._move = None if proposal.taken_back else move
+        self._begin()
 
     def limit(self, micro_batches: Sequence[int]) -> None:
         """Expect no larger micro-batches than these, one size a rank, from now on."""
         pairs = zip(self._tables, micro_batches, strict=False)  # no speeds: a plan made by hand
-        self._tables = tuple(table.at_most(size) for table, size in pairs)
-        self.forget()
+        self._expect([table.at_most(size) for table, size in pairs])
+        self._is_limited = True
 
     def step(
         self, ready_s: Sequence[float], counts: Sequence[int], full: Sequence[int] | None = None
     ) -> Proposal | None:
-        """Take in a step.
+        """Add a step.
 
         Args:
-            ready_s: each rank's data and compute until its gradient was ready, seconds.
+            ready_s: each rank's seconds until its gradient was ready.
             counts: samples of each rank in it.
             full: of each rank in a full batch, which a growing one is not yet; None: ``counts``.
+
+        Returns:
+            Another split, again with each step until :meth:`forget` says that it is used.
         """
         if self._speeds is None:
             return None
+        self._steps += 1
         usual, took = self._load(self._speeds, counts).ready_s, np.array(ready_s)
-        works = usual > 0  # who had nothing to do showed nothing
+        works = usual > 0  # an idle rank shows nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
-        self._steps.append(self._slowdown.copy())
-        steps = np.array(self._steps)
+        self._settling -= 1
+        if self._settling >= 0:
+            return None
         load = self._load(self._speeds, full or counts)
-        # The noise of a median falls with the root of what it is taken of.
-        bands = ((span, DEAD_BAND * math.sqrt(WINDOW / span)) for span in SPANS)
-        found = (
-            self._propose(self._speeds, load, _median(steps[-span:]), band)
-            for span, band in bands if len(steps) >= span
-        )  # fmt: skip
-        proposal = next((each for each in found if each), None)
-        self._asked = self._asked + 1 if proposal else 0
-        return proposal if self._asked >= STEPS_IN_A_ROW else None
+        slowdown = self._devices.median(self._slowdown)
+        relative = slowdown / self._reference
+        centre = float(median(relative))
+        relative /= centre
+        if self._apart:
+            of_model = self._models.median(relative)
+            relative = np.concatenate((of_model, relative / of_model))
+        self._evidence.add(relative)
+        self._centres.append(centre)
+        self._sample_s.append(float((self._speeds.step_s + took).max()) / sum(counts))
+        self._offered = self._take_back(self._speeds, load, slowdown) or self._another(load)
+        return self._offered[0] if self._offered else None
+
+    def _expect(self, tables: Sequence[SpeedTable]) -> None:
+        """Expect these speeds from now on."""
+        self._tables = tuple(tables)
+        self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
+        self._loads: dict[tuple[int, ...], _Load] = {}
+        self._move = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start with no steps."""
+        self._evidence.clear()
+        self._centres: deque[float] = deque(maxlen=LONGEST)
+        self._sample_s: deque[float] = deque(maxlen=_LOOK[1])
+        self._settling, self._offered = _SETTLING, None
 
     def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
-        """Most steps ask of the same samples."""
+        """Return the computing times of a split, which most steps share."""
         key = tuple(counts)
         if key not in self._loads:
             if len(self._loads) >= _REMEMBERED:
@@ -99,18 +186,79 @@ class ReplanMonitor:
             self._loads[key] = _Load.of(speeds, key, self._tables[0].grain)
         return self._loads[key]
 
-    def _propose(
-        self, speeds: Speeds, load: "_Load", slowdown: Floats, band: float
-    ) -> Proposal | None:
-        """Another split, if it saves more than ``band`` of a step.
+    def _take_back(
+        self, speeds: Speeds, load: "_Load", slowdown: Floats
+    ) -> tuple[Proposal, _Move] | None:
+        """Keep account of the last move, and reverse it if its gain has not come."""
+        move = self._move
+        if move is None:
+            return None
+        before = self._load(speeds, move.before)
+        now_s = (speeds.step_s + slowdown * load.ready_s).max()
+        move.saved += float((speeds.step_s + slowdown * before.ready_s).max() / now_s) - 1
+        if not move.look:
+            return None
+        move.took.append(self._sample_s[-1])
+        if len(move.took) < move.look:
+            return None
+        came = 1 - float(np.median(move.took)) / move.sample_s
+        if came >= _CAME * move.gain:
+            move.look = 0
+            return None
+        proposal = Proposal(
+            move.before, tuple(slowdown.tolist()), max(0.0, -came), (move.gain, came)
+        )
+        return proposal, _Move(
+            load.counts, move.reference, np.ones(len(slowdown)), 0.0, move.sample_s, 0
+        )
+
+    def _another(self, load: "_Load") -> tuple[Proposal, _Move] | None:
+        """Find another split that the steps of some window ask for."""
+        for window in WINDOWS:
+            if not self._evidence.is_due(window):
+                continue
+            change = self._evidence.changes(window)
+            if change is None and not self._is_limited:
+                continue
+            if change is None:
+                change = np.ones(self._evidence.last(1).shape[1])
+            if self._apart:
+                of_model, own = np.split(change, 2)
+                change = of_model * own
+            slower, faster = self._blocked_until > self._steps
+            change = np.where((slower & (change > 1)) | (faster & (change < 1)), 1.0, change)
+            proposal = self._propose(load, change, window)
+            if proposal:
+                sample_s = float(np.median(list(self._sample_s)[-window:]))
+                look = min(max(2 * window, _LOOK[0]), _LOOK[1])
+                return proposal, _Move(
+                    load.counts, self._reference, change, proposal.gain, sample_s, look
+                )
+        return None
+
+    def _block(self, move: _Move) -> None:
+        """Wait before the ranks of a failed move are moved in its direction again."""
+        ranks = np.array([move.change > 1, move.change < 1])
+        is_calm = self._steps > self._blocked_until + _CALM * self._wait
+        longer = np.where(is_calm, _WAIT, np.minimum(2 * self._wait, _LONGEST_WAIT))
+        self._wait = np.where(ranks, longer, self._wait)
+        self._blocked_until = np.where(ranks, self._steps + self._wait, self._blocked_until)
+
+    def _propose(self, load: "_Load", change: Floats, window: int) -> Proposal | None:
+        """Return another split, if it saves enough of a step.
 
         Args:
-            load: of the split that there is. slowdown: of each rank, against its measured speed.
+            load: of the present split.
+            change: of each rank, against the slowdown that the split was made for.
+            window: steps that show the change.
         """
-        slowdown = self._kinds.median(slowdown)
+        speeds = self._speeds
+        assert speeds is not None
+        band = max(_LEAST_BAND, DEAD_BAND * min(1.0, (8 / window) ** 0.5))
+        centres = np.array(self._centres)[-window:]
+        slowdown = self._reference * change * float(median(centres))
         old = (speeds.step_s + speeds.ready_s(load.samples, slowdown, load.computed_s)).max()
-        # So quick that each step can ask it: could all together be faster by so much? And who is
-        # not left without a sample, with the least that it keeps?
+        # Cheap bounds come first: all ranks together, and what each rank must keep.
         enough = (1 - band) * old
         soonest = speeds.step_s + speeds.ready_s(load.least, slowdown, load.least_s)
         if soonest[load.least > 0].max() > enough:
@@ -120,18 +268,27 @@ class ReplanMonitor:
         pairs = zip(self._tables, slowdown.tolist(), strict=True)
         tables = [table.slower(factor) for table, factor in pairs]
         counts, grain = load.counts, self._tables[0].grain
-        better = _all_seen(split(sum(counts), tables), counts, grain)
-        gain = float(1 - speeds.seconds_of(np.array(better, dtype=float), slowdown).max() / old)
+        better = _keep_all_seen(split(sum(counts), tables), counts, grain)
+        # The same steps under both splits: noise stays, and is no gain.
+        steps = self._evidence.last(window)
+        if self._apart:
+            of_model, own = np.split(steps, 2, axis=1)
+            steps = of_model * own
+        steps = steps * self._reference * centres[:, None]
+        new = self._load(speeds, better)
+        now_s = (speeds.step_s + speeds.ready_s(load.samples, steps, load.computed_s)).max(axis=1)
+        then_s = (speeds.step_s + speeds.ready_s(new.samples, steps, new.computed_s)).max(axis=1)
+        gain = 1 - float(np.median(then_s) / np.median(now_s))
         return Proposal(better, tuple(slowdown.tolist()), gain) if gain > band else None
 
 
 @dataclass(frozen=True)
 class _Load:
-    """A split, and what computing it takes, of each rank at its measured speed.
+    """A split, and the time that computing it takes at the measured speeds.
 
     Attributes:
-        samples: ``counts``. computed_s, ready_s: see Speeds. least, least_s: samples that each who
-            works would keep, and ``computed_s`` of these.
+        samples: ``counts``. computed_s, ready_s: see Speeds. least, least_s: samples that each
+            working rank would keep, and ``computed_s`` of these.
     """
 
     counts: tuple[int, ...]
@@ -143,7 +300,7 @@ class _Load:
 
     @classmethod
     def of(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
-        """Of these samples."""
+        """Compute the times of these samples."""
         samples = np.array(counts, dtype=float)
         least = np.minimum(samples, grain)
         computed_s = speeds.computed_s(samples)
@@ -151,35 +308,10 @@ class _Load:
         return cls(counts, samples, computed_s, ready_s, least, speeds.computed_s(least))
 
 
-def _median(steps: Floats) -> Floats:
-    """Of each rank; NumPy's own takes eight times as long for a thousand."""
-    ordered = np.sort(steps, axis=0)
-    middle: Floats = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    return middle
-
-
-class _Kinds:
-    """Which ranks are of one kind, in an order in which each kind is together."""
-
-    def __init__(self, kinds: Sequence[Hashable]) -> None:
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-        self._of = np.array([numbers[kind] for kind in kinds], dtype=int)
-        self._size = np.bincount(self._of, minlength=len(numbers))
-        self._begin = np.cumsum(self._size) - self._size
-
-    def median(self, values: Floats) -> Floats:
-        """Each rank's value is that of the middle of its kind."""
-        if len(self._size) == len(values):
-            return values
-        ordered = values[np.lexsort((values, self._of))]
-        low, high = self._begin + (self._size - 1) // 2, self._begin + self._size // 2
-        middle: Floats = ((ordered[low] + ordered[high]) / 2)[self._of]
-        return middle
-
-
-def _all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
-    """The same, but whoever works keeps a sample, or what stays together: without one nobody sees
-    it recover."""
+def _keep_all_seen(
+    better: Sequence[int], counts: Sequence[int], grain: int
+) -> tuple[int, ...]:
+    """Leave each working rank a sample, or a grain: without one, its recovery would not show."""
     kept = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
     for _ in range((sum(kept) - sum(counts)) // grain):
         kept[kept.index(max(kept))] -= grain
