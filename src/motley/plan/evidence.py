@@ -8,6 +8,7 @@ of 100,000 looks at all columns (see ARITHMETIC.md).
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -15,13 +16,12 @@ import numpy as np
 from motley.plan.split import Floats
 
 # The steps of a window, and how many of them must agree.
-WINDOWS = {4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
+WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
 LONGEST = max(WINDOWS)
 FALSE_ALARM = 1e-5  # chance per look at all columns
 LEAST_NOISE = 0.01  # relative standard deviation of a step: a clock is no better
 _FIRST = 8  # steps after which noise is estimated for the first time
 _BLOCK = 8  # steps whose medians show noise that lasts longer than a step
-_OUTLIER = 5.0  # standard deviations
 _ROUNDED = 1024  # thresholds are multiples of 1/1024: libraries differ in the last bit of exp
 
 
@@ -61,21 +61,22 @@ class Evidence:
     """
 
     def __init__(self, groups: Groups, columns: int) -> None:
-        self._groups, self._columns = groups, columns
+        self._groups, self.columns = groups, columns
         self._ratios = np.ones((2 * LONGEST, columns))
         self._folds = np.ones((2 * LONGEST, columns))  # max(ratio, 1 / ratio)
         self._thresholds: dict[int, Floats] = {}
-        self._rests_on = 0  # steps that the noise was estimated from
-        # Share of the steps that noise may push beyond the threshold.
+        self._end = self._known = 0  # rows; steps that they hold
+        self.steps = 0  # of the present split
+        self.noise = math.inf  # standard deviation of a step's logarithm, of the median column
+        # Share of the steps that noise may push beyond the threshold on one side.
         self._tails = {
             window: (FALSE_ALARM / max(1, columns) / math.comb(window, needed)) ** (1 / needed)
             for window, needed in WINDOWS.items()
         }
-        self.clear()
 
     def clear(self) -> None:
-        """Drop all steps. Their noise stays known."""
-        self._end = self.steps = 0
+        """Begin with another split. Earlier steps still show the noise."""
+        self.steps = 0
 
     def add(self, ratios: Floats) -> None:
         """Append a step: the ratio of each column."""
@@ -85,14 +86,25 @@ class Evidence:
             self._end = LONGEST
         self._ratios[self._end] = ratios
         np.maximum(ratios, 1 / ratios, out=self._folds[self._end])
-        self._end, self.steps = self._end + 1, self.steps + 1
-        is_early = self.steps in (_FIRST, 2 * _FIRST) and self.steps > self._rests_on
-        if is_early or self.steps % 32 == 0:
+        self._end, self._known, self.steps = self._end + 1, self._known + 1, self.steps + 1
+        if self._known % (_FIRST if self._known <= 4 * _FIRST else 4 * _FIRST) == 0:
             self._estimate_noise()
+
+    def explain(self, steps: int, change: Floats) -> None:
+        """Take a change for the cause of the last steps before :meth:`clear`, which are no noise.
+
+        Args:
+            steps: how many. change: ratio of each column in these steps.
+        """
+        end = self._end - self.steps
+        rows = slice(max(0, end - steps), max(0, end))
+        self._ratios[rows] /= change
+        self._folds[rows] = np.maximum(self._ratios[rows], 1 / self._ratios[rows])
 
     def is_due(self, window: int) -> bool:
         """Return True if a window of so many steps is looked at now: four times while it passes."""
-        return self.steps >= window and self.steps % (window // 4) == 0 and self._rests_on > 0
+        pause = max(1, window // 4)
+        return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST
 
     def last(self, steps: int) -> Floats:
         """Return the ratios of the last steps, [steps, columns]."""
@@ -116,44 +128,42 @@ class Evidence:
     def _estimate_noise(self) -> None:
         """Find the threshold of each window and column.
 
-        Differences of successive steps leave out a change of speed and a slow drift. Medians leave
-        out rare long steps. These are counted apart.
+        Noise passes it in so few steps as the window allows: by a normal distribution of this
+        spread, and by count.
         """
-        steps = min(self.steps, LONGEST)
+        steps = min(self._known, LONGEST)
         ratios = self.last(steps)
-        differences = _folds(ratios)
-        deviation = _deviation(differences) * (1 + 8 / steps)  # few steps may hide noise
+        deviation = _deviation(ratios) * (1 + 8 / steps)  # few steps may hide noise
         if steps >= LONGEST // 2:
-            blocks = ratios[steps % _BLOCK :].reshape(-1, _BLOCK, self._columns)
+            blocks = ratios[steps % _BLOCK :].reshape(-1, _BLOCK, self.columns)
             of_median = 1.2533 / math.sqrt(_BLOCK)  # a median's noise, if steps are independent
-            slow = _deviation(_folds(median(blocks.swapaxes(0, 1)))) / of_median
-            deviation = np.maximum(deviation, slow)
-        deviation = np.maximum(deviation, self._groups.median(deviation))
+            lasting = _deviation(median(blocks.swapaxes(0, 1))) / of_median
+            deviation = np.maximum(deviation, lasting)
         deviation = np.maximum(deviation, LEAST_NOISE)
-        # An outlier makes two differences.
-        rare = (differences > np.exp(_OUTLIER * deviation)).mean(axis=0) / 2
-        rare = np.maximum(rare, self._groups.median(rare))
+        self.noise = float(median(deviation))
+        ordered = np.sort(ratios, axis=0) / median(ratios)
         for window, tail in self._tails.items():
-            left = tail - rare
-            factor = np.interp(left, _TAILS, _QUANTILES, left=np.inf)
-            self._thresholds[window] = np.ceil(np.exp(factor * deviation) * _ROUNDED) / _ROUNDED
-        self._rests_on = max(self._rests_on, steps)
+            beyond = int(tail * (steps + 2)) - 1  # Laplace's rule of succession
+            if beyond < 0:
+                self._thresholds[window] = np.full(self.columns, np.inf)
+                continue
+            counted = np.maximum(ordered[-1 - beyond], 1 / ordered[beyond])
+            threshold = np.maximum(np.exp(_quantile(tail) * deviation), counted)
+            threshold = np.maximum(threshold, self._groups.median(threshold))
+            self._thresholds[window] = np.ceil(threshold * _ROUNDED) / _ROUNDED
 
 
-# The quantile of a normal distribution above which so much of it lies.
-_TAILS = np.geomspace(1e-5, 0.5, 100)
-_QUANTILES = np.array([-NormalDist().inv_cdf(tail) for tail in _TAILS.tolist()])
+@cache
+def _quantile(tail: float) -> float:
+    """Return the value that a standard normal variable exceeds with this probability."""
+    return -NormalDist().inv_cdf(tail)
 
 
-def _folds(ratios: Floats) -> Floats:
-    """Return how many times each row differs from the one before, always 1 or more."""
-    change = ratios[1:] / ratios[:-1]
-    return np.maximum(change, 1 / change)
-
-
-def _deviation(folds: Floats) -> Floats:
-    """Return the standard deviation of one step's logarithm, from differences of two."""
-    found: Floats = np.log(median(folds)) / (0.6745 * math.sqrt(2))
+def _deviation(ratios: Floats) -> Floats:
+    """Return the standard deviation of each column's logarithm, which a fifth may exceed."""
+    apart = ratios / median(ratios)
+    ordered = np.sort(np.maximum(apart, 1 / apart), axis=0)
+    found: Floats = np.log(ordered[int(0.8 * len(ordered))]) / 1.2816  # a normal quantile
     return found
 
 

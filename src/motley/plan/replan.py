@@ -18,10 +18,11 @@ DEAD_BAND = 0.08  # part of a step that another split must save, seen for 8 step
 _LEAST_BAND = 0.04  # the same, seen for 32 steps or more
 _SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
 _CAME = 1 / 3  # part of the expected gain that must come
-_LOOK = (8, 64)  # the fewest and the most steps after which a move is judged
-_WAIT = 64  # steps before a move is tried again that brought nothing
+_LOOKS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
+_WAIT = 128  # steps before a move is tried again that brought nothing
 _LONGEST_WAIT = 4096  # steps
 _CALM = 4  # waits without a failure after which a wait is the first again
+_FORGIVEN = 256  # steps without a failure after which half as many must show a change
 _REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
 
 
@@ -62,21 +63,26 @@ class _Move:
     Attributes:
         before, reference: the split before, and the slowdowns that it was made for.
         change: ratio by which each rank's slowdown was found to differ from these.
+        shown: the same of each column of the evidence. window: steps that showed it.
         gain: expected part of the step's time. sample_s: of a step before, per sample.
         look: steps after which the gain is compared; 0 if there is nothing to compare.
         took: seconds per sample of each step since.
-        saved: steps' time saved since, by each step's own slowdowns. Below 0, another split would
-            have been better all the time.
+        saved: seconds saved since then, as each step's own slowdowns say; less than 0 if the split
+            before would have been better.
+        saves: of these, the last step's.
     """
 
     before: tuple[int, ...]
     reference: Floats
     change: Floats
+    shown: Floats
+    window: int
     gain: float
     sample_s: float
     look: int
     took: list[float] = field(default_factory=list)
     saved: float = 0.0
+    saves: float = 0.0
 
 
 class ReplanMonitor:
@@ -103,7 +109,9 @@ class ReplanMonitor:
         self._reference = np.ones(ranks)  # slowdowns that the split was made for
         self._blocked_until = np.zeros((2, ranks))  # steps; for moves of a slower, faster rank
         self._wait = np.zeros((2, ranks))
-        self._steps = 0
+        # Steps that must show another slower, or faster rank.
+        self._patience = np.zeros((2, 1), dtype=int)
+        self._steps = self._failed = 0
         self._is_limited = False  # the split was made for larger micro-batches
         self._offered: tuple[Proposal, _Move] | None = None
         self._move: _Move | None = None
@@ -114,7 +122,8 @@ class ReplanMonitor:
         last, self._move, self._is_limited = self._move, None, False
         if self._offered:
             proposal, move = self._offered
-            if last and (proposal.taken_back or last.saved < 0):
+            # The steps until another split holds are like the last one.
+            if last and (proposal.taken_back or last.saved + _SETTLING * last.saves < 0):
                 self._block(last)
             self._reference = move.reference * move.change
             self._move = None if proposal.taken_back else move
@@ -145,6 +154,8 @@ class ReplanMonitor:
         usual, took = self._load(self._speeds, counts).ready_s, np.array(ready_s)
         works = usual > 0  # an idle rank shows nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
+        if self._steps == self._failed + _FORGIVEN:
+            self._patience, self._failed = self._patience // 2, self._steps
         self._settling -= 1
         if self._settling >= 0:
             return None
@@ -174,7 +185,7 @@ class ReplanMonitor:
         """Start with no steps."""
         self._evidence.clear()
         self._centres: deque[float] = deque(maxlen=LONGEST)
-        self._sample_s: deque[float] = deque(maxlen=_LOOK[1])
+        self._sample_s: deque[float] = deque(maxlen=LONGEST)
         self._settling, self._offered = _SETTLING, None
 
     def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
@@ -194,22 +205,24 @@ class ReplanMonitor:
         if move is None:
             return None
         before = self._load(speeds, move.before)
-        now_s = (speeds.step_s + slowdown * load.ready_s).max()
-        move.saved += float((speeds.step_s + slowdown * before.ready_s).max() / now_s) - 1
+        now_s = float((speeds.step_s + slowdown * load.ready_s).max())
+        move.saves = float((speeds.step_s + slowdown * before.ready_s).max()) - now_s
+        move.saved += move.saves
         if not move.look:
             return None
         move.took.append(self._sample_s[-1])
         if len(move.took) < move.look:
             return None
         came = 1 - float(np.median(move.took)) / move.sample_s
-        if came >= _CAME * move.gain:
+        if came + self._error(move.window, move.look) >= _CAME * move.gain:
+            self._evidence.explain(move.window, move.shown)
             move.look = 0
             return None
         proposal = Proposal(
             move.before, tuple(slowdown.tolist()), max(0.0, -came), (move.gain, came)
         )
         return proposal, _Move(
-            load.counts, move.reference, np.ones(len(slowdown)), 0.0, move.sample_s, 0
+            load.counts, move.reference, np.ones(len(slowdown)), move.shown, 0, 0.0, 0.0, 0
         )
 
     def _another(self, load: "_Load") -> tuple[Proposal, _Move] | None:
@@ -217,24 +230,43 @@ class ReplanMonitor:
         for window in WINDOWS:
             if not self._evidence.is_due(window):
                 continue
-            change = self._evidence.changes(window)
-            if change is None and not self._is_limited:
-                continue
-            if change is None:
-                change = np.ones(self._evidence.last(1).shape[1])
-            if self._apart:
-                of_model, own = np.split(change, 2)
-                change = of_model * own
-            slower, faster = self._blocked_until > self._steps
-            change = np.where((slower & (change > 1)) | (faster & (change < 1)), 1.0, change)
+            shown = self._evidence.changes(window)
+            if shown is None:
+                if not self._is_limited:
+                    continue
+                shown = np.ones(self._evidence.columns)
+            change = self._allowed(self._by_rank(shown), window)
             proposal = self._propose(load, change, window)
             if proposal:
                 sample_s = float(np.median(list(self._sample_s)[-window:]))
-                look = min(max(2 * window, _LOOK[0]), _LOOK[1])
-                return proposal, _Move(
-                    load.counts, self._reference, change, proposal.gain, sample_s, look
+                look = next(
+                    (steps for steps in _LOOKS if self._error(window, steps) < proposal.gain / 4),
+                    _LOOKS[-1],
                 )
+                return proposal, _Move(
+                    load.counts, self._reference, change, shown, window, proposal.gain, sample_s,
+                    look,
+                )  # fmt: skip
         return None
+
+    def _by_rank(self, columns: Floats) -> Floats:
+        """Return the ratios of the ranks, by the evidence's columns on the last axis."""
+        if not self._apart:
+            return columns
+        of_model, own = np.split(columns, 2, axis=-1)
+        ratios: Floats = of_model * own
+        return ratios
+
+    def _error(self, before: int, after: int) -> float:
+        """Return the standard error of a gain, as the medians of so many steps show it."""
+        return 1.2533 * self._evidence.noise * (1 / before + 1 / after) ** 0.5
+
+    def _allowed(self, change: Floats, window: int) -> Floats:
+        """Return the change without that of ranks which wait."""
+        slower, faster = (self._blocked_until > self._steps) | (self._patience > window)
+        if self._move and self._move.look:  # its gain is looked at
+            slower, faster = slower | (self._move.change > 1), faster | (self._move.change < 1)
+        return np.where((slower & (change > 1)) | (faster & (change < 1)), 1.0, change)
 
     def _block(self, move: _Move) -> None:
         """Wait before the ranks of a failed move are moved in its direction again."""
@@ -243,6 +275,9 @@ class ReplanMonitor:
         longer = np.where(is_calm, _WAIT, np.minimum(2 * self._wait, _LONGEST_WAIT))
         self._wait = np.where(ranks, longer, self._wait)
         self._blocked_until = np.where(ranks, self._steps + self._wait, self._blocked_until)
+        more = np.clip(2 * self._patience, 8, LONGEST)
+        self._patience = np.where(ranks.any(axis=1, keepdims=True), more, self._patience)
+        self._failed = self._steps
 
     def _propose(self, load: "_Load", change: Floats, window: int) -> Proposal | None:
         """Return another split, if it saves enough of a step.
@@ -270,11 +305,7 @@ class ReplanMonitor:
         counts, grain = load.counts, self._tables[0].grain
         better = _keep_all_seen(split(sum(counts), tables), counts, grain)
         # The same steps under both splits: noise stays, and is no gain.
-        steps = self._evidence.last(window)
-        if self._apart:
-            of_model, own = np.split(steps, 2, axis=1)
-            steps = of_model * own
-        steps = steps * self._reference * centres[:, None]
+        steps = self._by_rank(self._evidence.last(window)) * self._reference * centres[:, None]
         new = self._load(speeds, better)
         now_s = (speeds.step_s + speeds.ready_s(load.samples, steps, load.computed_s)).max(axis=1)
         then_s = (speeds.step_s + speeds.ready_s(new.samples, steps, new.computed_s)).max(axis=1)
