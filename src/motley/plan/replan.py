@@ -19,7 +19,7 @@ _LEAST_BAND = 0.04  # the same, seen for 32 steps or more
 _SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
 _CAME = 1 / 3  # part of the expected gain that must come
 _LOOKS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
-_WAIT = 128  # steps before a move is tried again that brought nothing
+_WAIT = 64  # steps before a move is tried again that brought nothing
 _LONGEST_WAIT = 4096  # steps
 _CALM = 4  # waits without a failure after which a wait is the first again
 _FORGIVEN = 256  # steps without a failure after which half as many must show a change
@@ -263,7 +263,10 @@ class ReplanMonitor:
 
     def _allowed(self, change: Floats, window: int) -> Floats:
         """Return the change without that of ranks which wait."""
-        slower, faster = (self._blocked_until > self._steps) | (self._patience > window)
+        is_blocked = self._blocked_until > self._steps
+        is_early = self._steps <= self._blocked_until + _CALM * self._wait
+        has_failed = is_early & (np.minimum(self._wait, LONGEST) > window)
+        slower, faster = is_blocked | has_failed | (self._patience > window)
         if self._move and self._move.look:  # its gain is looked at
             slower, faster = slower | (self._move.change > 1), faster | (self._move.change < 1)
         return np.where((slower & (change > 1)) | (faster & (change < 1)), 1.0, change)
