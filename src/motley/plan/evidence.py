@@ -18,7 +18,7 @@ from motley.plan.split import Floats
 # The steps of a window, and how many of them must agree.
 WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
 LONGEST = max(WINDOWS)
-FALSE_ALARM = 1e-5  # chance per look at all columns
+FALSE_ALARM = 2e-5  # chance per look at all columns
 LEAST_NOISE = 0.01  # relative standard deviation of a step: a clock is no better
 _FIRST = 8  # steps after which noise is estimated for the first time
 _BLOCK = 8  # steps whose medians show noise that lasts longer than a step

@@ -19,9 +19,10 @@ _LEAST_BAND = 0.04  # the same, seen for 32 steps or more
 _SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
 _CAME = 1 / 3  # part of the expected gain that must come
 _LOOKS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
+_WORSE = (7, 8)  # steps out of as many as must be worse for a move to be taken back
 _WAIT = 64  # steps before a move is tried again that brought nothing
 _LONGEST_WAIT = 4096  # steps
-_CALM = 4  # waits without a failure after which a wait is the first again
+_CALM = 16  # waits without a failure after which a wait is the first again
 _FORGIVEN = 256  # steps without a failure after which half as many must show a change
 _REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
 
@@ -69,7 +70,8 @@ class _Move:
         took: seconds per sample of each step since.
         saved: seconds saved since then, as each step's own slowdowns say; less than 0 if the split
             before would have been better.
-        saves: of these, the last step's.
+        saves: of these, the last step's. worse: for the last steps, True if the split before would
+            have saved a part of them that is worth a move.
     """
 
     before: tuple[int, ...]
@@ -83,6 +85,7 @@ class _Move:
     took: list[float] = field(default_factory=list)
     saved: float = 0.0
     saves: float = 0.0
+    worse: deque[bool] = field(default_factory=lambda: deque(maxlen=_WORSE[1]))
 
 
 class ReplanMonitor:
@@ -208,16 +211,19 @@ class ReplanMonitor:
         now_s = float((speeds.step_s + slowdown * load.ready_s).max())
         move.saves = float((speeds.step_s + slowdown * before.ready_s).max()) - now_s
         move.saved += move.saves
-        if not move.look:
-            return None
-        move.took.append(self._sample_s[-1])
-        if len(move.took) < move.look:
-            return None
-        came = 1 - float(np.median(move.took)) / move.sample_s
-        if came + self._error(move.window, move.look) >= _CAME * move.gain:
-            self._evidence.explain(move.window, move.shown)
-            move.look = 0
-            return None
+        move.worse.append(move.saves < -DEAD_BAND * now_s)
+        came = move.saves / (move.saves + now_s)
+        if move.saved >= 0 or sum(move.worse) < _WORSE[0]:
+            if not move.look:
+                return None
+            move.took.append(self._sample_s[-1])
+            if len(move.took) < move.look:
+                return None
+            came = 1 - float(np.median(move.took)) / move.sample_s
+            if came + self._error(move.window, move.look) >= _CAME * move.gain:
+                self._evidence.explain(move.window, move.shown)
+                move.look = 0
+                return None
         proposal = Proposal(
             move.before, tuple(slowdown.tolist()), max(0.0, -came), (move.gain, came)
         )
