@@ -3,7 +3,7 @@
 A column holds the ratio of a rank's time to the expected time, step by step. A window of k steps
 shows a change if at least m of them lie beyond a threshold on one side (:data:`WINDOWS`). The
 threshold follows from the noise of the column, such that noise alone shows a change in one look out
-of 100,000 looks at all columns (see ARITHMETIC.md).
+of 300,000 at all columns (see ARITHMETIC.md).
 """
 
 import math
@@ -18,7 +18,7 @@ from motley.plan.split import Floats
 # The steps of a window, and how many of them must agree.
 WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
 LONGEST = max(WINDOWS)
-FALSE_ALARM = 2e-5  # chance per look at all columns
+FALSE_ALARM = 3e-6  # chance per look at all columns
 LEAST_NOISE = 0.01  # relative standard deviation of a step: a clock is no better
 _FIRST = 8  # steps after which noise is estimated for the first time
 _BLOCK = 8  # steps whose medians show noise that lasts longer than a step
