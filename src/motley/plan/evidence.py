@@ -135,21 +135,19 @@ class Evidence:
         ratios = self.last(min(self._known, LONGEST))
         if len(ratios) < LONGEST // 2:
             # A change may be a large part of few steps, but it is one of their differences.
-            apart = ratios[1:] / ratios[:-1]
-            deviation = _deviation(apart) / math.sqrt(2) * (1 + 8 / len(apart))
+            ordered = np.sort(ratios[1:] / ratios[:-1], axis=0)
+            deviation = _deviation(ordered) / math.sqrt(2) * (1 + 8 / len(ordered))
         else:
             ratios = ratios[:-_BLOCK]  # a change in the last ones is not found yet
-            apart = ratios / median(ratios)
             blocks = ratios[len(ratios) % _BLOCK :].reshape(-1, _BLOCK, self.columns)
-            medians = median(blocks.swapaxes(0, 1))
             of_median = 1.2533 / math.sqrt(_BLOCK)  # a median's noise, if steps are independent
-            lasting = _deviation(medians / median(medians)) / of_median
-            deviation = np.maximum(_deviation(apart), lasting)
+            lasting = _deviation(_centred(median(blocks.swapaxes(0, 1)))) / of_median
+            ordered = _centred(ratios)
+            deviation = np.maximum(_deviation(ordered), lasting)
         deviation = np.maximum(deviation, LEAST_NOISE)
         self.noise = float(median(deviation))
-        ordered = np.sort(apart, axis=0)
         for window, tail in self._tails.items():
-            beyond = int(tail * (len(apart) + 2)) - 1  # Laplace's rule of succession
+            beyond = int(tail * (len(ordered) + 2)) - 1  # Laplace's rule of succession
             if beyond < 0:
                 self._thresholds[window] = np.full(self.columns, np.inf)
                 continue
@@ -165,10 +163,17 @@ def _quantile(tail: float) -> float:
     return -NormalDist().inv_cdf(tail)
 
 
-def _deviation(apart: Floats) -> Floats:
-    """Return the standard deviation of each column's logarithm, which a fifth may exceed."""
-    ordered = np.sort(np.maximum(apart, 1 / apart), axis=0)
-    found: Floats = np.log(ordered[int(0.8 * len(ordered))]) / 1.2816  # a normal quantile
+def _centred(ratios: Floats) -> Floats:
+    """Return the ratios to their median, in ascending order."""
+    ordered = np.sort(ratios, axis=0)
+    found: Floats = ordered / _middle(ordered)
+    return found
+
+
+def _deviation(ordered: Floats) -> Floats:
+    """Return the standard deviation of each column's logarithm, without rare long steps."""
+    outside = int(0.15 * len(ordered))  # steps on each side; a normal distribution has 1.0364
+    found: Floats = np.log(np.maximum(ordered[-1 - outside], 1 / ordered[outside])) / 1.0364
     return found
 
 
@@ -177,6 +182,9 @@ def median(rows: Floats) -> Floats:
 
     Of two ranks, one is then as many times slower as the other is faster.
     """
-    ordered = np.sort(rows, axis=0)
+    return _middle(np.sort(rows, axis=0))
+
+
+def _middle(ordered: Floats) -> Floats:
     middle: Floats = np.sqrt(ordered[(len(ordered) - 1) // 2] * ordered[len(ordered) // 2])
     return middle
