@@ -28,7 +28,7 @@ ROOMS = {
         "gpu_logger columns"
     ),
     "plan": (
-        "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
+        "per_rank precision speed_table split evidence links wire engine_traits forecast advice replan plan "
         "ramp length take_back memory"
     ),
     "live": (

@@ -3,6 +3,7 @@
 Pure. Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
 """
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class ReplanMonitor:
             full: of each rank in a full batch, which a growing one is not yet; None: ``counts``.
 
         Returns:
-            Another split, again with each step until :meth:`forget` says that it is used.
+            Another split, until :meth:`forget` again in later steps that ask for it.
         """
         if self._speeds is None:
             return None
@@ -265,7 +266,7 @@ class ReplanMonitor:
 
     def _error(self, before: int, after: int) -> float:
         """Return the standard error of a gain, as the medians of so many steps show it."""
-        return 1.2533 * self._evidence.noise * (1 / before + 1 / after) ** 0.5
+        return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
 
     def _allowed(self, change: Floats, window: int) -> Floats:
         """Return the change without that of ranks which wait."""
@@ -298,7 +299,7 @@ class ReplanMonitor:
         """
         speeds = self._speeds
         assert speeds is not None
-        band = max(_LEAST_BAND, DEAD_BAND * min(1.0, (8 / window) ** 0.5))
+        band = max(_LEAST_BAND, DEAD_BAND * min(1.0, math.sqrt(8 / window)))
         centres = np.array(self._centres)[-window:]
         slowdown = self._reference * change * float(median(centres))
         old = (speeds.step_s + speeds.ready_s(load.samples, slowdown, load.computed_s)).max()
@@ -348,9 +349,7 @@ class _Load:
         return cls(counts, samples, computed_s, ready_s, least, speeds.computed_s(least))
 
 
-def _keep_all_seen(
-    better: Sequence[int], counts: Sequence[int], grain: int
-) -> tuple[int, ...]:
+def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
     """Leave each working rank a sample, or a grain: without one, its recovery would not show."""
     kept = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
     for _ in range((sum(kept) - sum(counts)) // grain):
