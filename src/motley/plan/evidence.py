@@ -145,7 +145,7 @@ class Evidence:
             ordered = _centred(ratios)
             deviation = np.maximum(_deviation(ordered), lasting)
         deviation = np.maximum(deviation, LEAST_NOISE)
-        self.noise = float(median(deviation))
+        self.noise = round(float(median(deviation)), 6)
         for window, tail in self._tails.items():
             beyond = int(tail * (len(ordered) + 2)) - 1  # Laplace's rule of succession
             if beyond < 0:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motley.plan.back_off import BackOff
 from motley.plan.evidence import LONGEST, WINDOWS, Evidence, Groups, median
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import Floats, Speeds, split
@@ -21,10 +22,7 @@ _SETTLING = 2  # steps after a move that are not counted: caches and compiled si
 _CAME = 1 / 3  # part of the expected gain that must come
 _LOOKS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
 _WORSE = (7, 8)  # steps out of as many as must be worse for a move to be taken back
-_WAIT = 64  # steps before a move is tried again that brought nothing
-_LONGEST_WAIT = 4096  # steps
-_CALM = 16  # waits without a failure after which a wait is the first again
-_FORGIVEN = 256  # steps without a failure after which half as many must show a change
+_PAUSE = 4  # after a change that was worth no move, every so many steps are looked at
 _REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
 
 
@@ -111,11 +109,8 @@ class ReplanMonitor:
         self._evidence = Evidence(noise, (1 + self._apart) * ranks)
         self._slowdown = np.ones(ranks)  # of each rank, when it last had something to do
         self._reference = np.ones(ranks)  # slowdowns that the split was made for
-        self._blocked_until = np.zeros((2, ranks))  # steps; for moves of a slower, faster rank
-        self._wait = np.zeros((2, ranks))
-        # Steps that must show another slower, or faster rank.
-        self._patience = np.zeros((2, 1), dtype=int)
-        self._steps = self._failed = 0
+        self._back_off = BackOff(ranks)
+        self._steps = 0
         self._is_limited = False  # the split was made for larger micro-batches
         self._offered: tuple[Proposal, _Move] | None = None
         self._move: _Move | None = None
@@ -128,7 +123,7 @@ class ReplanMonitor:
             proposal, move = self._offered
             # The steps until another split holds are like the last one.
             if last and (proposal.taken_back or last.saved + _SETTLING * last.saves < 0):
-                self._block(last)
+                self._back_off.fail(last.change, self._steps)
             self._reference = move.reference * move.change
             self._move = None if proposal.taken_back else move
         self._begin()
@@ -150,7 +145,8 @@ class ReplanMonitor:
             full: of each rank in a full batch, which a growing one is not yet; None: ``counts``.
 
         Returns:
-            Another split, until :meth:`forget` again in later steps that ask for it.
+            Another split; None if the present one fits. A split that is not used is proposed again
+            a few steps later.
         """
         if self._speeds is None:
             return None
@@ -158,8 +154,6 @@ class ReplanMonitor:
         usual, took = self._load(self._speeds, counts).ready_s, np.array(ready_s)
         works = usual > 0  # an idle rank shows nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
-        if self._steps == self._failed + _FORGIVEN:
-            self._patience, self._failed = self._patience // 2, self._steps
         self._settling -= 1
         if self._settling >= 0:
             return None
@@ -191,6 +185,7 @@ class ReplanMonitor:
         self._centres: deque[float] = deque(maxlen=LONGEST)
         self._sample_s: deque[float] = deque(maxlen=LONGEST)
         self._settling, self._offered = _SETTLING, None
+        self._next_look = 0
 
     def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
         """Return the computing times of a split, which most steps share."""
@@ -234,15 +229,17 @@ class ReplanMonitor:
 
     def _another(self, load: "_Load") -> tuple[Proposal, _Move] | None:
         """Find another split that the steps of some window ask for."""
+        if self._evidence.steps < self._next_look:
+            return None
         for window in WINDOWS:
             if not self._evidence.is_due(window):
                 continue
             shown = self._evidence.changes(window)
             if shown is None:
-                if not self._is_limited:
+                if not self._is_limited or self._evidence.steps > LONGEST:
                     continue
                 shown = np.ones(self._evidence.columns)
-            change = self._allowed(self._by_rank(shown), window)
+            change = self._allow(self._by_rank(shown), window)
             proposal = self._propose(load, change, window)
             if proposal:
                 sample_s = float(np.median(list(self._sample_s)[-window:]))
@@ -254,6 +251,7 @@ class ReplanMonitor:
                     load.counts, self._reference, change, shown, window, proposal.gain, sample_s,
                     look,
                 )  # fmt: skip
+            self._next_look = (self._evidence.steps // _PAUSE + 1) * _PAUSE
         return None
 
     def _by_rank(self, columns: Floats) -> Floats:
@@ -268,26 +266,13 @@ class ReplanMonitor:
         """Return the standard error of a gain, as the medians of so many steps show it."""
         return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
 
-    def _allowed(self, change: Floats, window: int) -> Floats:
-        """Return the change without that of ranks which wait."""
-        is_blocked = self._blocked_until > self._steps
-        is_early = self._steps <= self._blocked_until + _CALM * self._wait
-        has_failed = is_early & (np.minimum(self._wait, LONGEST) > window)
-        slower, faster = is_blocked | has_failed | (self._patience > window)
-        if self._move and self._move.look:  # its gain is looked at
-            slower, faster = slower | (self._move.change > 1), faster | (self._move.change < 1)
-        return np.where((slower & (change > 1)) | (faster & (change < 1)), 1.0, change)
-
-    def _block(self, move: _Move) -> None:
-        """Wait before the ranks of a failed move are moved in its direction again."""
-        ranks = np.array([move.change > 1, move.change < 1])
-        is_calm = self._steps > self._blocked_until + _CALM * self._wait
-        longer = np.where(is_calm, _WAIT, np.minimum(2 * self._wait, _LONGEST_WAIT))
-        self._wait = np.where(ranks, longer, self._wait)
-        self._blocked_until = np.where(ranks, self._steps + self._wait, self._blocked_until)
-        more = np.clip(2 * self._patience, 8, LONGEST)
-        self._patience = np.where(ranks.any(axis=1, keepdims=True), more, self._patience)
-        self._failed = self._steps
+    def _allow(self, change: Floats, window: int) -> Floats:
+        """Return the change without that of ranks which wait, or whose last move is looked at."""
+        change = self._back_off.allow(change, window, self._steps)
+        if self._move is None or not self._move.look:
+            return change
+        continues = (self._move.change > 1) & (change > 1) | (self._move.change < 1) & (change < 1)
+        return np.where(continues, 1.0, change)
 
     def _propose(self, load: "_Load", change: Floats, window: int) -> Proposal | None:
         """Return another split, if it saves enough of a step.
