@@ -2,8 +2,8 @@
 
 A column holds the ratio of a rank's time to the expected time, step by step. A window of k steps
 shows a change if at least m of them lie beyond a threshold on one side (:data:`WINDOWS`). The
-threshold follows from the noise of the column, such that noise alone shows a change in one look out
-of 300,000 at all columns (see ARITHMETIC.md).
+threshold follows from the noise of the column, such that noise alone shows a change in one of a
+million looks at all columns (see ARITHMETIC.md).
 """
 
 import math
@@ -18,10 +18,11 @@ from motley.plan.split import Floats
 # The steps of a window, and how many of them must agree.
 WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
 LONGEST = max(WINDOWS)
-FALSE_ALARM = 3e-6  # chance per look at all columns
+FALSE_ALARM = 1e-6  # chance per look at all columns
 LEAST_NOISE = 0.01  # relative standard deviation of a step: a clock is no better
 _FIRST = 8  # steps after which noise is estimated for the first time
 _BLOCK = 8  # steps whose medians show noise that lasts longer than a step
+_TOO_FEW = 0.4  # known steps, of those in which noise would pass a threshold once
 _ROUNDED = 1024  # thresholds are multiples of 1/1024: libraries differ in the last bit of exp
 
 
@@ -148,10 +149,14 @@ class Evidence:
         self.noise = round(float(median(deviation)), 6)
         for window, tail in self._tails.items():
             beyond = int(tail * (len(ordered) + 2)) - 1  # Laplace's rule of succession
-            if beyond < 0:
+            if beyond >= 0:
+                counted = np.maximum(ordered[-1 - beyond], 1 / ordered[beyond])
+            elif tail * (len(ordered) + 2) > _TOO_FEW:
+                # Too few steps to count: a change must be twice as far as the farthest of them.
+                counted = np.maximum(ordered[-1], 1 / ordered[0]) ** 2
+            else:
                 self._thresholds[window] = np.full(self.columns, np.inf)
                 continue
-            counted = np.maximum(ordered[-1 - beyond], 1 / ordered[beyond])
             threshold = np.maximum(np.exp(_quantile(tail) * deviation), counted)
             threshold = np.maximum(threshold, self._groups.median(threshold))
             self._thresholds[window] = np.ceil(threshold * _ROUNDED) / _ROUNDED
