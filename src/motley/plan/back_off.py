@@ -20,25 +20,25 @@ class BackOff:
     has misled once may do so again, and a machine that halves its speed must be followed.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._until = np.zeros((2, ranks))  # step
-        self._wait = np.zeros((2, ranks))  # steps
+    def __init__(self, size: int) -> None:
+        self._until = np.zeros((2, size))  # step
+        self._wait = np.zeros((2, size))  # steps
         self._patience = np.zeros((2, 1), dtype=int)  # least window of any rank, in steps
         self._failed = 0  # last step of a failure
 
-    def fail(self, change: Floats, step: int) -> None:
+    def add_failure(self, change: Floats, step: int) -> None:
         """Add a failed move.
 
         Args:
             change: ratio of each rank's slowdown that was seen; above 1 is slower.
         """
-        moved = np.array([change > 1, change < 1])
+        ranks = np.array([change > 1, change < 1])
         is_calm = step > self._until + _CALM * self._wait
         longer = np.where(is_calm, _FIRST, np.minimum(2 * self._wait, _MOST))
-        self._wait = np.where(moved, longer, self._wait)
-        self._until = np.where(moved, step + self._wait, self._until)
+        self._wait = np.where(ranks, longer, self._wait)
+        self._until = np.where(ranks, step + self._wait, self._until)
         more = np.clip(2 * self._patience, _PATIENCE, LONGEST)
-        self._patience = np.where(moved.any(axis=1, keepdims=True), more, self._patience)
+        self._patience = np.where(ranks.any(axis=1, keepdims=True), more, self._patience)
         self._failed = step
 
     def allow(self, change: Floats, window: int, step: int) -> Floats:

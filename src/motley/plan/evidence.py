@@ -48,9 +48,9 @@ class Groups:
         """Return the median of its group for each column, the geometric mean of the middle two."""
         if self.are_single:
             return values
-        ordered = values[np.lexsort((values, self._group))]
+        ascending = values[np.lexsort((values, self._group))]
         low, high = self._begin + (self._size - 1) // 2, self._begin + self._size // 2
-        middle: Floats = np.sqrt(ordered[low] * ordered[high])[self._group]
+        middle: Floats = np.sqrt(ascending[low] * ascending[high])[self._group]
         return middle
 
 
@@ -71,8 +71,8 @@ class Evidence:
         self.noise = math.inf  # standard deviation of a step's logarithm, of the median column
         # Share of the steps that noise may push beyond the threshold on one side.
         self._tails = {
-            window: (FALSE_ALARM / max(1, columns) / math.comb(window, needed)) ** (1 / needed)
-            for window, needed in WINDOWS.items()
+            window: (FALSE_ALARM / max(1, columns) / math.comb(window, quorum)) ** (1 / quorum)
+            for window, quorum in WINDOWS.items()
         }
 
     def clear(self) -> None:
@@ -91,7 +91,7 @@ class Evidence:
         if self._known % (_FIRST if self._known <= 4 * _FIRST else 4 * _FIRST) == 0:
             self._estimate_noise()
 
-    def explain(self, steps: int, change: Floats) -> None:
+    def explain_steps(self, steps: int, change: Floats) -> None:
         """Take a change for the cause of the last steps before :meth:`clear`, which are no noise.
 
         Args:
@@ -108,24 +108,24 @@ class Evidence:
         pause = max(1, window // 4)
         return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST
 
-    def last(self, steps: int) -> Floats:
+    def get_last(self, steps: int) -> Floats:
         """Return the ratios of the last steps, [steps, columns]."""
         return self._ratios[self._end - steps : self._end]
 
-    def changes(self, window: int) -> Floats | None:
+    def find_changes(self, window: int) -> Floats | None:
         """Return the median ratio of each column that has changed, and 1 for all others.
 
         None if no column has changed in the last ``window`` steps.
         """
-        needed = WINDOWS[window]
-        beyond = self._folds[self._end - window : self._end] > self._thresholds[window]
-        if not (beyond.sum(axis=0) >= needed).any():
+        quorum = WINDOWS[window]
+        is_beyond = self._folds[self._end - window : self._end] > self._thresholds[window]
+        if not (is_beyond.sum(axis=0) >= quorum).any():
             return None
-        ratios = self.last(window)
-        slower = (beyond & (ratios > 1)).sum(axis=0) >= needed
-        faster = (beyond & (ratios < 1)).sum(axis=0) >= needed
-        changed = slower | faster
-        return np.where(changed, median(ratios), 1.0) if changed.any() else None
+        ratios = self.get_last(window)
+        slower = (is_beyond & (ratios > 1)).sum(axis=0) >= quorum
+        faster = (is_beyond & (ratios < 1)).sum(axis=0) >= quorum
+        has_changed = slower | faster
+        return np.where(has_changed, median(ratios), 1.0) if has_changed.any() else None
 
     def _estimate_noise(self) -> None:
         """Find the threshold of each window and column.
@@ -133,31 +133,33 @@ class Evidence:
         Noise passes it in so few steps as the window allows: by a normal distribution of this
         spread, and by count.
         """
-        ratios = self.last(min(self._known, LONGEST))
+        ratios = self.get_last(min(self._known, LONGEST))
         if len(ratios) < LONGEST // 2:
             # A change may be a large part of few steps, but it is one of their differences.
-            ordered = np.sort(ratios[1:] / ratios[:-1], axis=0)
-            deviation = _deviation(ordered) / math.sqrt(2) * (1 + 8 / len(ordered))
+            ascending = np.sort(ratios[1:] / ratios[:-1], axis=0)
+            deviation = _compute_deviation(ascending) / math.sqrt(2) * (1 + 8 / len(ascending))
         else:
             ratios = ratios[:-_BLOCK]  # a change in the last ones is not found yet
             blocks = ratios[len(ratios) % _BLOCK :].reshape(-1, _BLOCK, self.columns)
             of_median = 1.2533 / math.sqrt(_BLOCK)  # a median's noise, if steps are independent
-            lasting = _deviation(_centred(median(blocks.swapaxes(0, 1)))) / of_median
-            ordered = _centred(ratios)
-            deviation = np.maximum(_deviation(ordered), lasting)
+            lasting = (
+                _compute_deviation(_compare_to_median(median(blocks.swapaxes(0, 1)))) / of_median
+            )
+            ascending = _compare_to_median(ratios)
+            deviation = np.maximum(_compute_deviation(ascending), lasting)
         deviation = np.maximum(deviation, LEAST_NOISE)
         self.noise = round(float(median(deviation)), 6)
         for window, tail in self._tails.items():
-            beyond = int(tail * (len(ordered) + 2)) - 1  # Laplace's rule of succession
-            if beyond >= 0:
-                counted = np.maximum(ordered[-1 - beyond], 1 / ordered[beyond])
-            elif tail * (len(ordered) + 2) > _TOO_FEW:
+            passes = int(tail * (len(ascending) + 2)) - 1  # Laplace's rule of succession
+            if passes >= 0:
+                farthest = np.maximum(ascending[-1 - passes], 1 / ascending[passes])
+            elif tail * (len(ascending) + 2) > _TOO_FEW:
                 # Too few steps to count: a change must be twice as far as the farthest of them.
-                counted = np.maximum(ordered[-1], 1 / ordered[0]) ** 2
+                farthest = np.maximum(ascending[-1], 1 / ascending[0]) ** 2
             else:
                 self._thresholds[window] = np.full(self.columns, np.inf)
                 continue
-            threshold = np.maximum(np.exp(_quantile(tail) * deviation), counted)
+            threshold = np.maximum(np.exp(_quantile(tail) * deviation), farthest)
             threshold = np.maximum(threshold, self._groups.median(threshold))
             self._thresholds[window] = np.ceil(threshold * _ROUNDED) / _ROUNDED
 
@@ -168,18 +170,20 @@ def _quantile(tail: float) -> float:
     return -NormalDist().inv_cdf(tail)
 
 
-def _centred(ratios: Floats) -> Floats:
+def _compare_to_median(ratios: Floats) -> Floats:
     """Return the ratios to their median, in ascending order."""
-    ordered = np.sort(ratios, axis=0)
-    found: Floats = ordered / _middle(ordered)
-    return found
+    ascending = np.sort(ratios, axis=0)
+    centred: Floats = ascending / _middle(ascending)
+    return centred
 
 
-def _deviation(ordered: Floats) -> Floats:
+def _compute_deviation(ascending: Floats) -> Floats:
     """Return the standard deviation of each column's logarithm, without rare long steps."""
-    outside = int(0.15 * len(ordered))  # steps on each side; a normal distribution has 1.0364
-    found: Floats = np.log(np.maximum(ordered[-1 - outside], 1 / ordered[outside])) / 1.0364
-    return found
+    outside = int(0.15 * len(ascending))  # steps on each side; a normal distribution has 1.0364
+    deviations: Floats = (
+        np.log(np.maximum(ascending[-1 - outside], 1 / ascending[outside])) / 1.0364
+    )
+    return deviations
 
 
 def median(rows: Floats) -> Floats:
@@ -190,6 +194,6 @@ def median(rows: Floats) -> Floats:
     return _middle(np.sort(rows, axis=0))
 
 
-def _middle(ordered: Floats) -> Floats:
-    middle: Floats = np.sqrt(ordered[(len(ordered) - 1) // 2] * ordered[len(ordered) // 2])
+def _middle(ascending: Floats) -> Floats:
+    middle: Floats = np.sqrt(ascending[(len(ascending) - 1) // 2] * ascending[len(ascending) // 2])
     return middle

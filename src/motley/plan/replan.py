@@ -19,9 +19,9 @@ from motley.plan.split import Floats, Speeds, split
 DEAD_BAND = 0.08  # part of a step that another split must save, seen for 8 steps
 _LEAST_BAND = 0.04  # the same, seen for 32 steps or more
 _SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
-_CAME = 1 / 3  # part of the expected gain that must come
-_LOOKS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
-_WORSE = (7, 8)  # steps out of as many as must be worse for a move to be taken back
+_LEAST_ACHIEVED = 1 / 3  # part of the expected gain that must come
+_TRIAL_STEPS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
+_LOSSES = (7, 8)  # steps out of as many as must be worse for a move to be taken back
 _PAUSE = 4  # after a change that was worth no move, every so many steps are looked at
 _REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
 
@@ -63,28 +63,28 @@ class _Move:
     Attributes:
         before, reference: the split before, and the slowdowns that it was made for.
         change: ratio by which each rank's slowdown was found to differ from these.
-        shown: the same of each column of the evidence. window: steps that showed it.
+        columns: the same of each column of the evidence. window: steps that showed it.
         gain: expected part of the step's time. sample_s: of a step before, per sample.
-        look: steps after which the gain is compared; 0 if there is nothing to compare.
-        took: seconds per sample of each step since.
+        trial: steps after which the gain is compared; 0 if there is nothing to compare.
+        sample_times: seconds per sample of each step since.
         saved: seconds saved since then, as each step's own slowdowns say; less than 0 if the split
             before would have been better.
-        saves: of these, the last step's. worse: for the last steps, True if the split before would
+        saves: of these, the last step's. losses: for the last steps, True if the split before would
             have saved a part of them that is worth a move.
     """
 
     before: tuple[int, ...]
     reference: Floats
     change: Floats
-    shown: Floats
+    columns: Floats
     window: int
     gain: float
     sample_s: float
-    look: int
-    took: list[float] = field(default_factory=list)
+    trial: int
+    sample_times: list[float] = field(default_factory=list)
     saved: float = 0.0
     saves: float = 0.0
-    worse: deque[bool] = field(default_factory=lambda: deque(maxlen=_WORSE[1]))
+    losses: deque[bool] = field(default_factory=lambda: deque(maxlen=_LOSSES[1]))
 
 
 class ReplanMonitor:
@@ -101,12 +101,12 @@ class ReplanMonitor:
         self._devices = Groups([device.name for device in devices])
         self._models = Groups([device.model for device in devices])
         # A model's common change and each device's own are looked at apart.
-        self._apart = len(dict.fromkeys(devices)) > len({device.model for device in devices})
+        self._has_models = len(dict.fromkeys(devices)) > len({device.model for device in devices})
         noise = self._models
-        if self._apart:
+        if self._has_models:
             models = [device.model for device in devices]
             noise = Groups([*((model, "all") for model in models), *models])
-        self._evidence = Evidence(noise, (1 + self._apart) * ranks)
+        self._evidence = Evidence(noise, (1 + self._has_models) * ranks)
         self._slowdown = np.ones(ranks)  # of each rank, when it last had something to do
         self._reference = np.ones(ranks)  # slowdowns that the split was made for
         self._back_off = BackOff(ranks)
@@ -123,10 +123,10 @@ class ReplanMonitor:
             proposal, move = self._offered
             # The steps until another split holds are like the last one.
             if last and (proposal.taken_back or last.saved + _SETTLING * last.saves < 0):
-                self._back_off.fail(last.change, self._steps)
+                self._back_off.add_failure(last.change, self._steps)
             self._reference = move.reference * move.change
             self._move = None if proposal.taken_back else move
-        self._begin()
+        self._restart()
 
     def limit(self, micro_batches: Sequence[int]) -> None:
         """Expect no larger micro-batches than these, one size a rank, from now on."""
@@ -162,13 +162,13 @@ class ReplanMonitor:
         relative = slowdown / self._reference
         centre = float(median(relative))
         relative /= centre
-        if self._apart:
+        if self._has_models:
             of_model = self._models.median(relative)
             relative = np.concatenate((of_model, relative / of_model))
         self._evidence.add(relative)
         self._centres.append(centre)
         self._sample_s.append(float((self._speeds.step_s + took).max()) / sum(counts))
-        self._offered = self._take_back(self._speeds, load, slowdown) or self._another(load)
+        self._offered = self._take_back(self._speeds, load, slowdown) or self._find_split(load)
         return self._offered[0] if self._offered else None
 
     def _expect(self, tables: Sequence[SpeedTable]) -> None:
@@ -177,9 +177,9 @@ class ReplanMonitor:
         self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
         self._loads: dict[tuple[int, ...], _Load] = {}
         self._move = None
-        self._begin()
+        self._restart()
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         """Start with no steps."""
         self._evidence.clear()
         self._centres: deque[float] = deque(maxlen=LONGEST)
@@ -207,69 +207,76 @@ class ReplanMonitor:
         now_s = float((speeds.step_s + slowdown * load.ready_s).max())
         move.saves = float((speeds.step_s + slowdown * before.ready_s).max()) - now_s
         move.saved += move.saves
-        move.worse.append(move.saves < -DEAD_BAND * now_s)
-        came = move.saves / (move.saves + now_s)
-        if move.saved >= 0 or sum(move.worse) < _WORSE[0]:
-            if not move.look:
+        move.losses.append(move.saves < -DEAD_BAND * now_s)
+        achieved = move.saves / (move.saves + now_s)
+        if move.saved >= 0 or sum(move.losses) < _LOSSES[0]:
+            if not move.trial:
                 return None
-            move.took.append(self._sample_s[-1])
-            if len(move.took) < move.look:
+            move.sample_times.append(self._sample_s[-1])
+            if len(move.sample_times) < move.trial:
                 return None
-            came = 1 - float(np.median(move.took)) / move.sample_s
-            if came + self._error(move.window, move.look) >= _CAME * move.gain:
-                self._evidence.explain(move.window, move.shown)
-                move.look = 0
+            achieved = 1 - float(np.median(move.sample_times)) / move.sample_s
+            if (
+                achieved + self._compute_error(move.window, move.trial)
+                >= _LEAST_ACHIEVED * move.gain
+            ):
+                self._evidence.explain_steps(move.window, move.columns)
+                move.trial = 0
                 return None
         proposal = Proposal(
-            move.before, tuple(slowdown.tolist()), max(0.0, -came), (move.gain, came)
+            move.before, tuple(slowdown.tolist()), max(0.0, -achieved), (move.gain, achieved)
         )
         return proposal, _Move(
-            load.counts, move.reference, np.ones(len(slowdown)), move.shown, 0, 0.0, 0.0, 0
+            load.counts, move.reference, np.ones(len(slowdown)), move.columns, 0, 0.0, 0.0, 0
         )
 
-    def _another(self, load: "_Load") -> tuple[Proposal, _Move] | None:
+    def _find_split(self, load: "_Load") -> tuple[Proposal, _Move] | None:
         """Find another split that the steps of some window ask for."""
         if self._evidence.steps < self._next_look:
             return None
         for window in WINDOWS:
             if not self._evidence.is_due(window):
                 continue
-            shown = self._evidence.changes(window)
-            if shown is None:
+            columns = self._evidence.find_changes(window)
+            if columns is None:
                 if not self._is_limited or self._evidence.steps > LONGEST:
                     continue
-                shown = np.ones(self._evidence.columns)
-            change = self._allow(self._by_rank(shown), window)
+                columns = np.ones(self._evidence.columns)
+            change = self._allow(self._combine_columns(columns), window)
             proposal = self._propose(load, change, window)
             if proposal:
                 sample_s = float(np.median(list(self._sample_s)[-window:]))
-                look = next(
-                    (steps for steps in _LOOKS if self._error(window, steps) < proposal.gain / 4),
-                    _LOOKS[-1],
+                trial = next(
+                    (
+                        steps
+                        for steps in _TRIAL_STEPS
+                        if self._compute_error(window, steps) < proposal.gain / 4
+                    ),
+                    _TRIAL_STEPS[-1],
                 )
                 return proposal, _Move(
-                    load.counts, self._reference, change, shown, window, proposal.gain, sample_s,
-                    look,
+                    load.counts, self._reference, change, columns, window, proposal.gain, sample_s,
+                    trial,
                 )  # fmt: skip
             self._next_look = (self._evidence.steps // _PAUSE + 1) * _PAUSE
         return None
 
-    def _by_rank(self, columns: Floats) -> Floats:
+    def _combine_columns(self, columns: Floats) -> Floats:
         """Return the ratios of the ranks, by the evidence's columns on the last axis."""
-        if not self._apart:
+        if not self._has_models:
             return columns
         of_model, own = np.split(columns, 2, axis=-1)
         ratios: Floats = of_model * own
         return ratios
 
-    def _error(self, before: int, after: int) -> float:
+    def _compute_error(self, before: int, after: int) -> float:
         """Return the standard error of a gain, as the medians of so many steps show it."""
         return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
 
     def _allow(self, change: Floats, window: int) -> Floats:
         """Return the change without that of ranks which wait, or whose last move is looked at."""
         change = self._back_off.allow(change, window, self._steps)
-        if self._move is None or not self._move.look:
+        if self._move is None or not self._move.trial:
             return change
         continues = (self._move.change > 1) & (change > 1) | (self._move.change < 1) & (change < 1)
         return np.where(continues, 1.0, change)
@@ -300,7 +307,11 @@ class ReplanMonitor:
         counts, grain = load.counts, self._tables[0].grain
         better = _keep_all_seen(split(sum(counts), tables), counts, grain)
         # The same steps under both splits: noise stays, and is no gain.
-        steps = self._by_rank(self._evidence.last(window)) * self._reference * centres[:, None]
+        steps = (
+            self._combine_columns(self._evidence.get_last(window))
+            * self._reference
+            * centres[:, None]
+        )
         new = self._load(speeds, better)
         now_s = (speeds.step_s + speeds.ready_s(load.samples, steps, load.computed_s)).max(axis=1)
         then_s = (speeds.step_s + speeds.ready_s(new.samples, steps, new.computed_s)).max(axis=1)
