@@ -131,7 +131,7 @@ def test_half_the_speed_is_followed_within_ten_steps_and_so_is_recovery(name: st
 
 
 def test_half_the_speed_is_found_in_noise_of_30_percent_too() -> None:
-    """Ten steps do not show it: the median delay is 15 steps."""
+    """Ten steps do not show it: the median delay is 15 to 19 steps, and a rare one is 127."""
     scenario = equal(4, lognormal(0.3), change=slower(1, 2, CHANGE))
     runs = [simulate(scenario, 300, seed) for seed in range(9)]
     delays = sorted(first_move(run) for run in runs)
