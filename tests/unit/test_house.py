@@ -28,8 +28,8 @@ ROOMS = {
         "gpu_logger columns"
     ),
     "plan": (
-        "per_rank precision speed_table split links wire engine_traits forecast advice replan plan "
-        "ramp length take_back memory"
+        "per_rank precision speed_table split evidence back_off links wire engine_traits forecast "
+        "advice replan plan ramp length take_back memory"
     ),
     "live": (
         "tail track follow every_record waiting words headline rows snapshot runs collect training "

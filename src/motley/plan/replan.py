@@ -1,23 +1,41 @@
-"""Watches whether the split still fits while training runs, and proposes a better one. Pure.
+"""Proposes another split while training runs, once the noise of the steps cannot explain a gain.
 
-Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
+Pure. Every rank feeds it the same numbers, which have travelled to all, so all propose the same.
 """
 
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from motley.plan.back_off import BackOff
+from motley.plan.evidence import LONGEST, WINDOWS, Evidence, Groups, median
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import Floats, Speeds, split
 
-WINDOW = 8  # steps; their median forgives single slow ones
-SPANS = (WINDOW, 2 * WINDOW)  # steps; the longer is surer of a small gain, and later
-STEPS_IN_A_ROW = 4  # steps in a row that must ask for another split: no oscillation
-DEAD_BAND = 0.08  # of a step that another split must save, seen over WINDOW: less may be noise
-_REMEMBERED = 8  # splits of which it is known what computing takes; a growing batch has many
+DEAD_BAND = 0.08  # part of a step that another split must save, seen for 8 steps
+_LEAST_BAND = 0.04  # the same, seen for 32 steps or more
+_SETTLING = 2  # steps after a move that are not counted: caches and compiled sizes are new
+_LEAST_ACHIEVED = 1 / 3  # part of the expected gain that must come
+_TRIAL_STEPS = (8, 16, 32, 64)  # steps after which a move is judged: more where there is noise
+_LOSSES = (7, 8)  # steps out of as many as must be worse for a move to be taken back
+_PAUSE = 4  # after a change that was worth no move, every so many steps are looked at
+_REMEMBERED = 8  # splits whose computing time is kept; a growing batch has many
+
+
+class Device(NamedTuple):
+    """A device that ranks compute on.
+
+    Attributes:
+        name: ranks on one device are never told apart.
+        model: devices of one model count as equal until their steps show otherwise.
+    """
+
+    name: Hashable
+    model: Hashable
 
 
 @dataclass(frozen=True)
@@ -28,11 +46,45 @@ class Proposal:
         counts: samples of each rank.
         slowdown: of each rank, against its measured speed; 2.0 takes twice as long.
         gain: part of the step's compute time that it should save.
+        taken_back: expected and measured gain of the move that this one reverses; None for any
+            other move.
     """
 
     counts: tuple[int, ...]
     slowdown: tuple[float, ...]
     gain: float
+    taken_back: tuple[float, float] | None = None
+
+
+@dataclass
+class _Move:
+    """A move to another split.
+
+    Attributes:
+        before, reference: the split before, and the slowdowns that it was made for.
+        change: ratio by which each rank's slowdown was found to differ from these.
+        columns: the same of each column of the evidence. window: steps that showed it.
+        gain: expected part of the step's time. sample_s: of a step before, per sample.
+        trial: steps after which the gain is compared; 0 if there is nothing to compare.
+        sample_times: seconds per sample of each step since.
+        saved: seconds saved since then, as each step's own slowdowns say; less than 0 if the split
+            before would have been better.
+        saves: of these, the last step's. losses: for the last steps, True if the split before would
+            have saved a part of them that is worth a move.
+    """
+
+    before: tuple[int, ...]
+    reference: Floats
+    change: Floats
+    columns: Floats
+    window: int
+    gain: float
+    sample_s: float
+    trial: int
+    sample_times: list[float] = field(default_factory=list)
+    saved: float = 0.0
+    saves: float = 0.0
+    losses: deque[bool] = field(default_factory=lambda: deque(maxlen=_LOSSES[1]))
 
 
 class ReplanMonitor:
@@ -40,58 +92,103 @@ class ReplanMonitor:
 
     Args:
         speeds: as measured before training; empty for a plan made by hand, which stays.
-        kinds: ranks of one kind are equal (CPU ranks of one machine), noise must not tell
-            them apart; one a rank.
+        kinds: device of each rank. Any other value names a device whose model is its own.
     """
 
     def __init__(self, speeds: Sequence[SpeedTable], kinds: Sequence[Hashable]) -> None:
-        self._tables, self._kinds = tuple(speeds), _Kinds(kinds)
-        self._slowdown = np.ones(len(speeds))  # of each rank, when it last had something to do
-        self.forget()
+        ranks = len(speeds)
+        devices = [kind if isinstance(kind, Device) else Device(kind, kind) for kind in kinds]
+        self._devices = Groups([device.name for device in devices])
+        self._models = Groups([device.model for device in devices])
+        # A model's common change and each device's own are looked at apart.
+        self._has_models = len(dict.fromkeys(devices)) > len({device.model for device in devices})
+        noise = self._models
+        if self._has_models:
+            models = [device.model for device in devices]
+            noise = Groups([*((model, "all") for model in models), *models])
+        self._evidence = Evidence(noise, (1 + self._has_models) * ranks)
+        self._slowdown = np.ones(ranks)  # of each rank, when it last had something to do
+        self._reference = np.ones(ranks)  # slowdowns that the split was made for
+        self._back_off = BackOff(ranks)
+        self._steps = 0
+        self._is_limited = False  # the split was made for larger micro-batches
+        self._offered: tuple[Proposal, _Move] | None = None
+        self._move: _Move | None = None
+        self._expect(speeds)
 
     def forget(self) -> None:
-        """Start anew, after a change."""
-        self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
-        self._loads: dict[tuple[int, ...], _Load] = {}
-        self._steps: deque[Floats] = deque(maxlen=max(SPANS))
-        self._asked = 0
+        """Start to watch another split: the one that was proposed last, if one was."""
+        last, self._move, self._is_limited = self._move, None, False
+        if self._offered:
+            proposal, move = self._offered
+            # The steps until another split holds are like the last one.
+            if last and (proposal.taken_back or last.saved + _SETTLING * last.saves < 0):
+                self._back_off.add_failure(last.change, self._steps)
+            self._reference = move.reference * move.change
+            self._move = None if proposal.taken_back else move
+        self._restart()
 
     def limit(self, micro_batches: Sequence[int]) -> None:
         """Expect no larger micro-batches than these, one size a rank, from now on."""
         pairs = zip(self._tables, micro_batches, strict=False)  # no speeds: a plan made by hand
-        self._tables = tuple(table.at_most(size) for table, size in pairs)
-        self.forget()
+        self._expect([table.at_most(size) for table, size in pairs])
+        self._is_limited = True
 
     def step(
         self, ready_s: Sequence[float], counts: Sequence[int], full: Sequence[int] | None = None
     ) -> Proposal | None:
-        """Take in a step.
+        """Add a step.
 
         Args:
-            ready_s: each rank's data and compute until its gradient was ready, seconds.
+            ready_s: each rank's seconds until its gradient was ready.
             counts: samples of each rank in it.
             full: of each rank in a full batch, which a growing one is not yet; None: ``counts``.
+
+        Returns:
+            Another split; None if the present one fits. A split that is not used is proposed again
+            a few steps later.
         """
         if self._speeds is None:
             return None
+        self._steps += 1
         usual, took = self._load(self._speeds, counts).ready_s, np.array(ready_s)
-        works = usual > 0  # who had nothing to do showed nothing
+        works = usual > 0  # an idle rank shows nothing
         self._slowdown[works] = np.maximum(took[works] / usual[works], 1e-6)
-        self._steps.append(self._slowdown.copy())
-        steps = np.array(self._steps)
+        self._settling -= 1
+        if self._settling >= 0:
+            return None
         load = self._load(self._speeds, full or counts)
-        # The noise of a median falls with the root of what it is taken of.
-        bands = ((span, DEAD_BAND * math.sqrt(WINDOW / span)) for span in SPANS)
-        found = (
-            self._propose(self._speeds, load, _median(steps[-span:]), band)
-            for span, band in bands if len(steps) >= span
-        )  # fmt: skip
-        proposal = next((each for each in found if each), None)
-        self._asked = self._asked + 1 if proposal else 0
-        return proposal if self._asked >= STEPS_IN_A_ROW else None
+        slowdown = self._devices.median(self._slowdown)
+        relative = slowdown / self._reference
+        centre = float(median(relative))
+        relative /= centre
+        if self._has_models:
+            of_model = self._models.median(relative)
+            relative = np.concatenate((of_model, relative / of_model))
+        self._evidence.add(relative)
+        self._centres.append(centre)
+        self._sample_s.append(float((self._speeds.step_s + took).max()) / sum(counts))
+        self._offered = self._take_back(self._speeds, load, slowdown) or self._find_split(load)
+        return self._offered[0] if self._offered else None
+
+    def _expect(self, tables: Sequence[SpeedTable]) -> None:
+        """Expect these speeds from now on."""
+        self._tables = tuple(tables)
+        self._speeds = Speeds(self._tables) if len(self._tables) > 1 else None
+        self._loads: dict[tuple[int, ...], _Load] = {}
+        self._move = None
+        self._restart()
+
+    def _restart(self) -> None:
+        """Start with no steps."""
+        self._evidence.clear()
+        self._centres: deque[float] = deque(maxlen=LONGEST)
+        self._sample_s: deque[float] = deque(maxlen=LONGEST)
+        self._settling, self._offered = _SETTLING, None
+        self._next_look = 0
 
     def _load(self, speeds: Speeds, counts: Sequence[int]) -> "_Load":
-        """Most steps ask of the same samples."""
+        """Return the computing times of a split, which most steps share."""
         key = tuple(counts)
         if key not in self._loads:
             if len(self._loads) >= _REMEMBERED:
@@ -99,18 +196,106 @@ class ReplanMonitor:
             self._loads[key] = _Load.of(speeds, key, self._tables[0].grain)
         return self._loads[key]
 
-    def _propose(
-        self, speeds: Speeds, load: "_Load", slowdown: Floats, band: float
-    ) -> Proposal | None:
-        """Another split, if it saves more than ``band`` of a step.
+    def _take_back(
+        self, speeds: Speeds, load: "_Load", slowdown: Floats
+    ) -> tuple[Proposal, _Move] | None:
+        """Keep account of the last move, and reverse it if its gain has not come."""
+        move = self._move
+        if move is None:
+            return None
+        before = self._load(speeds, move.before)
+        now_s = float((speeds.step_s + slowdown * load.ready_s).max())
+        move.saves = float((speeds.step_s + slowdown * before.ready_s).max()) - now_s
+        move.saved += move.saves
+        move.losses.append(move.saves < -DEAD_BAND * now_s)
+        achieved = move.saves / (move.saves + now_s)
+        if move.saved >= 0 or sum(move.losses) < _LOSSES[0]:
+            if not move.trial:
+                return None
+            move.sample_times.append(self._sample_s[-1])
+            if len(move.sample_times) < move.trial:
+                return None
+            achieved = 1 - float(np.median(move.sample_times)) / move.sample_s
+            if (
+                achieved + self._compute_error(move.window, move.trial)
+                >= _LEAST_ACHIEVED * move.gain
+            ):
+                self._evidence.explain_steps(move.window, move.columns)
+                move.trial = 0
+                return None
+        proposal = Proposal(
+            move.before, tuple(slowdown.tolist()), max(0.0, -achieved), (move.gain, achieved)
+        )
+        return proposal, _Move(
+            load.counts, move.reference, np.ones(len(slowdown)), move.columns, 0, 0.0, 0.0, 0
+        )
+
+    def _find_split(self, load: "_Load") -> tuple[Proposal, _Move] | None:
+        """Find another split that the steps of some window ask for."""
+        if self._evidence.steps < self._next_look:
+            return None
+        for window in WINDOWS:
+            if not self._evidence.is_due(window):
+                continue
+            columns = self._evidence.find_changes(window)
+            if columns is None:
+                if not self._is_limited or self._evidence.steps > LONGEST:
+                    continue
+                columns = np.ones(self._evidence.columns)
+            change = self._allow(self._combine_columns(columns), window)
+            proposal = self._propose(load, change, window)
+            if proposal:
+                sample_s = float(np.median(list(self._sample_s)[-window:]))
+                trial = next(
+                    (
+                        steps
+                        for steps in _TRIAL_STEPS
+                        if self._compute_error(window, steps) < proposal.gain / 4
+                    ),
+                    _TRIAL_STEPS[-1],
+                )
+                return proposal, _Move(
+                    load.counts, self._reference, change, columns, window, proposal.gain, sample_s,
+                    trial,
+                )  # fmt: skip
+            self._next_look = (self._evidence.steps // _PAUSE + 1) * _PAUSE
+        return None
+
+    def _combine_columns(self, columns: Floats) -> Floats:
+        """Return the ratios of the ranks, by the evidence's columns on the last axis."""
+        if not self._has_models:
+            return columns
+        of_model, own = np.split(columns, 2, axis=-1)
+        ratios: Floats = of_model * own
+        return ratios
+
+    def _compute_error(self, before: int, after: int) -> float:
+        """Return the standard error of a gain, as the medians of so many steps show it."""
+        return 1.2533 * self._evidence.noise * math.sqrt(1 / before + 1 / after)
+
+    def _allow(self, change: Floats, window: int) -> Floats:
+        """Return the change without that of ranks which wait, or whose last move is looked at."""
+        change = self._back_off.allow(change, window, self._steps)
+        if self._move is None or not self._move.trial:
+            return change
+        continues = (self._move.change > 1) & (change > 1) | (self._move.change < 1) & (change < 1)
+        return np.where(continues, 1.0, change)
+
+    def _propose(self, load: "_Load", change: Floats, window: int) -> Proposal | None:
+        """Return another split, if it saves enough of a step.
 
         Args:
-            load: of the split that there is. slowdown: of each rank, against its measured speed.
+            load: of the present split.
+            change: of each rank, against the slowdown that the split was made for.
+            window: steps that show the change.
         """
-        slowdown = self._kinds.median(slowdown)
+        speeds = self._speeds
+        assert speeds is not None
+        band = max(_LEAST_BAND, DEAD_BAND * min(1.0, math.sqrt(8 / window)))
+        centres = np.array(self._centres)[-window:]
+        slowdown = self._reference * change * float(median(centres))
         old = (speeds.step_s + speeds.ready_s(load.samples, slowdown, load.computed_s)).max()
-        # So quick that each step can ask it: could all together be faster by so much? And who is
-        # not left without a sample, with the least that it keeps?
+        # Cheap bounds come first: all ranks together, and what each rank must keep.
         enough = (1 - band) * old
         soonest = speeds.step_s + speeds.ready_s(load.least, slowdown, load.least_s)
         if soonest[load.least > 0].max() > enough:
@@ -120,18 +305,27 @@ class ReplanMonitor:
         pairs = zip(self._tables, slowdown.tolist(), strict=True)
         tables = [table.slower(factor) for table, factor in pairs]
         counts, grain = load.counts, self._tables[0].grain
-        better = _all_seen(split(sum(counts), tables), counts, grain)
-        gain = float(1 - speeds.seconds_of(np.array(better, dtype=float), slowdown).max() / old)
+        better = _keep_all_seen(split(sum(counts), tables), counts, grain)
+        # The same steps under both splits: noise stays, and is no gain.
+        steps = (
+            self._combine_columns(self._evidence.get_last(window))
+            * self._reference
+            * centres[:, None]
+        )
+        new = self._load(speeds, better)
+        now_s = (speeds.step_s + speeds.ready_s(load.samples, steps, load.computed_s)).max(axis=1)
+        then_s = (speeds.step_s + speeds.ready_s(new.samples, steps, new.computed_s)).max(axis=1)
+        gain = 1 - float(np.median(then_s) / np.median(now_s))
         return Proposal(better, tuple(slowdown.tolist()), gain) if gain > band else None
 
 
 @dataclass(frozen=True)
 class _Load:
-    """A split, and what computing it takes, of each rank at its measured speed.
+    """A split, and the time that computing it takes at the measured speeds.
 
     Attributes:
-        samples: ``counts``. computed_s, ready_s: see Speeds. least, least_s: samples that each who
-            works would keep, and ``computed_s`` of these.
+        samples: ``counts``. computed_s, ready_s: see Speeds. least, least_s: samples that each
+            working rank would keep, and ``computed_s`` of these.
     """
 
     counts: tuple[int, ...]
@@ -143,7 +337,7 @@ class _Load:
 
     @classmethod
     def of(cls, speeds: Speeds, counts: tuple[int, ...], grain: int) -> "_Load":
-        """Of these samples."""
+        """Compute the times of these samples."""
         samples = np.array(counts, dtype=float)
         least = np.minimum(samples, grain)
         computed_s = speeds.computed_s(samples)
@@ -151,35 +345,8 @@ class _Load:
         return cls(counts, samples, computed_s, ready_s, least, speeds.computed_s(least))
 
 
-def _median(steps: Floats) -> Floats:
-    """Of each rank; NumPy's own takes eight times as long for a thousand."""
-    ordered = np.sort(steps, axis=0)
-    middle: Floats = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    return middle
-
-
-class _Kinds:
-    """Which ranks are of one kind, in an order in which each kind is together."""
-
-    def __init__(self, kinds: Sequence[Hashable]) -> None:
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-        self._of = np.array([numbers[kind] for kind in kinds], dtype=int)
-        self._size = np.bincount(self._of, minlength=len(numbers))
-        self._begin = np.cumsum(self._size) - self._size
-
-    def median(self, values: Floats) -> Floats:
-        """Each rank's value is that of the middle of its kind."""
-        if len(self._size) == len(values):
-            return values
-        ordered = values[np.lexsort((values, self._of))]
-        low, high = self._begin + (self._size - 1) // 2, self._begin + self._size // 2
-        middle: Floats = ((ordered[low] + ordered[high]) / 2)[self._of]
-        return middle
-
-
-def _all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
-    """The same, but whoever works keeps a sample, or what stays together: without one nobody sees
-    it recover."""
+def _keep_all_seen(better: Sequence[int], counts: Sequence[int], grain: int) -> tuple[int, ...]:
+    """Leave each working rank a sample, or a grain: without one, its recovery would not show."""
     kept = [max(new, min(grain, old)) for new, old in zip(better, counts, strict=True)]
     for _ in range((sum(kept) - sum(counts)) // grain):
         kept[kept.index(max(kept))] -= grain

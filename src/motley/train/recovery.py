@@ -155,16 +155,24 @@ def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepRes
 
 
 def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: TrainState) -> Plan:
-    """The same batch, split anew; says what changed."""
+    """Return the plan with the proposed shares, and record what changed and why."""
     changed = dataclasses.replace(plan, shares=proposal.counts)
-    slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
+    if proposal.taken_back:
+        expected, measured = proposal.taken_back
+        saved = f"saved {measured:.0%}" if measured >= 0.005 else "saved nothing"
+        why = f"those were to save {expected:.0%} of a step's compute, and {saved}"
+    else:
+        slow = ", ".join(f"{factor:.2f}" for factor in proposal.slowdown)
+        why = (
+            f"against their measured speed they need {slow} of the time, and this saves "
+            f"{proposal.gain:.0%} of a step's compute"
+        )
     recorder.note(
         "replan",
         f"the ranks now take {' + '.join(map(str, changed.counts))} samples (before: "
-        f"{' + '.join(map(str, plan.counts))}): against their measured speed they need {slow} of "
-        f"the time, and this saves {proposal.gain:.0%} of a step's compute",
+        f"{' + '.join(map(str, plan.counts))}): {why}",
         step=position.step, counts=changed.counts, before=plan.counts,
-        slowdown=proposal.slowdown, gain=proposal.gain,
+        slowdown=proposal.slowdown, gain=proposal.gain, taken_back=proposal.taken_back,
     )  # fmt: skip
     return changed
 

@@ -21,7 +21,7 @@ from motley.errors import MotleyError
 from motley.plan.length import Length, TrainState
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
-from motley.plan.replan import ReplanMonitor
+from motley.plan.replan import Device, ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
@@ -220,6 +220,13 @@ def _watch(
 ) -> ReplanMonitor:
     # Where every pass waits for all ranks, each seems to take as long as the slowest.
     watches = config.replan == "auto" and not engine.equal_micro_steps
-    return monitor(
-        planned.speeds if watches else (), [worker.uuid or worker.host for worker in workers]
-    )
+    most = planned.plan.max_micro_batch
+    devices = [
+        Device(
+            worker.uuid or worker.host,
+            # The device's name without its number: cuda:1 NVIDIA H200.
+            (worker.host, worker.device.partition(" ")[2], worker.precision, size),
+        )
+        for worker, size in zip(workers, most, strict=True)
+    ]  # fmt: skip
+    return monitor(planned.speeds if watches else (), devices)

@@ -53,14 +53,6 @@ class Lab:
         return limit_s(180, self.now) / last
 
 
-@given(st.lists(st.floats(0.001, 0.008), min_size=2, max_size=6), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=40)
-def test_noise_alone_changes_nothing(samples_s: list[float], seed: int) -> None:
-    lab = Lab(samples_s, 0.05, seed)
-    lab.run(100)
-    assert lab.replans == 0
-
-
 @given(st.integers(0, 4), st.floats(1.5, 3.0), st.integers(0, 2**32))
 @settings(deadline=None, max_examples=40)
 def test_a_host_at_half_speed_and_back(rank: int, factor: float, seed: int) -> None:

@@ -1,0 +1,199 @@
+"""Evidence that a rank's speed differs from the one its share was made for. Pure.
+
+A column holds the ratio of a rank's time to the expected time, step by step. A window of k steps
+shows a change if at least m of them lie beyond a threshold on one side (:data:`WINDOWS`). The
+threshold follows from the noise of the column, such that noise alone shows a change in one of a
+million looks at all columns (see ARITHMETIC.md).
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+
+from motley.plan.split import Floats
+
+# The steps of a window, and how many of them must agree.
+WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}
+LONGEST = max(WINDOWS)
+FALSE_ALARM = 1e-6  # chance per look at all columns
+LEAST_NOISE = 0.01  # relative standard deviation of a step: a clock is no better
+_FIRST = 8  # steps after which noise is estimated for the first time
+_BLOCK = 8  # steps whose medians show noise that lasts longer than a step
+_TOO_FEW = 0.4  # known steps, of those in which noise would pass a threshold once
+_ROUNDED = 1024  # thresholds are multiples of 1/1024: libraries differ in the last bit of exp
+
+
+class Groups:
+    """Columns that belong together.
+
+    Args:
+        keys: one per column; columns of one group have equal keys.
+    """
+
+    def __init__(self, keys: Sequence[Hashable]) -> None:
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        self._group = np.array([numbers[key] for key in keys], dtype=int)
+        self._size = np.bincount(self._group, minlength=len(numbers))
+        self._begin = np.cumsum(self._size) - self._size
+
+    @property
+    def are_single(self) -> bool:
+        """True if each column is a group of its own."""
+        return len(self._size) == len(self._group)
+
+    def median(self, values: Floats) -> Floats:
+        """Return the median of its group for each column, the geometric mean of the middle two."""
+        if self.are_single:
+            return values
+        ascending = values[np.lexsort((values, self._group))]
+        low, high = self._begin + (self._size - 1) // 2, self._begin + self._size // 2
+        middle: Floats = np.sqrt(ascending[low] * ascending[high])[self._group]
+        return middle
+
+
+class Evidence:
+    """The last steps of all columns, and the noise in them.
+
+    Args:
+        groups: columns of equal devices, whose noise is at least the median of the group.
+    """
+
+    def __init__(self, groups: Groups, columns: int) -> None:
+        self._groups, self.columns = groups, columns
+        self._ratios = np.ones((2 * LONGEST, columns))
+        self._folds = np.ones((2 * LONGEST, columns))  # max(ratio, 1 / ratio)
+        self._thresholds: dict[int, Floats] = {}
+        self._end = self._known = 0  # rows; steps that they hold
+        self.steps = 0  # of the present split
+        self.noise = math.inf  # standard deviation of a step's logarithm, of the median column
+        # Share of the steps that noise may push beyond the threshold on one side.
+        self._tails = {
+            window: (FALSE_ALARM / max(1, columns) / math.comb(window, quorum)) ** (1 / quorum)
+            for window, quorum in WINDOWS.items()
+        }
+
+    def clear(self) -> None:
+        """Begin with another split. Earlier steps still show the noise."""
+        self.steps = 0
+
+    def add(self, ratios: Floats) -> None:
+        """Append a step: the ratio of each column."""
+        if self._end == len(self._ratios):
+            self._ratios[:LONGEST] = self._ratios[LONGEST:]
+            self._folds[:LONGEST] = self._folds[LONGEST:]
+            self._end = LONGEST
+        self._ratios[self._end] = ratios
+        np.maximum(ratios, 1 / ratios, out=self._folds[self._end])
+        self._end, self._known, self.steps = self._end + 1, self._known + 1, self.steps + 1
+        if self._known % (_FIRST if self._known <= 4 * _FIRST else 4 * _FIRST) == 0:
+            self._estimate_noise()
+
+    def explain_steps(self, steps: int, change: Floats) -> None:
+        """Take a change for the cause of the last steps before :meth:`clear`, which are no noise.
+
+        Args:
+            steps: how many. change: ratio of each column in these steps.
+        """
+        end = self._end - self.steps
+        rows = slice(max(0, end - steps), max(0, end))
+        self._ratios[rows] /= change
+        self._folds[rows] = np.maximum(self._ratios[rows], 1 / self._ratios[rows])
+        self._estimate_noise()
+
+    def is_due(self, window: int) -> bool:
+        """Return True if a window of so many steps is looked at now: four times while it passes."""
+        pause = max(1, window // 4)
+        return self.steps >= window and self.steps % pause == 0 and self._known >= _FIRST
+
+    def get_last(self, steps: int) -> Floats:
+        """Return the ratios of the last steps, [steps, columns]."""
+        return self._ratios[self._end - steps : self._end]
+
+    def find_changes(self, window: int) -> Floats | None:
+        """Return the median ratio of each column that has changed, and 1 for all others.
+
+        None if no column has changed in the last ``window`` steps.
+        """
+        quorum = WINDOWS[window]
+        is_beyond = self._folds[self._end - window : self._end] > self._thresholds[window]
+        if not (is_beyond.sum(axis=0) >= quorum).any():
+            return None
+        ratios = self.get_last(window)
+        slower = (is_beyond & (ratios > 1)).sum(axis=0) >= quorum
+        faster = (is_beyond & (ratios < 1)).sum(axis=0) >= quorum
+        has_changed = slower | faster
+        return np.where(has_changed, median(ratios), 1.0) if has_changed.any() else None
+
+    def _estimate_noise(self) -> None:
+        """Find the threshold of each window and column.
+
+        Noise passes it in so few steps as the window allows: by a normal distribution of this
+        spread, and by count.
+        """
+        ratios = self.get_last(min(self._known, LONGEST))
+        if len(ratios) < LONGEST // 2:
+            # A change may be a large part of few steps, but it is one of their differences.
+            ascending = np.sort(ratios[1:] / ratios[:-1], axis=0)
+            deviation = _compute_deviation(ascending) / math.sqrt(2) * (1 + 8 / len(ascending))
+        else:
+            ratios = ratios[:-_BLOCK]  # a change in the last ones is not found yet
+            blocks = ratios[len(ratios) % _BLOCK :].reshape(-1, _BLOCK, self.columns)
+            of_median = 1.2533 / math.sqrt(_BLOCK)  # a median's noise, if steps are independent
+            lasting = (
+                _compute_deviation(_compare_to_median(median(blocks.swapaxes(0, 1)))) / of_median
+            )
+            ascending = _compare_to_median(ratios)
+            deviation = np.maximum(_compute_deviation(ascending), lasting)
+        deviation = np.maximum(deviation, LEAST_NOISE)
+        self.noise = round(float(median(deviation)), 6)
+        for window, tail in self._tails.items():
+            passes = int(tail * (len(ascending) + 2)) - 1  # Laplace's rule of succession
+            if passes >= 0:
+                farthest = np.maximum(ascending[-1 - passes], 1 / ascending[passes])
+            elif tail * (len(ascending) + 2) > _TOO_FEW:
+                # Too few steps to count: a change must be twice as far as the farthest of them.
+                farthest = np.maximum(ascending[-1], 1 / ascending[0]) ** 2
+            else:
+                self._thresholds[window] = np.full(self.columns, np.inf)
+                continue
+            threshold = np.maximum(np.exp(_quantile(tail) * deviation), farthest)
+            threshold = np.maximum(threshold, self._groups.median(threshold))
+            self._thresholds[window] = np.ceil(threshold * _ROUNDED) / _ROUNDED
+
+
+@cache
+def _quantile(tail: float) -> float:
+    """Return the value that a standard normal variable exceeds with this probability."""
+    return -NormalDist().inv_cdf(tail)
+
+
+def _compare_to_median(ratios: Floats) -> Floats:
+    """Return the ratios to their median, in ascending order."""
+    ascending = np.sort(ratios, axis=0)
+    centred: Floats = ascending / _middle(ascending)
+    return centred
+
+
+def _compute_deviation(ascending: Floats) -> Floats:
+    """Return the standard deviation of each column's logarithm, without rare long steps."""
+    outside = int(0.15 * len(ascending))  # steps on each side; a normal distribution has 1.0364
+    deviations: Floats = (
+        np.log(np.maximum(ascending[-1 - outside], 1 / ascending[outside])) / 1.0364
+    )
+    return deviations
+
+
+def median(rows: Floats) -> Floats:
+    """Return the median over the first axis, the geometric mean of the middle two rows.
+
+    Of two ranks, one is then as many times slower as the other is faster.
+    """
+    return _middle(np.sort(rows, axis=0))
+
+
+def _middle(ascending: Floats) -> Floats:
+    middle: Floats = np.sqrt(ascending[(len(ascending) - 1) // 2] * ascending[len(ascending) // 2])
+    return middle
