@@ -73,6 +73,7 @@ PARTS = {
     "t_wait": Part("waiting for the slowest rank", "#EEDD88", "\\\\\\"),
     "t_comm": Part("communication", "#EE8866", "///"),
     "t_opt": Part("optimizer", "#44BB99", "xxx"),
+    "t_host": Part("host (Python)", "#BBAACC", "---"),
 }
 
 

@@ -13,8 +13,8 @@ from motley.live.rows import Row
 from motley.live.snapshot import Snapshot
 from motley.text import rate_in_words
 
-PARTS = ("input", "compute", "waiting", "wire", "optimizer")
-_LOOK = ("white", "blue", "yellow", "red", "green")  # of each part
+PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")
+_LOOK = ("white", "blue", "yellow", "red", "green", "magenta")  # of each part
 MOODS = {
     Mood.STARTING: "cyan", Mood.WELL: "green", Mood.WAITS: "yellow", Mood.SILENT: "bold red",
     Mood.FAILED: "bold red", Mood.DONE: "bold green",
@@ -37,8 +37,8 @@ class Signs:
     cut: str
 
 
-BLOCKS = Signs("i█·≈o", "▁▂▃▄▅▆▇█", "█", "░", "…")
-ASCII = Signs("i#.~o", "_.-=+*%@", "#", ".", "~")
+BLOCKS = Signs("i█·≈oh", "▁▂▃▄▅▆▇█", "█", "░", "…")
+ASCII = Signs("i#.~oh", "_.-=+*%@", "#", ".", "~")
 
 
 class Sort(Enum):

@@ -54,4 +54,7 @@ def test_a_run_bound_by_its_input_takes_as_long_as_forecast(
     assert 10 * 0.02 < forecast == pytest.approx(took, rel=0.1)
     said = [each for each in trained.done.output.splitlines() if "waits for its samples" in each]
     line, _ = said  # with the plan, and with what the run reached
-    assert ("--workers 1" in line) != bool(workers) and "setup/stage_cn.sh" in line
+    assert ("--workers 1" in line) != bool(workers)
+    assert "--dataset packed" not in line, "these samples are no images"
+    expected = next(each for each in trained.done.output.splitlines() if "predicted:" in each)
+    assert "It loses" in expected and " s to input" in expected

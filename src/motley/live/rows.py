@@ -20,7 +20,7 @@ class Row:
     Attributes:
         share: of the global batch. samples: that it takes of the last one.
         rate: what it computes, in the task's unit a second.
-        parts: of its last steps, mean seconds: input, compute, waiting, wire, optimizer.
+        parts: of its last steps, mean seconds: input, compute, waiting, wire, optimizer, host.
         waited: part of each step in which the others wait for it.
         step: the last one that it has recorded here.
         load: 0 to 1; memory in MiB, temperature in degrees Celsius, power in watts.

@@ -9,7 +9,7 @@ from typing import Any
 
 from motley.records.lines import JsonDict
 
-PARTS = ("t_data", "t_compute", "t_wait", "t_comm", "t_opt")
+PARTS = ("t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host")
 RECENT = 64  # steps that are kept whole
 _POINTS = 240  # of a history, at most
 
@@ -45,8 +45,8 @@ class Step:
     @property
     def ready_s(self) -> float | None:
         """Until this rank's own gradient was ready."""
-        data, compute = self.parts[:2]
-        return None if data is None or compute is None else data + compute
+        data, compute, *_, host = self.parts
+        return None if data is None or compute is None else data + compute + (host or 0.0)
 
 
 def read_step(line: JsonDict) -> Step | None:

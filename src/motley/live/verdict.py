@@ -1,8 +1,10 @@
 """What a run reached of the limit, where the rest of a step went, and what would change that."""
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,16 @@ import numpy as np
 from motley.live.follow import slow_link
 from motley.live.snapshot import fraction_of_limit
 from motley.live.track import PARTS
-from motley.live.training import Training, column, mean, median
+from motley.live.training import Array, Training, column, mean, median
 from motley.plan.advice import Advice
+from motley.plan.speed_table import SpeedTable
 from motley.records.costs import joules, leak
-from motley.records.lines import finite
+from motley.records.lines import JsonDict, finite
 from motley.records.run_folder import RunFolder
 
 _WORTH = 0.02  # of a step: what is less is noise
 _OFF = 0.1  # of the forecast
+_FIRST = 2  # steps that say nothing of the others: kernels are built
 _UNSURE = 1.5  # times off, and what a plan advises is too
 _SLOWER = 1.15  # times what was measured at the start: worth a word
 _JOULES_OF_KWH = 3.6e6
@@ -26,7 +30,7 @@ _FEW_KWH = 0.1
 CO2_PER_KWH = 480.0
 _PARTS = {
     "t_wait": "waiting for {who}", "t_comm": "the wire", "t_data": "input",
-    "t_opt": "the optimizer",
+    "t_opt": "the optimizer", "t_host": "the host's Python",
 }  # fmt: skip
 
 
@@ -150,9 +154,10 @@ def run_verdict(training: Training, co2_per_kwh: float | None = CO2_PER_KWH) -> 
     energy = None if co2_per_kwh is None else _energy(training, co2_per_kwh)
     training = training.last_launch() or training
     steps = training.values("n_global") / training.values("samples_per_s")
-    step_s = _known(median(steps))
-    rate = _known(median(training.values("samples_per_s")))
-    about = training.run
+    usual = _usual(training)
+    step_s = _known(usual(steps))
+    about, batch = training.run, usual(training.values("n_global"))
+    rate = _known(batch / step_s) if step_s else None
     forecast = (about.get("plan") or {}).get("forecast") or {}
     seconds = forecast.get("step_s") if _is_full(training, forecast) else None
     lost = _lost(training)
@@ -180,13 +185,25 @@ def _is_full(training: Training, forecast: dict[str, Any]) -> bool:
     return bool(median(training.values("n_global")) == forecast.get("global_batch"))
 
 
+def _usual(training: Training) -> Callable[[Array], float]:
+    """Return how steps are summed up: by their median; of Local SGD by their mean, for one step in
+    many waits for the wire."""
+    wire = str((training.run.get("plan") or {}).get("wire", ""))
+    return _mean_without_first if wire.startswith("local") else median
+
+
+def _mean_without_first(values: Array) -> float:
+    return mean(values[_FIRST:] if len(values) > 2 * _FIRST else values)
+
+
 def _lost(training: Training) -> dict[str, float]:
     who, shares = _slowest(training), defaultdict[str, list[float]](list)
+    usual = _usual(training)
     for records in training.steps.values():
         whole = np.sum([np.nan_to_num(column(records, part)) for part in PARTS], axis=0)
         whole = np.where(whole, whole, np.nan)
         for field, words in _PARTS.items():
-            share = median(column(records, field) / whole)
+            share = usual(column(records, field)) / usual(whole)
             if np.isfinite(share):
                 shares[words.format(who=who)].append(share)
     parts = {words: mean(np.array(told)) for words, told in shares.items()}
@@ -196,15 +213,21 @@ def _lost(training: Training) -> dict[str, float]:
 def _took(training: Training, *fields: str) -> dict[int, float]:
     """Of each rank that tells, some parts of a step together, seconds."""
     found = {
-        rank: median(np.sum([column(records, field) for field in fields], axis=0))
+        rank: median(np.sum([_told(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
     }
     return {rank: seconds for rank, seconds in found.items() if np.isfinite(seconds)}
 
 
+def _told(records: Sequence[JsonDict], field: str) -> Array:
+    """Return a part of each step; older records have no ``t_host``."""
+    found = column(records, field)
+    return np.nan_to_num(found) if field == "t_host" else found
+
+
 def _slowest(training: Training) -> str:
     """Who is ready last, where all tell."""
-    ready = _took(training, "t_data", "t_compute")
+    ready = _took(training, "t_data", "t_compute", "t_host")
     if len(ready) < 2 or len(ready) < len(training.run.get("ranks") or ready):
         return "the slowest rank"
     return _name(training, max(ready, key=lambda rank: ready[rank]))
@@ -213,14 +236,44 @@ def _slowest(training: Training) -> str:
 def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
     """Who takes longest for its samples, of what was foreseen; how many times as long; and why, if
     ranks share its processors."""
-    took = _took(training, "t_data", "t_compute", "t_opt")
-    ranks = [worker.get("rank") for worker in training.run.get("ranks") or ()]
-    foreseen = dict(zip(ranks, forecast.get("compute_s") or (), strict=False))
-    times = {rank: took[rank] / foreseen[rank] for rank in took if foreseen.get(rank)}
+    foreseen = _foreseen(training, forecast)
+    times = {}
+    for rank, records in training.steps.items():
+        if rank in foreseen:
+            parts = [column(records, part) for part in ("t_data", "t_compute", "t_opt")]
+            expected = [foreseen[rank](n) if n == n else np.nan
+                        for n in column(records, "n_local").tolist()]  # fmt: skip
+            ratio = median(np.sum(parts, axis=0) / np.where(expected, expected, np.nan))
+            if np.isfinite(ratio):
+                times[rank] = ratio
     if not times:
         return "", None, ""
     rank = max(times, key=lambda each: times[each])
     return _name(training, rank), times[rank], _crowd(training, training.worker(rank))
+
+
+def _foreseen(training: Training, forecast: dict[str, Any]) -> dict[int, Callable[[float], float]]:
+    """Return, by rank, the seconds that the plan's speeds expect of any number of samples: after a
+    new split, a rank has others than it was planned for."""
+    plan, tables = training.run.get("plan") or {}, list[SpeedTable]()
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+        tables = [SpeedTable.from_json(each) for each in plan["speeds"]]
+    seconds, counts = forecast.get("compute_s") or (), plan.get("counts") or ()
+    found: dict[int, Callable[[float], float]] = {}
+    for place, worker in enumerate(training.run.get("ranks") or ()):
+        rank = worker.get("rank")
+        if not isinstance(rank, int) or place >= len(seconds):
+            continue
+        if place < len(tables):
+            found[rank] = cache(tables[place].seconds_of)
+        else:
+            planned = counts[place] if place < len(counts) else 0
+            found[rank] = partial(_in_proportion, seconds[place], planned)
+    return found
+
+
+def _in_proportion(seconds: float, planned: float, samples: float) -> float:
+    return seconds * samples / planned if planned else seconds
 
 
 def _crowd(training: Training, worker: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ class Held(StrEnum):
     WIRE = "wire"
     INPUT = "input"
     OPTIMIZER = "optimizer"
+    HOST = "host"
     NOTHING = "nothing"
     UNKNOWN = "unknown"
 
@@ -153,7 +154,7 @@ def _most(found: _Window, ranks: int) -> Waits:
     parts = mean_parts([step for steps in found.lines.values() for step in steps.values()])
     shares = {
         Held.WIRE: (parts[3] or 0.0) / usual, Held.INPUT: (parts[0] or 0.0) / usual,
-        Held.OPTIMIZER: (parts[4] or 0.0) / usual,
+        Held.OPTIMIZER: (parts[4] or 0.0) / usual, Held.HOST: (parts[5] or 0.0) / usual,
     }  # fmt: skip
     rank, held = found.waited_for_most, max(shares, key=lambda each: shares[each])
     if by_rank and by_rank[rank] >= max(_WORTH, shares[held]):

@@ -172,26 +172,37 @@ def larger_batch(
 
 
 def bound_by_input(
-    names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int]
+    names: Sequence[str], speeds: Sequence[SpeedTable], counts: Sequence[int], packs: bool
 ) -> tuple[Advice, ...]:
-    """The hosts whose ranks wait for their samples, and what helps.
+    """Name the hosts whose ranks wait for their samples, and the remedy.
 
     Args:
         names: of the ranks' hosts. counts: samples of each in a step.
+        packs: the samples are image files, which ``--dataset packed`` reads sooner.
     """
-    sentences = {}
+    packed = "--dataset packed reads images sooner (see setup/stage_cn.sh -h)"
+    found = {}
     for name, speed, n in zip(names, speeds, counts, strict=True):
         if not n or speed.waits_s(n) < _WAITS * speed.seconds_of(n):
             continue
         readers = speed.readers or 0
-        who = f"{readers} loader processes" if readers > 1 else "one process"
-        more = f", or --workers {readers + 1} if it has cores to spare" if not readers else ""
-        meanwhile = "" if readers else ", and computes nothing meanwhile"
+        who = f"{readers} loader process{'es' * (readers > 1)}" if readers else "each rank itself"
         reads = rate_in_words(1 / speed.input_s)
         computes = rate_in_words(n / speed.computing().seconds_of(n))
-        sentences[name] = (
-            f"{name} waits for its samples: {who} a rank can read {reads} a second"
-            f"{meanwhile}, where a rank could compute {computes}; for images, what "
-            f"helps is --dataset packed (see setup/stage_cn.sh -h){more}"
+        if speed.reads_ahead:
+            how = f"{who} of a rank read {reads} samples a second, and it could compute {computes}"
+            if readers == 1:
+                how = how.replace(" read ", " reads ")
+        else:
+            how = (
+                f"{who} reads {reads} samples a second, in turn with computing {computes}, since "
+                + ("they share its cores" if readers else "it has no loader process")
+            )
+        fixes = [packed] * packs
+        if not readers:
+            fixes.append("--workers 1 reads beside the computing, where a core is idle")
+        text = f"{name} waits for its samples: {how}" + "".join(f"; {fix}" for fix in fixes)
+        found[name] = Advice(
+            text, "--dataset packed" if packs else "" if readers else "--workers 1"
         )
-    return tuple(Advice(text, "--dataset packed") for text in sentences.values())
+    return tuple(found.values())

@@ -21,6 +21,7 @@ _WORTH_A_BUCKET = 0.002  # of a step, that more buckets must save; seen: forecas
 _WORTH_ON_GPU = 0.03  # as NCCL's kernels hold processors; seen to cost 2 to 6 % of a step
 _BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # that are tried
 WORTH_IT = 0.03  # of a step, that hosts must save by their absence, or a wire that rounds
+_WELL = 0.8  # of the limit: below it the losses are listed
 _FEW_MACHINES = 6  # have 62 subsets
 
 
@@ -37,6 +38,7 @@ class Forecast:
         exposed_s: the part of the all-reduce that the backward pass does not hide.
         limit_s: a step's time if nobody waited and nothing was sent, on all machines, those that
             the plan leaves out too.
+        input_s: the part of the longest ``compute_s`` in which its rank waits for samples.
     """
 
     global_batch: int
@@ -45,6 +47,7 @@ class Forecast:
     buckets: int
     exposed_s: float
     limit_s: float
+    input_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -58,8 +61,17 @@ class Forecast:
 
     @property
     def fraction(self) -> float:
-        """Of the smaller of two bounds: the limit, and the wire busy without a break."""
-        return max(self.limit_s, self.wire_s) / self.step_s
+        """Expected samples per second over the limit's; 1 if nothing is lost."""
+        return min(1.0, self.limit_s / self.step_s)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Seconds of a step beyond the limit's, by cause; they add up to all of them."""
+        lost = {"the wire": self.exposed_s, "input": self.input_s}
+        lost["shares and micro-batches that are not the fastest"] = (
+            self.step_s - self.limit_s - sum(lost.values())
+        )
+        return lost
 
     def sentence(self, unit: str, weight: float) -> str:
         """What to expect, for the log.
@@ -68,11 +80,17 @@ class Forecast:
             unit: that a rate counts. weight: of a sample, in these.
         """
         rate, most = weight * self.samples_per_s, weight * self.global_batch / self.limit_s
+        causes = ", ".join(
+            f"{seconds:.3g} s to {cause}"
+            for cause, seconds in sorted(self.losses.items(), key=lambda pair: -pair[1])
+            if seconds > _WORTH * self.step_s
+        )
+        lost = f". It loses {causes}" if causes and self.fraction < _WELL else ""
         return (
             f"predicted: {self.step_s:.3g} s a step, {rate_in_words(rate)} {unit}/s, which is "
             f"{self.fraction:.2f} of what these machines can do together "
             f"({rate_in_words(most)} {unit}/s; the wire alone takes "
-            f"{self.wire_s:.3g} s a step)"
+            f"{self.wire_s:.3g} s a step){lost}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -84,8 +102,8 @@ class Forecast:
     def from_json(cls, content: Mapping[str, Any]) -> "Forecast":
         """Reads :meth:`as_json`."""
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{**{name: content[name] for name in names},
-                      "compute_s": tuple(content["compute_s"])})  # fmt: skip
+        known = {name: content[name] for name in names if name in content}
+        return cls(**{**known, "compute_s": tuple(content["compute_s"])})
 
 
 def forecast(
@@ -105,6 +123,10 @@ def forecast(
     total = sum(counts)
     compute = tuple(Speeds(speeds).seconds_of(np.array(counts, dtype=float)).tolist())
     last = max(range(len(counts)), key=lambda rank: compute[rank])
+    input_s = 0.0
+    if any(speed.input_s for speed in speeds):
+        pairs = zip(speeds, counts, strict=True)
+        input_s = max(compute) - max(speed.computing().seconds_of(n) for speed, n in pairs)
     parts = [max(1, math.ceil(n / s.micro_batch)) for n, s in zip(counts, speeds, strict=True)]
     backward_s = speeds[last].micro_s(counts[last] / parts[last]) * 2 / 3
     choices = [buckets] if buckets else _BUCKETS
@@ -121,6 +143,7 @@ def forecast(
         buckets,
         exposed[buckets],
         limit_s(total, speeds),
+        max(0.0, input_s),
     )
 
 

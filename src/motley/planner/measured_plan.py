@@ -34,6 +34,7 @@ from motley.planner.profile import (
 from motley.planner.refine import refine
 from motley.planner.speed_cache import remember
 from motley.planner.wire_cache import WireMemory, recall, wire_cache
+from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 
 
@@ -123,6 +124,10 @@ def measure_and_plan(
         own = everything.speeds[group.rank] if rank is None else measured.speeds[rank]
         remember(group, config, traits, own)
     measured, notes = _compiled(job, measured, mode)
+    if len(choice.ranks) == group.size and measured.speeds != everything.speeds:
+        # Advice compares with what will run, compiled where that is faster.
+        everything = replace(everything, speeds=measured.speeds)
+        options = _options(job, everything)
     planned = _beside(balance(config.batch_size, measured, mode), options, mode, choice)
 
     def advise() -> tuple[Advice, ...]:
@@ -132,11 +137,16 @@ def measure_and_plan(
         return (
             *map(Advice, notes),
             *better_engine(traits, planned.forecast, engines),
-            *bound_by_input(names, planned.speeds, planned.plan.counts),
+            *bound_by_input(names, planned.speeds, planned.plan.counts, _reads_images(config)),
             *faster(world, group, config, everything, options, mode),
         )
 
     return job.group, replace(planned, advice=world.from_first(advise), memory=memory)
+
+
+def _reads_images(config: Config) -> bool:
+    """Return True if the samples are files of images in a folder."""
+    return getattr(task_of(config), "dataset", "") == "folder"
 
 
 def _without_others(

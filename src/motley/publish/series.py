@@ -24,7 +24,8 @@ Parameter = str | float | int | bool
 _GLOBAL = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm", "loss_scale": "loss_scale",
            "n_global": "global_batch", "epoch": "epoch"}  # fmt: skip
 _OWN = {"t_data": "data_s", "t_compute": "compute_s", "t_wait": "wait_s", "t_comm": "comm_s",
-        "t_opt": "opt_s", "n_local": "samples", "mem_peak_mib": "memory_peak_mib"}  # fmt: skip
+        "t_opt": "opt_s", "t_host": "host_s", "n_local": "samples",
+        "mem_peak_mib": "memory_peak_mib"}  # fmt: skip
 _OTHERS = {"least": "first", "middle": "middle", "largest": "last"}  # of who was ready
 _SAMPLE = ("load", "memory_used_mib", "temperature_c", "power_w", "others_memory_mib")
 _LONGEST = 60  # characters of a part of a name

@@ -18,7 +18,7 @@ _STEPS = {
     "rank": int, "host": str, "step": int, "epoch": int, "loss": float, "lr": float,
     "loss_scale": float, "overflow": bool, "grad_norm": float, "n_local": int, "n_global": int,
     "t_data": float, "t_compute": float, "t_wait": float, "t_comm": float, "t_opt": float,
-    "mem_peak_mib": float, "samples_per_s": float, "weight": float, "time": float,
+    "t_host": float, "mem_peak_mib": float, "samples_per_s": float, "weight": float, "time": float,
 }  # fmt: skip
 _EPOCHS = {"step": int, "epoch": int, "samples": int, "seconds": float, "time": float}
 _EVENTS = {"time": float, "event": str, "step": int, "rank": int, "host": str, "text": str}
@@ -49,9 +49,10 @@ class Run:
             - ``loss_scale``: the factor of this step's loss. ``overflow``: the step was skipped.
             - ``grad_norm``: of the whole gradient, before clipping.
             - ``n_local``, ``n_global``: samples of this rank, of all ranks together.
-            - ``t_data``, ``t_compute``, ``t_wait``, ``t_comm``, ``t_opt``: seconds of this rank
-              waiting for its samples; in forward and backward passes; waiting for the slowest rank;
-              for what communication is left then; in the optimizer. They sum to the step.
+            - ``t_data``, ``t_compute``, ``t_wait``, ``t_comm``, ``t_opt``, ``t_host``: seconds of
+              this rank waiting for its samples; in forward and backward passes; waiting for the
+              slowest rank; for the communication that is left then; in the optimizer; in the
+              loop's own Python, beside which no device computes. They sum to the step.
             - ``mem_peak_mib``: most memory this rank has held, MiB.
             - ``samples_per_s``: of all ranks together. ``weight``: of the global batch, in the
               task's unit (images, tokens).

@@ -30,7 +30,9 @@ class StepRecord:
         t_data: seconds waiting for samples; ``t_compute``: forward and backward until this
             rank's own gradient is ready; ``t_wait``: for the slowest rank; ``t_comm``:
             communication still exposed after the last rank is ready; ``t_opt``: norm, clip
-            and optimizer. They sum to the step. Null where an engine cannot tell them apart.
+            and optimizer; ``t_host``: the loop's own Python while no device of this rank
+            computes, 0 in older records. They sum to the step. Null where an engine cannot tell
+            them apart.
         mem_peak_mib: most memory this rank held (GPU where it has one, else its own RAM).
         samples_per_s: of all ranks together; older records: ``images_per_s``.
         weight: of the global batch, in the unit that run.json's ``task`` tells: images, tokens.
@@ -63,7 +65,7 @@ class StepRecord:
 
 # What another rank's line does not tell of this one: null.
 OWN_PART: JsonDict = dict.fromkeys(
-    ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "mem_peak_mib")
+    ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host", "mem_peak_mib")
 )
 
 
@@ -75,8 +77,9 @@ def others_ready(
     ``{"least": {"rank": 17, "ready_s": 0.131, "n_local": 60}, "middle": {"rank": 4, "ready_s":
     0.1443, "n_local": 60}, "largest": {"rank": 70, "ready_s": 0.1656, "n_local": 31}}``
 
-    A rank's ``ready_s`` is its ``t_data`` and ``t_compute``; what the largest of all exceeds it by
-    is its ``t_wait``.
+    A rank's ``ready_s`` is its time from the step's begin until its own gradient was ready: the
+    sum of ``t_data``, ``t_compute`` and ``t_host`` but for what of these comes after the exchange.
+    The largest of all less its own is a rank's ``t_wait``.
 
     Args:
         ready_s: of each rank, the first one's at its head. counts: samples of each.

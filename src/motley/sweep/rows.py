@@ -14,7 +14,7 @@ from motley.sweep.outcome import DONE, Outcome
 from motley.sweep.results import BaselineFolder
 from motley.text import rate_in_words
 
-_PARTS = ("data", "compute", "wait", "comm", "opt")
+_PARTS = ("data", "compute", "wait", "comm", "opt", "host")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Row:
         memory_mib: most that a rank held, by host. leak_mib: what it grew by in a step, if it did.
         joules: of the GPUs, for a sample.
         loss: of the last step. loss_difference: from the fp32 reference's, as a part of that.
-        data_s, compute_s, wait_s, comm_s, opt_s: of a step, mean over ranks.
+        data_s, compute_s, wait_s, comm_s, opt_s, host_s: of a step, mean over ranks.
         outcome: ``done``, or how it failed. error, when: then.
     """
 
@@ -70,6 +70,7 @@ class Row:
     wait_s: float | None = None
     comm_s: float | None = None
     opt_s: float | None = None
+    host_s: float | None = None
     error: str = ""
     when: str = ""
 

@@ -1,5 +1,6 @@
 """What a run reached, where the rest of a step went, and what would be faster: from its records."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,41 @@ def test_energy_and_memory_that_grows_are_told(tmp_path: Path) -> None:
     growing = run_verdict(training)
     assert growing.grows_mib == pytest.approx(2.0)
     assert "Memory grows by 2 MiB a step, to the end of the run." in growing.sentences()
+
+
+def test_after_a_new_split_each_rank_is_held_against_the_samples_that_it_has(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "run")  # 20 samples of each rank in 0.105 s
+    speeds = [
+        {
+            "sizes": [1, 64],
+            "seconds": [0.105 / 20, 64 * 0.105 / 20],
+            "step_s": 0.0,
+            "memory_mib": [],
+        }
+    ] * 2
+    forecast = {"global_batch": 40, "limit_s": 0.1, "step_s": 0.1, "compute_s": [0.0525, 0.1575]}
+    run.update_run(
+        plan={"wire": "exact", "forecast": forecast, "speeds": speeds, "counts": [10, 30]}
+    )
+    _, found = verdict(run)
+    assert found["slower_times"] == pytest.approx(1.0)  # rank 0 has twice its first share
+
+
+def test_steps_of_local_sgd_are_judged_by_their_mean(tmp_path: Path) -> None:
+    """One step in eight waits for the wire: the machines are used for half of the time."""
+    training = read_training(write_run(tmp_path / "run"))
+
+    def local(line: dict[str, Any]) -> dict[str, Any]:
+        comm = 0.8 * (line["step"] % 8 == 7)
+        parts = {"t_data": 0.0, "t_compute": 0.1, "t_wait": None, "t_comm": comm, "t_opt": 0.0}
+        return {**line, **parts, "samples_per_s": line["n_global"] / (0.1 + comm)}
+
+    steps = {rank: [local(line) for line in lines][:58] for rank, lines in training.steps.items()}
+    plan = {"wire": "local:8", "forecast": {"global_batch": 40, "limit_s": 0.1}}
+    about = {**training.run, "plan": plan}
+    found = run_verdict(replace(training, run=about, steps=steps, lead=steps[0]), None)
+    assert found.step_s == pytest.approx(0.2)
+    assert found.lost["the wire"] == pytest.approx(0.5)
+    assert found.fraction == pytest.approx(0.5)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.plan.advice import bound_by_input
-from motley.plan.forecast import Forecast, choose_machines, forecast, what_if
+from motley.plan.forecast import Forecast, arrange, choose_machines, forecast, what_if
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
 from motley.plan.split import Speeds, limit_s, split
@@ -123,12 +123,36 @@ def test_who_reads_slowly_gets_less_and_where_nobody_else_could_the_same() -> No
     assert split(150, [fast, ahead]) == (100, 50)  # 1 s each
     assert split(160, [fast, before]) == (120, 40)  # 1.2 s: computes 100 a second, reads 50
     assert split(80, [ahead, ahead]) == (40, 40)
-    (advice,) = bound_by_input(["a", "b"], [fast, ahead], [100, 50])
-    assert "b waits for its samples: one process a rank can read 50 a second" in advice.text
-    assert "--workers" not in advice.text  # it has processes already
-    (advice,) = bound_by_input(["a", "b"], [fast, before], [120, 40])
+    (advice,) = bound_by_input(["a", "b"], [fast, ahead], [100, 50], packs=False)
+    assert "b waits for its samples: 1 loader process of a rank reads 50 samples" in advice.text
+    assert "it could compute 100" in advice.text
+    assert "--" not in advice.text + advice.option  # it has processes already, and no image files
+    (advice,) = bound_by_input(["a", "b"], [fast, before], [120, 40], packs=True)
+    assert "reads 50 samples a second, in turn with computing 100" in advice.text
     assert "--workers 1" in advice.text and "setup/stage_cn.sh" in advice.text
-    assert not bound_by_input(["a", "b"], [fast, replace(ahead, input_s=1 / 101)], [100, 90])
+    # Reading that is faster than computing delays a rank only where both take turns.
+    quick = replace(ahead, input_s=1 / 101)
+    assert not bound_by_input(["a", "b"], [fast, quick], [100, 90], packs=True)
+    turns = replace(quick, reads_ahead=False)
+    (advice,) = bound_by_input(["a", "b"], [fast, turns], [100, 90], packs=True)
+    assert "in turn with" in advice.text and "since they share its cores" in advice.text
+
+
+@given(
+    st.integers(1, 2000), groups, st.floats(0, 2), st.floats(0, 0.05), st.booleans(), st.booleans()
+)
+def test_a_forecast_is_one_fraction_of_one_limit_and_its_losses_add_up(
+    n: int, group: list[SpeedTable], wire_s: float, input_s: float, ahead: bool, overlaps: bool
+) -> None:
+    reading = replace(group[0], input_s=input_s, reads_ahead=ahead, readers=1)
+    *_, found = arrange(n, [reading, *group[1:]], AllReduceCost(0.001, wire_s, overlaps=overlaps))
+    rate, most = found.samples_per_s, n / found.limit_s
+    assert 0 < found.fraction <= 1
+    assert found.fraction == pytest.approx(min(1.0, rate / most))
+    assert sum(found.losses.values()) == pytest.approx(found.step_s - found.limit_s)
+    said = found.sentence("images", 1.0)
+    assert ("It loses" in said) <= (found.fraction < 0.8)
+    assert Forecast.from_json(json.loads(json.dumps(found.as_json()))) == found
 
 
 @given(st.integers(1, 2000), groups)
