@@ -209,13 +209,7 @@ class Checker:
                     f"{age} commits changed the code that it measures, {limit} are allowed",
                     'measure it again, or add stale = "reason" to its entry in claims.toml',
                 )
-            elif reason and age <= limit:
-                self.fail(
-                    f"{RESULTS / name} is not stale",
-                    f"only {age} commits changed the code that it measures",
-                    "remove stale from its entry in claims.toml",
-                )
-            elif reason:
+            elif reason:  # at any age: somebody may know that it does not hold any more
                 self.notes.append(f"stale by {age} commits: {RESULTS / name}: {reason}")
 
     def count_commits(self, name: str, paths: list[str]) -> int:

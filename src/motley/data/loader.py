@@ -76,10 +76,25 @@ class Loader:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._loader: DataLoader[Any] | None = self._make_loader()
         self._pass = Batches(iter(()), self._slots)
+        self._prepared: tuple[tuple[int, int, Plan], Steps] | None = None
         self.order = Order(len(self._train), config.seed, config.data_fraction)
+
+    def prepare(self, epoch: int, consumed: int, plan: Plan) -> None:
+        """Have loader processes, if there are any, read the first samples of :meth:`steps` with
+        these arguments now; that takes them up if nothing else was read meanwhile."""
+        if self.workers:
+            steps = self._make_steps(epoch, consumed, plan)
+            steps.begin()
+            self._prepared = (epoch, consumed, plan), steps
 
     def steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
         """The steps of one epoch after its first ``consumed`` samples."""
+        prepared, self._prepared = self._prepared, None
+        if prepared and prepared[0] == (epoch, consumed, plan):
+            return prepared[1]
+        return self._make_steps(epoch, consumed, plan)
+
+    def _make_steps(self, epoch: int, consumed: int, plan: Plan) -> "Steps":
         order = self.order.epoch(epoch)
         batches = []
         while consumed < len(order):
@@ -181,10 +196,16 @@ class Steps:
 
     def __init__(self, plans: list[Plan], read: Callable[[int], Batches], rank: int) -> None:
         self._plans, self._read, self._rank = plans, read, rank
+        self._begun: Batches | None = None
+
+    def begin(self) -> None:
+        """Begin to read before somebody iterates."""
+        self._begun = self._read(0)
 
     def __iter__(self) -> Iterator[tuple[Plan, Iterator[tuple[Batch, bool]]]]:
         """The plan of each global batch, and its micro-batches with "is it the last"."""
-        batches = self._read(0)
+        begun, self._begun = self._begun, None
+        batches = begun or self._read(0)
         for done, plan in enumerate(self._plans):
             if batches.closed:  # there are other loader processes now
                 batches = self._read(done)

@@ -22,10 +22,11 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
     start = time.monotonic()
     world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
     job.engine.sync_parameters()
-    metrics, samples = _scores(world, job, plan)
-    if job.engine.average is not None:
+    average = job.engine.average is not None
+    metrics, samples = _scores(world, job, plan, None if average else position)
+    if average:
         with job.engine.averaged():
-            also, _ = _scores(world, job, plan)
+            also, _ = _scores(world, job, plan, position)
         metrics |= {f"{EMA}{name}": value for name, value in also.items()}
     return EpochRecord(
         step=position.step, epoch=position.epoch - (position.consumed == 0), metrics=metrics,
@@ -33,9 +34,15 @@ def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochR
     )  # fmt: skip
 
 
-def _scores(world: World, job: Job, plan: Plan) -> tuple[dict[str, float], int]:
+def _scores(
+    world: World, job: Job, plan: Plan, then: TrainState | None
+) -> tuple[dict[str, float], int]:
     """The summary of all held-out samples, and their number: sums and weights over all ranks, never
-    a mean of means."""
+    a mean of means.
+
+    Args:
+        then: where training goes on; its first samples are read while the device still evaluates.
+    """
     parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
     say = world.supervisor.set_status
     say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
@@ -43,6 +50,8 @@ def _scores(world: World, job: Job, plan: Plan) -> tuple[dict[str, float], int]:
         parts.append(job.engine.evaluate(batch))
         indices.append(readable(batch, job.config, job.run))
         say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    if then and not job.length.ended(then):
+        job.loader.prepare(then.epoch, then.consumed, plan)
     say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
     scores = torch.stack(parts)
     check_scores(scores, indices, lambda: job.loader.test_batches(plan))

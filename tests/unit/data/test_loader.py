@@ -175,6 +175,24 @@ def test_processes_are_added_between_two_steps_and_no_sample_is_lost() -> None:
     assert "motley-prefetch" not in {thread.name for thread in threading.enumerate()}, threads
 
 
+def test_an_epoch_that_was_prepared_is_the_same_whatever_is_read_meanwhile() -> None:
+    options = config("--data-fraction", "0.1", "--eval-samples", "20")
+    plan, inside = Plan(16, (1.0,), (4,), EXACT), Loader(task_of(options), options, 0, CPU)
+    expected = [[batch.indices for batch in step] for step in batches(inside, plan, 1)]
+    beside = Loader(task_of(options), dataclasses.replace(options, workers=1), 0, CPU)
+    for meanwhile in ("nothing", "held-out samples", "another epoch"):
+        list(beside.test_batches(plan))
+        beside.prepare(1, 0, plan)
+        if meanwhile == "held-out samples":
+            list(beside.test_batches(plan))
+        elif meanwhile == "another epoch":
+            next(iter(beside.steps(2, 0, plan)))
+        found = [[batch.indices for batch in step] for step in batches(beside, plan, 1)]
+        assert found == expected, meanwhile
+    inside.prepare(1, 0, plan)  # without processes
+    assert [[batch.indices for batch in step] for step in batches(inside, plan, 1)] == expected
+
+
 def test_an_error_of_a_loader_process_reaches_the_training_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
