@@ -87,6 +87,11 @@ def test_it_is_that_of_one_rank(module_jobs: Jobs, alone: Trained, name: str) ->
     assert found["ema_numbers.updates"] == LAST
     for name_, value in expected.items():
         if name_.startswith("ema."):
+            if name_.endswith("qkv.bias"):
+                # Softmax does not depend on the keys' bias: its gradient is 0 but for rounding, of
+                # which AdamW makes steps of full size.
+                keys = slice(len(value) // 3, 2 * len(value) // 3)
+                found[name_][keys] = value[keys]
             torch.testing.assert_close(found[name_], value, rtol=1e-4, atol=2e-5, msg=name_)
 
 

@@ -15,7 +15,7 @@ from motley.records.run_folder import RunFolder
 pytestmark = pytest.mark.mpi
 
 DRIVER = "tests/support/drivers/slowed.py"
-PHASE, SLOW_S = 12, 0.08  # of the driver
+PHASE, SLOW_S = 9, 0.2  # of the driver
 # By cause, in the driver's order: the part of the records, and the verdict's words.
 CAUSES = {
     "input": ("t_data", "input"), "optimizer": ("t_opt", "the optimizer"),

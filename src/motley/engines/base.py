@@ -141,7 +141,7 @@ class EngineBase:
     def launch_step(self, late: bool) -> LaunchedStep:
         """See :class:`Engine`."""
         losses, self._step_losses = torch.cat(self._step_losses), []
-        short = bool(self._short)
+        short, average = bool(self._short), self.average  # which begins before the first step
         launched = self._launch(losses.sum(), self.clock.ready_s, late)
         laps = self.clock.cut() if late else None
 
@@ -151,7 +151,7 @@ class EngineBase:
             taken = not (result.overflow or short or again)
             if self._model.statistics:
                 self._model.statistics.end_step(taken)
-            if taken and (average := self.average):
+            if average and taken:
                 average.update()
             return replace(result, losses=losses, laps=laps or self.clock.cut())
 

@@ -164,9 +164,12 @@ class Loop:
         return job.engine.reads_late and not between
 
     def _read(self) -> bool:
-        """Read the outcome of the step that was launched, if there is one, and do what follows:
-        help where memory or numbers have ended, its record, a checkpoint, another split; whether
-        the epoch goes on as it is cut now."""
+        """Read the outcome of the launched step, if there is one, and do what follows: help
+        where memory or numbers have ended, its record, a checkpoint, another split.
+
+        Returns:
+            True if the epoch goes on as it is cut now.
+        """
         if (unread := self._unread) is None:
             return True
         self._unread = None

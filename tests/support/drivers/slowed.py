@@ -24,7 +24,7 @@ from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
 
-PHASE, SLOW_S, COMPUTE_S = 12, 0.08, 0.02
+PHASE, SLOW_S, COMPUTE_S = 9, 0.2, 0.02
 CAUSES = ("input", "optimizer", "host", "wire", "rank")
 _now = {"step": -1}  # of this rank
 
