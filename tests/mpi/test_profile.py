@@ -60,7 +60,8 @@ def test_all_ranks_lie_in_one_picture_and_nothing_else_changes(jobs: Jobs) -> No
     for event in events:
         if event["ph"] == "X" and event["name"] == "all-reduce":
             waits[event["pid"] // 1000].append((event["ts"], event["ts"] + event["dur"]))
-    assert [len(each) for each in waits.values()] == [3, 3, 3]
+    # The gradient's and that of each rank's numbers, in each of three steps.
+    assert [len(each) for each in waits.values()] == [6, 6, 6]
     for together in zip(*map(sorted, waits.values()), strict=True):
         assert max(begin for begin, _ in together) < min(end for _, end in together)
 
