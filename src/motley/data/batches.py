@@ -152,8 +152,9 @@ class _Exchange:
             if not self._ready:
                 assert self._error is not None
                 raise self._error
-            # The end of the pass stays, to be found again.
-            return self._ready[0] and self._ready.popleft()
+            if self._ready[0] is None:
+                return None  # the end of the pass stays, to be found again
+            return self._ready.popleft()
 
     def ask(self) -> None:
         """Have the thread make the next micro-batch."""

@@ -193,6 +193,16 @@ def test_an_epoch_that_was_prepared_is_the_same_whatever_is_read_meanwhile() -> 
     assert [[batch.indices for batch in step] for step in batches(inside, plan, 1)] == expected
 
 
+def test_a_rank_without_samples_gets_as_many_empty_batches_from_processes() -> None:
+    options = config("--data-fraction", "0.1", "--eval-samples", "20")
+    plan = Plan(16, (1.0, 0.0), (4, 4), EXACT)
+    beside = Loader(task_of(options), dataclasses.replace(options, workers=1), 1, CPU)
+    inside = Loader(task_of(options), options, 1, CPU)
+    found, expected = batches(beside, plan), batches(inside, plan)
+    assert [[len(batch) for batch in step] for step in found] == [[0]] * len(expected)
+    assert list(map(len, beside.test_batches(plan))) == list(map(len, inside.test_batches(plan)))
+
+
 def test_an_error_of_a_loader_process_reaches_the_training_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
