@@ -24,6 +24,7 @@ import os
 import platform
 import shutil
 import stat
+import sys
 import tarfile
 import tempfile
 import time
@@ -35,7 +36,7 @@ from pathlib import Path
 
 from motley.cluster.facts import NodeFacts
 from motley.launch.own_folder import create, open_own, own_folder
-from motley.launch.process import cache_folder
+from motley.launch.process import cache_folder, die_with_parent
 from motley.launch.same_code import version
 
 MOST_BYTES = 512 << 20  # of files in an archive; newest first
@@ -110,6 +111,12 @@ class CompileArchive:
     def __init__(self, place: Path, kind: str, folder: Path, below: Sequence[str]) -> None:
         self._place, self._kind, self._folder, self._below = place, kind, folder, below
         self._is_damaged = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The arguments for :func:`main` that name this archive."""
+        return (str(int(self._is_damaged)), str(self._place), self._kind, str(self._folder),
+                *self._below)  # fmt: skip
 
     def unpack(self) -> Carried | None:
         """Put the files that the node lacks in their places; None if it lacks none.
@@ -240,6 +247,28 @@ class CompileArchive:
         return index
 
 
+def words_of(error: BaseException) -> str:
+    """Return the cause of an error in words."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below: str) -> None:
+    """Save an archive in this process, at a lower priority than the training.
+
+    Args:
+        since: see :meth:`CompileArchive.save`. is_damaged, place, kind, folder, below: see
+            :attr:`CompileArchive.words`.
+    """
+    die_with_parent()
+    os.nice(5)
+    archive = CompileArchive(Path(place), kind, Path(folder), below)
+    archive._is_damaged = is_damaged == "1"
+    try:
+        archive.save(float(since))
+    except ERRORS as error:
+        sys.exit(words_of(error))
+
+
 def _whole_files(folder: Path, below: Sequence[str]) -> dict[str, os.stat_result]:
     """Files by name, but for those of a moment, and of folders that are being written to; of the
     folders that were written to last, as many as an archive takes."""
@@ -285,3 +314,7 @@ def _check_hash(file: io.BufferedReader, index: Index) -> None:
     if hashlib.file_digest(file, "sha256").hexdigest() != index.sha256:
         raise ValueError(f"{index.archive} is damaged")
     file.seek(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

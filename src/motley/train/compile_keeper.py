@@ -6,6 +6,8 @@ leaves it too, and again at the end, with what evaluations and other batches nee
 """
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from pathlib import Path
 from motley.checkpoint.run import Run
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
-from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of
+from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of, words_of
 from motley.launch.process import cache_folder, compiled_below
 from motley.launch.world import World
 from motley.planner.process_group import ProcessGroup
@@ -64,7 +66,7 @@ class CompileKeeper:
         try:
             taken = self._archive.unpack()
         except ERRORS as error:
-            said = f"compiled code in {self._place} is not used on {self._host}: {_words(error)}"
+            said = f"compiled code in {self._place} is not used on {self._host}: {words_of(error)}"
             return self._host, None, said
         return (self._host, taken, "") if taken is not None else None
 
@@ -90,7 +92,6 @@ class CompileKeeper:
             self._thread.join(_LAST_S)
 
     def _keep(self, step: Callable[[], int | None]) -> None:
-        # Not nicer than the training: one that waits for its turn may hold Python's lock meanwhile.
         first = None
         while not self._ends.wait(_LOOK_S):
             now = step()
@@ -102,18 +103,19 @@ class CompileKeeper:
         self._save()
 
     def _save(self) -> None:
-        try:
-            self._archive.save(self._since)
-        except ERRORS as error:
+        """Save in a process of its own: to pack thousands of files takes Python's lock for
+        seconds, and the training thread would launch nothing meanwhile."""
+        command = [sys.executable, "-m", "motley.launch.compile_archive", str(self._since)]
+        done = subprocess.run(
+            [*command, *self._archive.words], check=False, capture_output=True, text=True
+        )
+        if done.returncode:
             if not self._failed:
+                said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
                 text = (
-                    f"compiled code is not kept in {self._place}: {_words(error)}; training goes "
+                    f"compiled code is not kept in {self._place}: {said[-1]}; training goes "
                     "on, and another node compiles it again"
                 )
                 print(f"motley: {self._host}: {text}", flush=True)
                 self._run.event("compile_archive", text=text)
             self._failed = True
-
-
-def _words(error: BaseException) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
