@@ -5,7 +5,7 @@
 
 Forward and backward pass of one micro-batch, as in training; repeats are interleaved, a rate is the
 median, its spread (largest - smallest) / median. On a GPU it is ResNet-50 at 224 pixels in bf16,
-elsewhere ResNet-18 at 64.
+compiled too, beside torch's that is compiled as a whole; elsewhere ResNet-18 at 64.
 """
 
 import argparse
@@ -28,6 +28,7 @@ MODES = {
     "torch's batch norm": None, "motley --bn-group 32": 32, "motley --bn-group 16": 16,
     "motley --bn-group 8": 8,
 }  # fmt: skip
+COMPILED = {"torch's batch norm, torch.compile": None, "motley --bn-group 32, --compile": 32}
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,21 @@ def main() -> None:
 
 def time_all(size: Size, device: "torch.device", repeats: int) -> dict[str, list[float]]:
     """Images a second of each mode, repeats interleaved."""
+    import torch
+
     models = {mode: model_of(size, group, device) for mode, group in MODES.items()}
-    data = next(iter(models.values())).noise(size.n)
-    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    computes: dict[str, torch.nn.Module] = dict(models)
+    for mode, group in COMPILED.items() if device.type == "cuda" else ():
+        models[mode] = model = model_of(size, group, device)
+        computes[mode] = torch.compile(model) if group is None else model
+        if group is not None:
+            model.compile_task()
+    # Each has its own: what one compiled for is noted on the tensors.
+    given = {mode: models[mode].noise(size.n) for mode in models}
+    found: dict[str, list[float]] = {mode: [] for mode in computes}
     for _ in range(repeats):
-        for mode, model in models.items():
-            found[mode].append(rate(model, data, size, device))
+        for mode, compute in computes.items():
+            found[mode].append(rate(compute, given[mode], size, device))
     return found
 
 
@@ -88,22 +98,24 @@ def model_of(size: Size, group: int | None, device: "torch.device") -> "TaskMode
         name=size.model, dataset="synthetic", img_size=size.pixels, bn_group=group or 32
     )
     made = TaskModel(task, task.model(), size.precision, device)
-    for part in made.net.modules() if group is None else ():
-        if isinstance(part, _BatchNorm):
-            del part.forward  # its class's own again
+    if group is None:
+        made.statistics = None
+        for part in made.net.modules():
+            if isinstance(part, _BatchNorm):
+                part.__class__ = type(part).__bases__[1]  # its own again
     return made
 
 
-def rate(model: "TaskModel", data: "Tensors", size: Size, device: "torch.device") -> float:
+def rate(compute: "torch.nn.Module", data: "Tensors", size: Size, device: "torch.device") -> float:
     """Images a second of some passes, after one that warms up."""
     from motley.measure.kernels import wait_for
 
-    model(data).sum().backward()
+    compute(data).sum().backward()
     wait_for(device)
     start = time.perf_counter()
     for _ in range(size.passes):
-        model(data).sum().backward()
-        model.zero_grad(set_to_none=True)
+        compute(data).sum().backward()
+        compute.zero_grad(set_to_none=True)
     wait_for(device)
     return size.n * size.passes / (time.perf_counter() - start)
 

@@ -103,7 +103,8 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
 
 def _newest(engine: Engine, kept: Kept) -> TrainState:
     # Of the same step, those who have united what their batch norms had seen are ahead.
-    own = float(kept.state.step), -float(kept.seen.get("steps", 0))
+    steps = kept.seen.get("steps")
+    own = float(kept.state.step), 0.0 if steps is None else -float(steps.max())
     told = all_gather_floats(own)
     newest, state = told.index(max(told)), kept.found
     position: TrainState

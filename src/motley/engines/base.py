@@ -149,7 +149,7 @@ class EngineBase:
             result = launched.read()
             again = bool(result.oom_ranks) and result.retry
             taken = not (result.overflow or short or again)
-            if self._model.statistics:
+            if self._model.statistics and not late:
                 self._model.statistics.end_step(taken)
             if average and taken:
                 average.update()

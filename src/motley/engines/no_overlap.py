@@ -50,14 +50,15 @@ class NoOverlapEngine(ReducingEngine):
 
     @property
     def reads_late(self) -> bool:
-        """See Engine. The host changes a dynamic loss scale, an average and batch norms itself."""
-        beside = self.scale.dynamic or self._model.statistics or self.average
-        return self._late and not beside
+        """See Engine. The host changes a dynamic loss scale and an average itself."""
+        return self._late and not (self.scale.dynamic or self.average)
 
     def drop_gradients(self) -> None:
         """See Engine."""
         self._step_losses, self._own_norms, self._weight = [], [], 0.0
         self._zero_gradients()
+        if self._model.statistics:
+            self._model.statistics.end_step(taken=False)
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         losses: Tensor = self._model(batch.data)

@@ -1,47 +1,52 @@
 """Batch norm over fixed groups of the global order ("ghost batch norm"): exact on any machines.
 
-A plain batch norm takes its statistics over whatever a rank has in a micro-batch, so that a
-sample's loss depends on how the batch is cut. Here they are of g consecutive samples of the global
-order, the task's grain, which stay together in one micro-batch: a sample's loss depends on its
-group alone. The running statistics, which evaluation takes, move once a step towards the mean over
-all groups of the global batch:
+A plain batch norm takes its statistics over all samples of a rank's micro-batch, so a sample's loss
+depends on how the batch is cut. Here a group is ``grain`` consecutive samples of the global order.
+A group stays together in one micro-batch, and its statistics depend on no other sample. The running
+statistics, which evaluation uses, move once a step towards the mean over all groups of the global
+batch that pass through the layer:
 
     r <- (1 - m) r + m (1/N) sum over groups of size * (mean, unbiased variance)
 
-This is linear, so that a rank keeps its own part of it, and the parts are added where parameters
-are united. A pass *writes* what it has seen, so that one that is computed again (checkpointing)
-counts once; it is taken after the backward pass, and dropped with a step that is not taken.
+A layer that a pass calls twice moves twice, as in torch. A layer in eval mode does not move. The
+update is linear: each rank keeps its own part of it, and the parts are added where parameters are
+united. A pass that is computed again (activation checkpointing) writes nothing.
 
 Source of the name: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from motley.data.batch import Tensors
 from motley.data.import_timm import timm
 from motley.errors import MotleyError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)
+_CLOSED = -1  # in place of a count of calls: what is called now is no pass of training
+_UNLIKE = 0.1  # of the distance of two samples; equal samples are closer in any precision
 
 
 def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
-    """Layers by path whose statistics training takes of the batch; not those that are frozen.
+    """Return by path the layers that normalize by the batch in training; not the frozen ones.
 
     Raises:
-        MotleyError: of a kind whose groups cannot be fixed.
+        MotleyError: a layer's class has no groups.
     """
     found = {}
     for path, part in net.named_modules():
         if not isinstance(part, _BatchNorm) or is_frozen(part):
             continue
-        if type(part) not in _KINDS:
+        if type(part) not in (*_KINDS, *_GROUPED.values()):
             raise MotleyError(
                 f"{path} is a {type(part).__name__}, whose statistics are of all that a rank has, "
                 "which unequal shares make differ; use nn.BatchNorm1d, 2d or 3d, or layer norm"
@@ -51,21 +56,74 @@ def batch_norms(net: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def is_frozen(part: nn.Module) -> bool:
-    """It has parameters, and none is trained: then its running statistics stay too."""
+    """Return True if a layer has parameters and trains none: its running statistics stay too."""
     own = list(part.parameters(recurse=False))
     return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def keep_frozen(net: nn.Module) -> None:
-    """Have frozen batch norms take their running statistics, in training too."""
+    """Have frozen batch norms use their running statistics in training too."""
     for part in net.modules():
         if isinstance(part, _BatchNorm) and is_frozen(part):
             part.train = MethodType(_never_train, part)  # type: ignore[method-assign]
             part.eval()
 
 
+class _Groups(_BatchNorm):
+    """A batch norm that takes its statistics over groups in training.
+
+    It is the first base of each class in ``_GROUPED``; the second is the class of the layer before.
+
+    Attributes:
+        path: of the layer in the network. grain: samples of a group.
+        rows: rows of the layer's input that belong to one sample: 1, or the number of tokens where
+            the model folds them into the batch.
+        samples: samples of the pass.
+        calls: calls in this pass so far; _CLOSED outside a pass.
+        sinks: for each call of a pass the sum over its groups, each [2, C]: mean and unbiased
+            variance times the samples of the group.
+    """
+
+    path: str
+    grain: int
+    rows: int
+    samples: int
+    calls: int
+    sinks: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x, [rows, C, ...]: n / grain groups, interleaved; or one of another size."""
+        if not self.training:
+            return super().forward(x)
+        if torch.compiler.is_compiling():
+            # One chain of reductions and pointwise operations, which torch.compile fuses with the
+            # neighbours for any memory format.
+            y, mean, variance = _decomposed(self, x)
+        else:
+            if self.calls != _CLOSED and x.shape[0] != self.rows * self.samples:
+                raise uncountable(self.path, len(x), self.samples)
+            y, mean, variance = _native(self, x)
+        if self.calls != _CLOSED:
+            with torch.no_grad():
+                if self.calls == len(self.sinks):
+                    self.sinks.append(torch.empty_like(self.sinks[0]))
+                each = x.shape[0] // (self.rows * mean.shape[0])
+                sums = torch.stack([mean.sum(dim=0), variance.sum(dim=0)])
+                self.sinks[self.calls].copy_(each * sums)
+            self.calls += 1
+        if isinstance(self, timm.layers.BatchNormAct2d):
+            y = self.act(self.drop(y))
+        return y
+
+
+_GROUPED: dict[type[nn.Module], type[_BatchNorm]] = {
+    kind: type(f"Group{kind.__name__}", (_Groups, kind), {}) for kind in _KINDS
+}
+
+
 class GroupStatistics:
-    """What the batch norms of a model have seen on this rank since parameters were united.
+    """The statistics that a model's batch norms have taken on this rank since parameters were last
+    united.
 
     Args:
         net: its batch norms are changed to take statistics over groups.
@@ -73,25 +131,69 @@ class GroupStatistics:
     """
 
     def __init__(self, net: nn.Module, grain: int) -> None:
-        layers = list(batch_norms(net).values())
-        self._layers = [layer for layer in layers if layer.running_mean is not None]
-        sizes = [2 * layer.num_features for layer in self._layers]
-        like = next(net.parameters())
-        zeros = partial(torch.zeros, sum(sizes), device=like.device, dtype=like.dtype)
-        # Of all layers one behind the other, each [mean, unbiased variance] of its channels.
-        self._seen, self._step, self._own = zeros(), zeros(), zeros()
-        self._share = zeros()  # of what r moves by, that is this rank's
-        self._moves = zeros()  # what r moves by, through all ranks
-        self._samples, self._global, self._steps = 0, 1, 0
-        kept = dict(zip(map(id, self._layers), self._split(self._seen), strict=True))
-        for layer in layers:
-            change = partial(_forward, layer, _own_forward(layer), grain, kept.get(id(layer)))
-            layer.forward = change  # type: ignore[method-assign]
+        self._named: dict[str, _Groups] = {}
+        for path, layer in batch_norms(net).items():
+            layer.__class__ = _GROUPED.get(type(layer), type(layer))
+            assert isinstance(layer, _Groups)
+            layer.path, layer.grain = path, grain
+            layer.rows, layer.samples, layer.calls = 1, 0, _CLOSED
+            like = next(net.parameters())
+            layer.sinks = [like.new_zeros(2, layer.num_features, requires_grad=False)]
+            self._named[path] = layer
+        self._all = list(self._named.values())
+        self._layers = [layer for layer in self._all if layer.running_mean is not None]
+        self._sizes = [2 * layer.num_features for layer in self._layers]
+        self._like = next(net.parameters()).detach()
+        # Of all layers one behind the other: this rank's part of the running statistics, its part
+        # of what they move by, and what they move by through all ranks.
+        self._moved = self._like.new_zeros(3, sum(self._sizes))
+        self._steps = self._like.new_zeros(len(self._layers))
+        # Samples and sums of this step by call, and calls of the last pass.
+        self._samples: list[list[int]] = []
+        self._sums: list[Tensor] = []
+        self._calls = [int(layer.training) for layer in self._layers]
+        self._global = 1
 
-    def _split(self, numbers: Tensor) -> list[Tensor]:
-        """Of each layer, [2, C]; views."""
-        sizes = [2 * layer.num_features for layer in self._layers]
-        return [part.view(2, -1) for part in torch.split(numbers, sizes)]
+    def find_rows(self, compute: Callable[[Tensors], object], two: Tensors) -> None:
+        """Find how many rows of a layer's input belong to one sample, by a pass without training.
+
+        Args:
+            compute: computes the losses of samples. two: unlike samples.
+
+        Raises:
+            MotleyError: the rows of a sample cannot be told apart.
+        """
+        seen: dict[str, Tensor] = {}
+
+        def note(path: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+            seen.setdefault(path, given[0])
+
+        hooks = [
+            layer.register_forward_pre_hook(partial(note, path))
+            for path, layer in self._named.items()
+        ]
+        try:
+            with torch.no_grad():
+                compute({name: value[[0, 0, 1]] for name, value in two.items()})
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for path, x in seen.items():
+            rows, rest = divmod(len(x), 3)
+            if rest or not rows or (rows > 1 and not _are_alike(*x.reshape(3, -1))):
+                raise uncountable(path, len(x), 3)
+            self._named[path].rows = rows
+
+    @contextlib.contextmanager
+    def of_pass(self, samples: int) -> Iterator[None]:
+        """Note the calls of a forward pass, of this many samples; its backward pass may compute
+        again what is in it."""
+        for layer in self._all:
+            layer.samples, layer.calls = samples, 0
+        yield
+        self._calls = [layer.calls for layer in self._layers]
+        for layer in self._all:
+            layer.calls = _CLOSED
 
     def take(self, samples: int, n_global: int) -> None:
         """Count the last pass, after its backward pass.
@@ -99,139 +201,217 @@ class GroupStatistics:
         Args:
             samples: of the pass. n_global: of the global batch.
         """
-        if samples and self._layers:
-            self._step.add_(self._seen)
-            self._samples += samples
-            self._global = n_global
+        if not samples:
+            return
+        for call in range(max(self._calls, default=0)):
+            if call == len(self._sums):
+                self._sums.append(torch.zeros_like(self._moved[0]))
+                self._samples.append([0] * len(self._layers))
+            called = [call < calls for calls in self._calls]
+            sinks = [
+                layer.sinks[call] if each else torch.zeros_like(layer.sinks[0])
+                for layer, each in zip(self._layers, called, strict=True)
+            ]
+            self._sums[call] += torch.cat([sink.flatten() for sink in sinks])
+            before = self._samples[call]
+            self._samples[call] = [
+                count + samples * each for count, each in zip(before, called, strict=True)
+            ]
+        self._global = n_global
 
-    def end_step(self, taken: bool) -> None:
-        """Count the passes of a step; or none of them, where it was not taken."""
-        if taken and self._layers:
-            momentum = self._momentum()
-            part = momentum * (self._samples / self._global)
-            self._own = (1 - momentum) * self._own + momentum * self._step / self._global
-            self._share = (1 - momentum) * self._share + part
-            self._moves = (1 - momentum) * self._moves + momentum
-            self._steps += 1
-        self._step.zero_()
-        self._samples = 0
+    def end_step(self, taken: bool | Tensor) -> None:
+        """Count the passes of a step; or none of them, where it was not taken.
 
-    def _momentum(self) -> Tensor:
-        """m of each number; with ``momentum=None`` all steps count alike."""
-        each = [
-            1 / (int(layer.num_batches_tracked) + self._steps + 1)  # type: ignore[arg-type]
-            if layer.momentum is None else layer.momentum
-            for layer in self._layers
-        ]  # fmt: skip
+        Args:
+            taken: on the host, or on the device, which decides then.
+        """
+        if taken is False or not self._layers:
+            self._sums, self._samples = [], []
+            return
+        # A rank without samples moves with the others: by the calls of its last pass.
+        most = max(len(self._sums), 0 if self._sums else max(self._calls))
+        for call in range(most):
+            if self._sums:
+                samples, sums = self._samples[call], self._sums[call]
+                called = [float(count > 0) for count in samples]
+            else:
+                samples, sums = [0] * len(self._layers), torch.zeros_like(self._moved[0])
+                called = [float(call < calls) for calls in self._calls]
+            share = self._of_numbers([count / self._global for count in samples])
+            target = torch.stack(
+                [sums / self._global, share.expand_as(sums), torch.ones_like(sums)]
+            )
+            moved = torch.lerp(self._moved, target, self._momentum(called))
+            steps = self._steps + self._like.new_tensor(called)
+            if isinstance(taken, Tensor):
+                taken = taken.to(self._like.device)
+                moved = torch.where(taken, moved, self._moved)
+                steps = torch.where(taken, steps, self._steps)
+            self._moved, self._steps = moved, steps
+        self._sums, self._samples = [], []
+
+    def _momentum(self, called: Sequence[float]) -> Tensor:
+        """Return m of each number, [1] or all; with ``momentum=None`` all steps count alike."""
+        given = [math.nan if (m := layer.momentum) is None else m for layer in self._layers]
+        if not any(map(math.isnan, given)):
+            return self._of_numbers([m * each for m, each in zip(given, called, strict=True)])
+        counts = [cast(Tensor, layer.num_batches_tracked) for layer in self._layers]
+        own = self._like.new_tensor(given)
+        own = torch.where(own.isnan(), 1 / (torch.stack(counts) + self._steps + 1), own)
+        return self._of_layers(own * self._like.new_tensor(called))
+
+    def _of_numbers(self, each: Sequence[float]) -> Tensor:
+        """Return a value of each layer for each of its numbers; [1] where they are all alike."""
         if len(set(each)) == 1:
-            return torch.full_like(self._seen[:1], each[0])
-        return torch.cat([
-            self._seen.new_full((2 * layer.num_features,), m)
-            for layer, m in zip(self._layers, each, strict=True)
-        ])  # fmt: skip
+            return torch.full_like(self._like.flatten()[:1], each[0])
+        return self._of_layers(self._like.new_tensor(each))
+
+    def _of_layers(self, each: Tensor) -> Tensor:
+        sizes = torch.tensor(self._sizes, device=each.device)
+        return each.repeat_interleave(sizes, output_size=sum(self._sizes))
 
     def unite(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Add up what all ranks have seen, into the layers' buffers; all ranks call it.
+        """Add the parts of all ranks and move the layers' buffers; all ranks call it.
 
         Args:
             on_change: called before they change.
         """
         if not self._layers:
             return
-        told = torch.cat([self._own, self._share, self._own.new_tensor([float(self._steps)])])
-        dist.all_reduce(told)
+        parts = torch.cat([self._moved[:2].flatten(), self._steps])
+        dist.all_reduce(parts)
         on_change()
-        own, share = told[:-1].chunk(2)
-        steps = round(float(told[-1]) / dist.get_world_size())
-        parts = zip(self._layers, self._split(own), self._split(share), strict=True)
-        for layer, moved, moves in parts:
+        own, share = parts[: -len(self._layers)].view(2, -1)
+        steps = (parts[-len(self._layers) :] / dist.get_world_size()).round().long()
+        for place, (layer, moved, moves) in enumerate(
+            zip(self._layers, self._split(own), self._split(share), strict=True)
+        ):
             assert layer.running_mean is not None and layer.running_var is not None
-            for place, running in enumerate((layer.running_mean, layer.running_var)):
-                running.copy_((1 - moves[place]) * running + moved[place])
+            for row, running in enumerate((layer.running_mean, layer.running_var)):
+                running.copy_((1 - moves[row]) * running + moved[row])
             assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked += steps
+            layer.num_batches_tracked += steps[place]
         self.forget()
 
+    def _split(self, numbers: Tensor) -> list[Tensor]:
+        """Return views of each layer's numbers, [2, C]."""
+        return [part.view(2, -1) for part in torch.split(numbers, self._sizes)]
+
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What this rank has seen since parameters were united, as ``keep`` takes it."""
-        seen = {"own": self._own, "share": self._share, "moves": self._moves}
-        return {name: keep(value) for name, value in seen.items()} | {
-            "steps": torch.tensor(self._steps)
-        }
+        """Return this rank's parts since parameters were united, as ``keep`` copies them."""
+        own, share, moves = self._moved
+        parts = {"own": own, "share": share, "moves": moves, "steps": self._steps}
+        return {name: keep(value) for name, value in parts.items()}
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
-        """Add up what those who are left have seen, whose samples stand for those of the others
-        too; all of them call it, each with its :meth:`state`, or without if the buffers have it."""
+        """Unite the parts of the surviving ranks, whose samples stand for the lost ones; all
+        survivors call it, each with its :meth:`state`, or without if the buffers have it."""
         if state:
-            self._own, self._share, self._moves = (
-                state[name].to(self._own) for name in ("own", "share", "moves")
+            self._moved = torch.stack([state[name] for name in ("own", "share", "moves")]).to(
+                self._moved
             )
-            self._steps = int(state["steps"])
+            self._steps = state["steps"].to(self._steps)
         if not self._layers:
             return
-        shares = self._share.clone()
+        shares = self._moved[1].clone()
         dist.all_reduce(shares)
-        more = torch.where(shares > 0, self._moves / shares, shares)
-        self._own, self._share = self._own * more, self._share * more
+        self._moved[:2] *= torch.where(shares > 0, self._moved[2] / shares, shares)
         self.unite()
 
     def forget(self) -> None:
         """Begin anew, from the layers' buffers."""
-        for tensor in (self._step, self._own, self._share, self._moves):
-            tensor.zero_()
-        self._samples, self._steps = 0, 0
+        self._moved = torch.zeros_like(self._moved)
+        self._steps = torch.zeros_like(self._steps)
+        self._sums, self._samples = [], []
 
 
 def _never_train(part: nn.Module, mode: bool = True) -> nn.Module:
     return nn.Module.train(part, False)
 
 
-def _own_forward(layer: _BatchNorm) -> Any:
-    """Its forward, as it was before this file changed it."""
-    changed: Any = layer.forward
-    ours = isinstance(changed, partial) and changed.func is _forward
-    return changed.args[1] if ours else changed
-
-
-def _forward(
-    layer: _BatchNorm, own: Callable[[Tensor], Tensor], grain: int, seen: Tensor | None, x: Tensor
-) -> Tensor:
-    """What the layer does; in training over groups.
+def uncountable(path: str, rows: int, samples: int) -> MotleyError:
+    """Return the error for a layer whose groups cannot be counted in samples.
 
     Args:
-        own: its forward. seen: [2, C], where the statistics go, if it keeps any.
-        x: [n, C, ...], of n / grain groups, interleaved; or of one group of another size.
+        path: of the layer. rows: of its input. samples: of the pass.
     """
-    if not layer.training:
-        return own(x)
-    y = _by_group(layer, grain, seen, x)
-    if isinstance(layer, timm.layers.BatchNormAct2d):
-        y = layer.act(layer.drop(y))
-    return y
+    return MotleyError(
+        f"the batch norm {path} gets {rows} rows of {samples} samples, and --bn-group cannot tell "
+        "which rows belong to which sample. Give it equally many rows of each sample, one sample "
+        "behind the other, as x.flatten(0, 1) of [samples, tokens, channels] does; or use layer "
+        "norm"
+    )
 
 
-def _by_group(layer: _BatchNorm, grain: int, seen: Tensor | None, x: Tensor) -> Tensor:
-    n, channels = x.shape[:2]
-    groups = n // grain if n % grain == 0 else 1
-    each = n // groups
+def _are_alike(first: Tensor, same: Tensor, other: Tensor) -> bool:
+    """Return True if the second sample's rows equal the first's, whose pixels it has."""
+    near, far = ((first - each).abs().double().mean() for each in (same, other))
+    return bool(near <= _UNLIKE * far)
+
+
+def _count_groups(layer: _Groups, x: Tensor) -> tuple[int, int]:
+    """Return the number of groups, and the samples of each."""
+    samples = x.shape[0] // layer.rows
+    each = layer.grain if samples % layer.grain == 0 else samples
+    return samples // each, each
+
+
+def _unbiased(variance: Tensor, count: int) -> Tensor:
+    """Of one value there is no unbiased variance: NaN would stay for ever."""
+    return variance * (count / (count - 1)) if count > 1 else torch.zeros_like(variance)
+
+
+def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`_native` returns, by single operations of torch.
+
+    All reductions, forward and backward, are over the same dimensions, so that one kernel takes
+    them in one pass.
+    """
+    groups, each = _count_groups(layer, x)
+    channels, sizes = x.shape[1], x.shape[2:]
+    cut = x.view(each, groups, layer.rows, channels, *sizes)
+    values = cut.to(torch.promote_types(x.dtype, torch.float32))
+    over = (0, 2, *range(4, cut.dim()))
+    variance, mean = torch.var_mean(values, over, correction=0, keepdim=True)
+    y = (values - mean) * torch.rsqrt(variance + layer.eps)
+    shape = (1, 1, 1, channels, *[1] * len(sizes))
+    wide = (1, groups, *shape[2:])
+    if layer.weight is not None:
+        y = y * layer.weight.view(shape).expand(wide)
+    if layer.bias is not None:
+        y = y + layer.bias.view(shape).expand(wide)
+    count = each * layer.rows * sizes.numel()
+    mean, variance = (value.detach().reshape(groups, channels) for value in (mean, variance))
+    return y.to(x.dtype).view(x.shape), mean, _unbiased(variance, count)
+
+
+def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalize by one call of torch's batch norm, in which each group has channels of its own.
+
+    Returns:
+        What the layer returns; mean and unbiased variance of each group, [groups, C].
+    """
+    groups, each = _count_groups(layer, x)
+    channels, sizes, rows = x.shape[1], x.shape[2:], layer.rows
     like = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean = torch.zeros(groups * channels, device=x.device, dtype=like)
     variance = torch.zeros_like(mean)
     weight, bias = (value if value is None else value.repeat(groups)
                     for value in (layer.weight, layer.bias))  # fmt: skip
+    given = x if rows == 1 else x.view(each, groups, rows, channels, *sizes).transpose(2, 3)
+    inner = sizes if rows == 1 else (rows, *sizes)
     # torch.batch_norm, since functional.batch_norm refuses a channel of one value.
-    y: Any = torch.batch_norm(
-        x.reshape(each, groups * channels, *x.shape[2:]), weight, bias, mean, variance,
+    y = torch.batch_norm(
+        given.reshape(each, groups * channels, *inner), weight, bias, mean, variance,
         True, 1.0, layer.eps, torch.backends.cudnn.enabled,
     )  # fmt: skip
-    if seen is not None:
-        with torch.no_grad():
-            # Of one value there is no unbiased variance: NaN would stay for ever.
-            if x.numel() == n * channels and each == 1:
-                variance = torch.zeros_like(variance)
-            sums = torch.stack([mean, variance]).view(2, groups, channels).sum(dim=1)
-            seen.copy_(each * sums)
+    if each * rows * sizes.numel() == 1:
+        variance = torch.zeros_like(variance)  # there is no unbiased one: NaN would stay for ever
+    mean, variance = mean.view(groups, channels), variance.view(groups, channels)
+    if rows > 1:
+        y = y.view(each, groups, channels, *inner).transpose(2, 3).reshape(x.shape)
+        return y, mean, variance
     # No view for autograd: what changes a view in place, as ResNets' ReLU does, has the backward
     # pass copy the whole. Nobody else has y, which is not kept for its own backward pass.
     shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
-    return shaped
+    return shaped, mean, variance

@@ -91,10 +91,15 @@ class TaskModel(nn.Module):
         self._autocast = AUTOCAST[precision]
         if self._autocast is not None:
             keep_fp32(net, task.fp32)
+        # Tensor cores take 16 bits with channels last; torch.compile arranges only fixed shapes so.
+        convolutions = sum(isinstance(part, nn.Conv2d) for part in net.modules())
+        self._convolves = convolutions > 1 and device.type == "cuda" and self._autocast is not None
         self._dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)
         self.score_names = self._score_names()
+        if self.statistics:
+            self._find_rows(self.statistics)
 
     def every_parameter(self) -> list[Tensor]:
         """One for each that the network has, like it in shape, also while it is folded."""
@@ -113,6 +118,11 @@ class TaskModel(nn.Module):
         self.train()
         return tuple(sorted(found))
 
+    def _find_rows(self, statistics: GroupStatistics) -> None:
+        self.eval()
+        statistics.find_rows(self._losses, self.noise(2))
+        self.train()
+
     def forward(self, data: Tensors, scored: bool = False) -> Any:
         """The loss of each sample, fp32 [n].
 
@@ -124,7 +134,10 @@ class TaskModel(nn.Module):
             return self._scores(data)
         if not data:
             return _Idle.apply(*(p for p in self.net.parameters() if p.requires_grad))
-        return self._losses(data)
+        if self.statistics is None or not self.training:
+            return self._losses(data)
+        with self.statistics.of_pass(len(next(iter(data.values())))):
+            return self._losses(data)
 
     def compile_task(self) -> None:
         """Have torch.compile do what is computed of a batch; see motley.tasks.compiled."""
@@ -154,6 +167,8 @@ class TaskModel(nn.Module):
     def compute(self, *given: Any, **named: Any) -> Any:
         """What the network says, in this rank's precision; in and out floats are fp32."""
         given, named = tree_map(self._whole, given), tree_map(self._whole, named)
+        if self._compiled is not None and self._convolves:
+            given = tree_map(_channels_last, given)
         # Weights in 16 bits, to be used again, would be kept until the end: of a model in blocks,
         # which are cut or computed again, as much as half of all parameters once more.
         keeps = not (self.by_blocks or self._recomputes)
@@ -188,6 +203,11 @@ class TaskModel(nn.Module):
                     f"--attention {kind} cannot compute this model on {self.device}: "
                     f"{'; '.join(words) or str(error).splitlines()[0]}. Take another one, or auto"
                 ) from None
+
+
+def _channels_last(value: Any) -> Any:
+    images = isinstance(value, Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if images else value
 
 
 def set_matmul_precision(precision: str) -> None:

@@ -1,6 +1,7 @@
 """Batch norm over groups: a sample's loss is of its group alone, whoever else is in the batch."""
 
 import copy
+from collections.abc import Callable
 from itertools import chain
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from motley.comm.modes.numbers import EXACT
+from motley.data.import_timm import timm
 from motley.data.order import slices
 from motley.errors import MotleyError
 from motley.plan.plan import make_plan
@@ -52,10 +54,12 @@ def test_any_cut_gives_the_same_gradient_and_statistics(
                 for cut in slices(range(n), each.of_batch(n), rank)]  # fmt: skip
         assert sorted(chain.from_iterable(cuts)) == list(range(n))
         for cut in filter(None, cuts):
-            (net(SAMPLES[cut]) ** 2).sum().backward()
+            with seen.of_pass(len(cut)):
+                out = net(SAMPLES[cut])
+            (out**2).sum().backward()
             seen.take(len(cut), n)
         seen.end_step(taken=True)
-        found.append((gradient(net), seen._own, seen._share))
+        found.append((gradient(net), *seen._moved[:2]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert float(found[0][2][0]) == pytest.approx(0.1)
@@ -77,7 +81,8 @@ def test_one_group_is_a_plain_batch_norm_and_a_step_that_is_dropped_counts_nothi
     seen = GroupStatistics(net, 20)
     for step in range(6):
         part = SAMPLES[20 * (step // 2) : 20 * (step // 2 + 1)]
-        out = net(part)
+        with seen.of_pass(20):
+            out = net(part)
         seen.take(20, 20)
         taken = step % 2 == 0
         seen.end_step(taken)
@@ -97,10 +102,12 @@ def test_those_who_are_left_stand_for_a_lost_rank(
     all_of_it, left = GroupStatistics(whole, 10), GroupStatistics(net, 10)
     for step in range(4):  # two groups of ten, of which the rank that is lost had the second
         part = SAMPLES[10 * step : 10 * step + 10]
-        whole(torch.cat([part, part])[torch.arange(20).view(2, 10).T.reshape(-1)])
+        with all_of_it.of_pass(20):
+            whole(torch.cat([part, part])[torch.arange(20).view(2, 10).T.reshape(-1)])
         all_of_it.take(20, 20)
         all_of_it.end_step(taken=True)
-        net(part)
+        with left.of_pass(10):
+            net(part)
         left.take(10, 20)
         left.end_step(taken=True)
     all_of_it.unite()
@@ -110,6 +117,96 @@ def test_those_who_are_left_stand_for_a_lost_rank(
     left.go_on({})  # it is in there already
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name], value, msg=name)
+
+
+class Twice(nn.Module):
+    """A siamese network: one batch norm sees both halves of a sample, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.unused = nn.BatchNorm2d(1), nn.BatchNorm2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x[:, :, :2]) + 3 * self.norm(100 + 5 * x[:, :, 2:])
+
+
+class Tokens(nn.Module):
+    """Folds the tokens of a sample into the batch, before or (wrongly) behind the samples."""
+
+    def __init__(self, samples_first: bool = True) -> None:
+        super().__init__()
+        self.samples_first = samples_first
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, 0] if self.samples_first else x[:, 0].transpose(0, 1)
+        out = self.norm(tokens.flatten(0, 1)).view(tokens.shape)
+        return out if self.samples_first else out.transpose(0, 1)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["siamese", "kept in eval mode", "tokens", "levit_128s"])
+def test_a_group_of_all_samples_is_torchs_batch_norm(name: str) -> None:
+    torch.manual_seed(0)
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "siamese": Twice, "kept in eval mode": network, "tokens": Tokens,
+        "levit_128s": lambda: timm.create_model("levit_128s", num_classes=3),
+    }  # fmt: skip
+    plain = makes[name]().double()
+    net = copy.deepcopy(plain)
+    samples = torch.randn(6, 3, 224, 224).double() if name == "levit_128s" else SAMPLES[:6]
+    seen = GroupStatistics(net, 6)
+    net.eval()
+    seen.find_rows(lambda data: net(data["x"]), {"x": samples[:2]})
+    for each in (net, plain):
+        each.train()
+        if name == "kept in eval mode":
+            each[1].eval()
+    for _ in range(1 if name == "levit_128s" else 3):
+        with seen.of_pass(6):
+            out = net(samples)
+        seen.take(6, 6)
+        seen.end_step(taken=torch.tensor(True))
+        torch.testing.assert_close(out, plain(samples))
+    seen.unite()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[key], value, msg=key)
+
+
+def test_tokens_are_cut_by_samples_or_refused() -> None:
+    """Two groups of two samples are two batches of torch's; rows in another order have none."""
+    net, plain = Tokens().double(), Tokens().double()
+    seen = GroupStatistics(net, 2)
+    seen.find_rows(lambda data: net.eval()(data["x"]), {"x": SAMPLES[:2]})
+    net.train()
+    out = net(SAMPLES[[0, 2, 1, 3]])  # interleaved
+    torch.testing.assert_close(out[[0, 2]], plain(SAMPLES[:2]))
+    torch.testing.assert_close(out[[1, 3]], plain(SAMPLES[2:4]))
+    turned = Tokens(samples_first=False).double()
+    with pytest.raises(MotleyError, match="norm gets 12 rows of 3 samples"):
+        GroupStatistics(turned, 2).find_rows(
+            lambda data: turned.eval()(data["x"]), {"x": SAMPLES[:2]}
+        )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_batch_norm_is_the_plain_one() -> None:
+    found = []
+    for compiled in (False, True):
+        net = network()
+        seen = GroupStatistics(net, 2)
+        compute = torch.compile(net, backend="aot_eager") if compiled else net
+        layout = torch.channels_last if compiled else torch.contiguous_format
+        for _ in range(2):
+            with seen.of_pass(8):
+                out = compute(SAMPLES[:8].contiguous(memory_format=layout))
+            (out**3).sum().backward()
+            seen.take(8, 8)
+            seen.end_step(taken=True)
+        seen.unite()
+        found.append([out, gradient(net), *net.state_dict().values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_what_is_frozen_keeps_its_statistics_and_what_cannot_be_grouped_is_refused() -> None:
