@@ -25,16 +25,12 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def unscale_and_clip(
-    parameters: Sequence[Tensor],
-    norm: Tensor,
-    scale: float,
-    most: float | None,
-    correction: Tensor | None = None,
-) -> None:
-    """Multiply all gradients in place, in one pass; waits for nothing.
+def clip_factor(
+    norm: Tensor, scale: float, most: float | None, correction: Tensor | None = None
+) -> Tensor | None:
+    """Return the factor, a scalar, that unscales and clips a gradient; None if there is none.
 
-    Clips as torch.nn.utils.clip_grad_norm_ does.
+    Clips as torch.nn.utils.clip_grad_norm_ does; waits for nothing.
 
     Args:
         norm: of the gradients as they are, scaled; a scalar, the same on all ranks.
@@ -42,17 +38,29 @@ def unscale_and_clip(
         correction: what else is in them, a scalar; None: nothing.
     """
     if scale == 1.0 and most is None and correction is None:
-        return
-    grads = _gradients(parameters)
-    if not grads:  # memory had ended before there were any
-        return
+        return None
     factor = torch.full_like(norm, 1 / scale)
     if correction is not None:
         factor /= correction.to(norm)
         norm = norm / correction.to(norm)
     if most is not None:
         factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
-    torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+    return factor
+
+
+@torch.no_grad()
+def unscale_and_clip(
+    parameters: Sequence[Tensor],
+    norm: Tensor,
+    scale: float,
+    most: float | None,
+    correction: Tensor | None = None,
+) -> None:
+    """Multiply all gradients by :func:`clip_factor` in place, in one pass."""
+    factor = clip_factor(norm, scale, most, correction)
+    grads = _gradients(parameters)
+    if factor is not None and grads:  # memory may have ended before there were any
+        torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
 
 
 @contextlib.contextmanager

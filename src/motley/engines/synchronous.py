@@ -9,7 +9,7 @@ from torch import Tensor
 
 from motley.comm.collectives import Copy, all_gather, begin_copy, mark_now
 from motley.engines.base import LEAST_CORRECTION, EngineBase
-from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.gradients import clip_factor, gradient_norm, unscale_and_clip
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
 from motley.faults import Phase
 from motley.tasks.model import TaskModel
@@ -24,6 +24,10 @@ class SynchronousEngine(EngineBase):
         # SGD's momentum would begin as whatever is in memory if the first step is skipped.
         skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self._skips_by_itself = skips and not isinstance(self.optimizer, torch.optim.SGD)
+        # They also divide the gradient while they read it, by a number of 32 bits.
+        self._divides = self._skips_by_itself and all(
+            parameter.dtype == torch.float32 for parameter in self._parameters
+        )
         self._broken_off = False  # a backward pass that communicates
 
     def _norm(self, norms: Tensor) -> Tensor:
@@ -75,9 +79,14 @@ class SynchronousEngine(EngineBase):
         correction = None
         if self._weighs:
             correction = (table[:, 5].sum() / usual_weight).clamp(min=LEAST_CORRECTION)
-        unscale_and_clip(
-            stepped, self._norm(norms), scale, self._context.config.clip_grad, correction
-        )
+        given = (self._norm(norms), scale, self._context.config.clip_grad, correction)
+        if self._divides:
+            factor = clip_factor(*given)
+            self.optimizer.grad_scale = (  # type: ignore[attr-defined]
+                None if factor is None else (1 / factor).to(self._parameters[0])
+            )
+        else:
+            unscale_and_clip(stepped, *given)
         if self._skips_by_itself:
             # Queued before the host knows: it waits for the table only, which is on its way
             # already, and queues the next step while the GPU still works on this one.
@@ -87,6 +96,8 @@ class SynchronousEngine(EngineBase):
             self.optimizer.step()
             self._zero_gradients()
         if late:
+            if self._model.statistics:
+                self._model.statistics.end_step(norms.isfinite().all())
             self.clock.lap("opt")
         read = partial(self._read, copy, scale, usual_weight, late)
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
