@@ -3,7 +3,7 @@
 import pytest
 import torch
 from jobs import Jobs, Trained
-from project import DDP, ZERO
+from project import DDP, ROOT, ZERO
 
 from motley.checkpoint.read import load_checkpoint
 
@@ -48,6 +48,22 @@ def test_gradient_and_statistics_are_those_of_one_rank(
         torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5, msg=key)
     assert expected["model.bn1.num_batches_tracked"] == 2
     assert run.run["result"]["loss"] == pytest.approx(alone.run["result"]["loss"], rel=1e-3)
+
+
+def test_layers_that_stand_still_run_twice_or_get_tokens_are_those_of_one_rank(
+    module_jobs: Jobs,
+) -> None:
+    words = ("--task", ROOT / "tests/support/odd_norms.py", "--batch-size", 32, "--max-steps", 6,
+             "--precision", "fp32", "--lr", 1e-3, "--warmup-epochs", 0)  # fmt: skip
+    alone = module_jobs.train(1, DDP, "odd alone", *words)
+    split = module_jobs.train(2, DDP, "odd split", *words, "--shares", "5,3", "--micro-batch", 8)
+    assert split.losses == pytest.approx(alone.losses, rel=2e-5)
+    expected, found = statistics(alone, 6), statistics(split, 6)
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=key)
+    counts = [int(found[f"model.{name}.num_batches_tracked"])
+              for name in ("still", "twice", "never", "tokens")]  # fmt: skip
+    assert counts == [0, 12, 0, 6]
 
 
 def test_a_planned_resnet_goes_on_on_other_ranks(module_jobs: Jobs, alone: Trained) -> None:
