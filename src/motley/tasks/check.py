@@ -2,7 +2,7 @@
 
 What is exact only if it holds: each sample has a loss of its own, which depends on nothing else;
 what is drawn at random comes from torch, seeded for the sample; every parameter is known to torch,
-and has a gradient.
+and has a gradient; a forward pass changes nothing that ranks hold alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from motley.data.batch import Tensors
 from motley.data.keyed import check_length, first_sample
 from motley.errors import MotleyError
+from motley.tasks.forward_changes import (
+    ForwardChanges,
+    changed_in_forward,
+    check_renormalised,
+)
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task
 
@@ -31,10 +36,14 @@ def check_task(model: TaskModel) -> None:
     task = type(model.task).__name__
     _check_samples(task, model.task)
     _check_hidden(task, model.net)
+    check_renormalised(task, model.net)
+    changes = ForwardChanges(model.net)
     model.eval()  # drop-out draws anew in each pass
     try:
         _check_losses(task, model)
         _check_gradients(task, model)
+        model.train()
+        _check_changes(task, model, changes)
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
@@ -111,6 +120,17 @@ def _check_losses(name: str, model: TaskModel) -> None:
             'as with reduction="none". Or does the model take the batch as another dimension than '
             "the first, as nn.LSTM does without batch_first=True?"
         )
+
+
+def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> None:
+    """Passes in training change no parameter and no buffer, but for caches in the first one."""
+    devices = [model.device.index or 0] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        model(model.example.data)
+        cached = ForwardChanges(model.net)
+        model(model.example.data)
+    if names := list(dict.fromkeys([*changes.names(caches=False), *cached.names(caches=True)])):
+        raise changed_in_forward(name, model.net, names)
 
 
 def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:

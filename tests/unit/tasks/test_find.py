@@ -30,6 +30,10 @@ class Net(nn.Module):
 
     def forward(self, x):
         FORWARD
+        if self.training and hasattr(self, "means"):
+            self.means.data.lerp_(x.mean(0), 0.1)
+        if hasattr(self, "norm"):
+            x = self.norm(x[:, None])[:, 0]
         return self.two(self.one(x).tanh())
 
 @dataclass
@@ -81,8 +85,12 @@ def test_fields_are_options_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
     assert vars(task_of(config_from(saved))) == vars(task)
 
 
-def test_what_is_right_is_not_complained_about(tmp_path: Path) -> None:
-    model = model_of(written(tmp_path))
+CACHE = "self.register_buffer('cache', torch.zeros(0), persistent=False)"
+
+
+@pytest.mark.parametrize("changed", [{}, {"INIT": CACHE, "FORWARD": "self.cache = x.detach()"}])
+def test_what_is_right_is_not_complained_about(tmp_path: Path, changed: dict[str, str]) -> None:
+    model = model_of(written(tmp_path, **changed))
     check_task(model)
     assert model.training and all(each.grad is None for each in model.parameters())
 
@@ -101,6 +109,15 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path) -> None:
         ("INIT", "self.layers = [nn.Linear(3, 3)]", "modules or parameters in layers, a list"),
         ("FORWARD", "x = x.cumsum(0)", "nn.LSTM does without batch_first"),
         ("FORWARD", "x = x * torch.rand(1)", "other losses for the same batch the second time"),
+        ("INIT", "self.register_buffer('means', torch.zeros(3))",
+         r"a forward pass of Mine changes means\. .* a codebook by a term of the loss"),
+        ("INIT", "self.words = nn.Embedding(9, 4, max_norm=9.0)",
+         r"changes words\.weight\. .* leave out max_norm"),
+        ("INIT", "nn.utils.spectral_norm(self.one)", r"changes one\.weight_u.*matrix_norm"),
+        ("INIT", "nn.utils.parametrizations.spectral_norm(self.one)",
+         r"changes one\.parametrizations\.weight\.0\._u.*matrix_norm"),
+        ("INIT", "self.norm = nn.InstanceNorm1d(1, track_running_stats=True)",
+         r"changes norm\.running_mean, .* set track_running_stats=False"),
     ],
 )  # fmt: skip
 def test_a_usual_mistake_is_explained(tmp_path: Path, word: str, put: str, says: str) -> None:
