@@ -4,7 +4,7 @@ import re
 
 import pytest
 from jobs import Jobs, Trained
-from project import DDP, ZERO
+from project import DDP, ROOT, ZERO
 
 pytestmark = pytest.mark.mpi
 
@@ -81,11 +81,13 @@ def test_the_parts_of_a_step_sum_to_the_step(alone: Trained, module_jobs: Jobs) 
             assert parts == pytest.approx(step["n_global"] / step["samples_per_s"], rel=1e-6)
 
 
+TYPES = ROOT / "tests" / "support" / "many_types.py"
 RESNET = "--model test_resnet --img-size 32 --bn-group 4"
 
 
 @pytest.mark.parametrize(
-    ("words", "bound"), [("ddp", 1e-12), ("zero", 1e-6), (f"ddp {RESNET}", 1e-12)]
+    ("words", "bound"),
+    [("ddp", 1e-12), ("zero", 1e-6), (f"ddp {RESNET}", 1e-12), (f"types --task {TYPES}", 20)],
 )
 def test_the_gradient_of_any_split_is_that_of_one_process(
     jobs: Jobs, words: str, bound: float

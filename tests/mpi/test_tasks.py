@@ -105,6 +105,27 @@ def test_paragraphs_are_learnt_as_well_in_16_bits_and_by_an_inexact_wire(
     assert not [event for event in run.events if event["event"] == "drift"]
 
 
+TYPES = ("--task", ROOT / "tests" / "support" / "many_types.py", "--opt", "sgd", "--batch-size", 32,
+         "--precision", "fp32", "--max-steps", 3, "--warmup-epochs", 0)  # fmt: skip
+
+
+def test_parameters_of_several_types_are_learnt_or_refused_by_name(module_jobs: Jobs) -> None:
+    alone = module_jobs.train(1, DDP, "types", *TYPES, "--lr", 0.01)
+    shares = ("--shares", "5,3")
+    for way in (shares, ("--hosts", "all"), (*shares, "--wire", "local:1")):
+        run = module_jobs.train(2, DDP, f"types {way}", *TYPES, "--lr", 0.01, *way)
+        assert run.losses == pytest.approx(alone.losses, rel=1e-2)  # some weights have 8 bits
+        assert not [event for event in run.events if event["event"] == "drift"]
+    for says, script, *options in (
+        ("turned is of complex64: take --strategy ddp", DDP, "--strategy", "fsdp"),
+        ("wide is of float64: take torch_dist/train_vit.py", ZERO, "--stage", 1),
+        ("wide is of float64: take --wire exact", DDP, "--wire", "powersgd:4"),
+    ):
+        run_name = ("--logs", module_jobs.logs, "--run", f"types {options}")
+        done = module_jobs.fork(2, script, *TYPES, *run_name, *shares, *options)
+        assert done.code != 0 and says in done.output, done.output
+
+
 @pytest.mark.parametrize(
     "task",
     [(*TEXT, *STEPS), ("--task", "examples/my_task.py", "--max-steps", 20, "--warmup-epochs", 0)],

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from motley.errors import MotleyError
 
+_T = TypeVar("_T", bound=Tensor)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # on the wire
 
 
@@ -64,15 +65,18 @@ class Sums:
         """Begin to sum a tensor over all ranks, in place.
 
         Args:
-            dtype: as whose numbers; None: as its own. group: whose ranks add up; None: all.
+            dtype: as whose real numbers; None: as its own. group: whose ranks add up; None: all.
         """
-        sent = whole.to(dtype or whole.dtype)  # itself, where these are its own
+        real = as_real(whole)
+        sent = real.to(dtype or real.dtype)  # itself, where these are its own
         work = dist.all_reduce(sent, group=group, async_op=True)
         if whole.is_cuda:
             self._works.append(work)
 
         def put(future: Future[list[Tensor]]) -> Tensor:
-            return whole if sent is whole else whole.copy_(future.value()[0])
+            if sent is not real:
+                real.copy_(future.value()[0])
+            return whole
 
         return work.get_future().then(put)
 
@@ -149,6 +153,18 @@ class RoundingReducer(Reducer):
         self.dtype = DTYPES[dtype]
 
 
+def as_real(value: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, [..., 2], which share their memory; other
+    tensors as they are."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
+    """Split tensors by their dtype, in the order of the first of each."""
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
+
+
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
     """In their order, together as long as they are at most so many numbers, or one tensor."""
     groups: list[list[Tensor]] = [[]]
@@ -162,20 +178,24 @@ def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
 def empty_bucket(
     place: int, parameters: Sequence[Tensor], final: bool, dtype: torch.dtype | None = None
 ) -> Bucket:
-    """Room for their gradients, each laid out as its parameter is; of its dtype if of no other."""
-    numbers = sum(p.numel() for p in parameters)
-    flat = parameters[0].new_empty(numbers, dtype=dtype, requires_grad=False)
-    parts = torch.split(flat, [p.numel() for p in parameters])
+    """Room for their gradients, each laid out as its parameter is; complex ones as real numbers.
+
+    Args:
+        parameters: all of one dtype. dtype: of the room; None: theirs.
+    """
+    reals = [as_real(p.detach()) for p in parameters]
+    flat = reals[0].new_empty(sum(p.numel() for p in reals), dtype=dtype)
+    parts = torch.split(flat, [p.numel() for p in reals])
     grads = [
         part.as_strided(p.shape, torch.empty_like(p, device="meta").stride())
-        for part, p in zip(parts, parameters, strict=True)
+        for part, p in zip(parts, reals, strict=True)
     ]
     return Bucket(place, flat, grads, final)
 
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
     """Buckets of at most so many numbers (or one tensor), filled with noise: to time a reducer."""
-    groups = grouped(parameters, numbers)
+    groups = [group for alike in by_type(parameters) for group in grouped(alike, numbers)]
     buckets = [
         empty_bucket(place, group, place == len(groups) - 1) for place, group in enumerate(groups)
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from motley.comm.collectives import leave_group
-from motley.comm.reducer import DTYPES, Bucket, Reducer, in_thread
+from motley.comm.reducer import DTYPES, Bucket, Reducer, as_real, in_thread
 
 # Numbers that the slow rank sends at once: a bucket's 128th, for what the first and the last piece
 # take is not hidden by others; but each costs the other ranks an all-reduce.
@@ -50,18 +50,24 @@ class SlowRankReducer(Reducer):
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """See Reducer."""
+        flat = as_real(bucket.flat)
+        dtype = self._dtype
+        if dtype == torch.float32:  # exact: nothing is rounded
+            dtype = torch.promote_types(dtype, flat.dtype)
         if self._stream is None:
-            return in_thread(self._thread, self._begin(bucket.flat.to(self._dtype), bucket.flat))
+            return in_thread(self._thread, self._begin(flat.to(dtype), bucket.flat))
         ready = torch.cuda.current_stream(self._device).record_event()
-        return in_thread(self._thread, lambda: self._through_cpu(bucket.flat, ready), self._device)
+        return in_thread(
+            self._thread, lambda: self._through_cpu(bucket.flat, dtype, ready), self._device
+        )
 
-    def _through_cpu(self, flat: Tensor, ready: torch.cuda.Event) -> Tensor:
+    def _through_cpu(self, flat: Tensor, dtype: torch.dtype, ready: torch.cuda.Event) -> Tensor:
         """Sum what is on a GPU, beside what that still computes."""
         assert self._stream is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            host = flat.to("cpu", self._dtype)
-            flat.copy_(self._begin(host, host)())
+            host = as_real(flat).to("cpu", dtype)
+            as_real(flat).copy_(self._begin(host, host)())
             self._stream.synchronize()
         return flat
 
@@ -84,7 +90,7 @@ class SlowRankReducer(Reducer):
                     wait.wait()
                     self._flying.release()
                 sending.wait()
-                return into.copy_(sums)
+                return _put(into, sums)
 
         elif self._rank == self._next:
             comes = torch.split(torch.empty_like(part), size)
@@ -98,14 +104,14 @@ class SlowRankReducer(Reducer):
                     backs.append(dist.isend(piece, self._slow, self._down))
                 for back in backs:
                     back.wait()
-                return into.copy_(part)
+                return _put(into, part)
 
         else:
 
             def finish() -> Tensor:
                 for piece in pieces:
                     dist.all_reduce(piece, group=self._inner)
-                return into.copy_(part)
+                return _put(into, part)
 
         return finish
 
@@ -126,3 +132,9 @@ class SlowRankReducer(Reducer):
         for group in (self._up, self._down, self._inner):
             if group != dist.GroupMember.NON_GROUP_MEMBER:
                 leave_group(group)
+
+
+def _put(into: Tensor, sums: Tensor) -> Tensor:
+    """Copy real numbers into a tensor, which may be of complex ones."""
+    as_real(into).copy_(sums)
+    return into

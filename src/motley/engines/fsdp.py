@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
 from motley.engines.adamw8bit import AdamW8bit
-from motley.engines.gradients import silenced
+from motley.engines.gradients import check_types, silenced
 from motley.engines.local_shards import LocalShards
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import on_cpu, parameter_of, snapshot
@@ -33,11 +33,13 @@ from motley.engines.rows import is_by_rows, rows_as, rows_of_rank
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
+from motley.errors import MotleyError
 from motley.tasks.model import AUTOCAST, TaskModel, common_type
 
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
 _PIECES = 6
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST = 2**28  # numbers in a piece of several blocks: some are gathered at a time, and take memory
 
 
@@ -63,13 +65,22 @@ class FsdpEngine(SynchronousEngine):
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         own = context.config.of(FsdpOptions)
         check_offload(own.offload, context)
+        check_types(model, _TYPES, "--strategy fsdp", "--strategy ddp")
+        kinds = {each.dtype for each in model.net.parameters()}
+        if len(kinds) > 1:
+            names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            raise MotleyError(
+                f"--strategy fsdp gathers parameters of one type, and the model has {names}: take "
+                "--strategy ddp, or make them all float32"
+            )
         self.loss_weight = context.size
         self._mesh = init_device_mesh(context.device.type, (context.size,))
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=common_type(model.task, context.precisions),
-                reduce_dtype=AUTOCAST[context.plan.wire.dtype] or torch.float32,
+                reduce_dtype=AUTOCAST[context.plan.wire.dtype]
+                or (torch.float64 if torch.float64 in kinds else torch.float32),
                 cast_forward_inputs=False,
             ),
             "reshard_after_forward": own.reshard_after_forward,

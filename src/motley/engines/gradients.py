@@ -10,6 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from motley.comm.reducer import by_type
+from motley.errors import MotleyError
+from motley.tasks.model import TaskModel
+
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """2-norm of all gradients together, a scalar; not finite if any entry is not.
@@ -59,8 +63,13 @@ def unscale_and_clip(
     """Multiply all gradients by :func:`clip_factor` in place, in one pass."""
     factor = clip_factor(norm, scale, most, correction)
     grads = _gradients(parameters)
-    if factor is not None and grads:  # memory may have ended before there were any
-        torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+    if factor is None or not grads:  # memory may have ended before there were any
+        return
+    # Of the widest type: in bf16 a factor would be wrong by up to 0.4 %, for other types too.
+    factor = factor.to(grads[0].device)
+    for alike in by_type(grads):
+        wide = alike[0].dtype in (torch.float32, torch.float64)
+        torch._foreach_mul_(alike, factor.to(alike[0].dtype) if wide else factor.float())
 
 
 @contextlib.contextmanager
@@ -83,3 +92,21 @@ def silenced(net: nn.Module, empty: bool) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def check_types(model: TaskModel, known: Sequence[torch.dtype], engine: str, instead: str) -> None:
+    """Raise MotleyError if a parameter that is trained has a type that an engine cannot add up.
+
+    Args:
+        known: the types that it can. engine: as a user names it. instead: what takes any type.
+    """
+    for name, parameter in model.net.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in known:
+            kind, others = (
+                str(parameter.dtype).removeprefix("torch."),
+                ", ".join(str(dtype).removeprefix("torch.") for dtype in known),
+            )
+            raise MotleyError(
+                f"{engine} adds up gradients of {others}, and {name} is of {kind}: take {instead}, "
+                f"or make the parameter one of {others}"
+            )

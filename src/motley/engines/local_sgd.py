@@ -22,6 +22,7 @@ from torch import Tensor
 
 from motley.comm.abandon import leavable
 from motley.comm.collectives import all_gather_floats
+from motley.comm.reducer import as_real
 from motley.data.batch import Batch
 from motley.engines.adamw8bit import is_scale, narrow, widen
 from motley.engines.base import EngineBase
@@ -58,10 +59,10 @@ class LocalEngine(EngineBase):
         dist.broadcast(self._agreed, src=0)
         self._begin()
 
-    # -- parameters as one vector: fp32 [numbers]
+    # -- parameters as one vector: real [numbers], of the widest of their types
 
     def _vector(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in self._parameters])
+        return torch.cat([as_real(each.detach()).flatten() for each in self._parameters])
 
     @torch.no_grad()
     def _take(self, vector: Tensor) -> None:
@@ -220,7 +221,7 @@ class LocalEngine(EngineBase):
             some = [tensor for tensor in tensors if (tensor.dim() > 0) == many]
             if not some:
                 continue
-            flat = torch.cat([t.flatten().float() for t in some]).to(self._context.device)
+            flat = torch.cat([_wide(t) for t in some]).to(self._context.device)
             if many:
                 flat *= self._share
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
@@ -262,6 +263,13 @@ class LocalEngine(EngineBase):
 
 @torch.no_grad()
 def _copy_into(tensors: Sequence[Tensor], vector: Tensor) -> None:
-    parts = torch.split(vector, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    reals = [as_real(tensor) for tensor in tensors]
+    parts = torch.split(vector, [real.numel() for real in reals])
+    for real, part in zip(reals, parts, strict=True):
+        real.copy_(part.view_as(real))
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Return a tensor's numbers, real [numbers], in 32 bits at least."""
+    real = as_real(value).flatten()
+    return real if real.dtype == torch.float64 else real.float()

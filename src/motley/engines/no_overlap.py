@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.collectives import all_gather_object
-from motley.comm.reducer import Bucket, empty_bucket, grouped
+from motley.comm.reducer import Bucket, as_real, by_type, empty_bucket, grouped
 from motley.data.batch import Batch
 from motley.engines.gradients import gradient_norm
 from motley.engines.memory import out_of_memory, release, shortage
@@ -33,7 +33,9 @@ class NoOverlapEngine(ReducingEngine):
         super().__init__(model, context, "no_overlap")
         # What a rank alone would send is what it has; but it may be asked to round it.
         self._sends = context.size > 1 or not context.plan.wire.is_exact
-        self._groups = grouped(self._parameters, _BUCKET)
+        self._groups = [
+            group for alike in by_type(self._parameters) for group in grouped(alike, _BUCKET)
+        ]
         self._late = all(all_gather_object(self._may_read_late()))
         if context.size > 1:
             _broadcast([*model.net.parameters(), *model.net.buffers()])
@@ -82,13 +84,15 @@ class NoOverlapEngine(ReducingEngine):
             if bucket is None:
                 raise NoMemoryError(f"{self._short}; no room is left to send the gradient from")
             _fill(bucket.grads, parameters)
-            sent.append((self._begin_sum(bucket), parameters, bucket.grads))
+            future = self._begin_sum(bucket)
             self._note_own(parameters)  # while it travels
-            if bucket.flat.dtype == parameters[0].dtype:
+            is_rounded = bucket.flat.dtype != as_real(parameters[0]).dtype
+            if not is_rounded:
                 _take(parameters, bucket.grads)  # the memory of what they were is needed
-        for future, parameters, sums in sent:
+            sent.append((future, parameters, bucket.grads, is_rounded))
+        for future, parameters, sums, is_rounded in sent:
             future.wait()
-            if parameters[0].grad is not sums[0]:  # rounded
+            if is_rounded:
                 _take(parameters, sums)
         self.clock.lap("sync")
 
@@ -110,7 +114,7 @@ class NoOverlapEngine(ReducingEngine):
 def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Put the parameters' gradients there; zeros where there are none."""
     made = [(place, p.grad) for place, p in zip(places, parameters, strict=True)]
-    pairs = [(place, grad) for place, grad in made if grad is not None]
+    pairs = [(place, as_real(grad)) for place, grad in made if grad is not None]
     if pairs:
         torch._foreach_copy_([place for place, _ in pairs], [grad for _, grad in pairs])
     for place, grad in made:
@@ -121,7 +125,10 @@ def _fill(places: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
 def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Have these as gradients; what was rounded goes where a gradient is already."""
     rounded = []
-    for parameter, found in zip(parameters, sums, strict=True):
+    for parameter, summed in zip(parameters, sums, strict=True):
+        found = summed
+        if parameter.is_complex():
+            found = torch.view_as_complex(summed.to(as_real(parameter).dtype))
         if parameter.grad is None or found.dtype == parameter.dtype:
             parameter.grad = found.to(parameter.dtype)
         else:
@@ -133,8 +140,8 @@ def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def _broadcast(tensors: Sequence[Tensor]) -> None:
     """Have rank 0's on all ranks; all call it."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        for group in grouped([t for t in tensors if t.dtype == dtype], _BUCKET):
+    for alike in by_type(tensors):
+        for group in grouped(alike, _BUCKET):
             flat = torch.cat([tensor.flatten() for tensor in group])
             dist.broadcast(flat, src=0)
             parts = torch.split(flat, [tensor.numel() for tensor in group])

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from motley.comm.abandon import leavable
 from motley.comm.reducer import Bucket, Reducer
+from motley.engines.gradients import check_types
 from motley.engines.named_state import part_of
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import SynchronousEngine
@@ -28,6 +29,9 @@ class ReducingEngine(SynchronousEngine):
     def __init__(self, model: TaskModel, context: EngineContext, layout: str) -> None:
         """Args: layout: of buckets; what a wire mode keeps of one is of no use to another."""
         super().__init__(model, context)
+        wire = context.plan.wire
+        if wire.addition is Addition.BUCKETS:
+            check_types(model, (torch.float32,), f"--wire {wire}", "--wire exact")
         self._reducer: Reducer = context.plan.wire.reducer(context.device)
         self._keeps = f"wire.{context.plan.wire}.{layout}"  # between steps
         self._own_norms: list[Tensor] = []  # of what was sent, as it was before

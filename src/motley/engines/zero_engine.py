@@ -18,7 +18,7 @@ from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.batch import Batch, Tensors
 from motley.engines.adamw8bit import converted
 from motley.engines.base import LEAST_CORRECTION, EngineBase
-from motley.engines.gradients import gradient_norm, silenced, unscale_and_clip
+from motley.engines.gradients import check_types, gradient_norm, silenced, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import fill_tied, model_state, snapshot
@@ -62,6 +62,10 @@ class ZeroEngine(EngineBase):
                 f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
+        check_types(
+            model, (torch.float32,), f"ZeRO stage {self._stage}",
+            "torch_dist/train_vit.py --strategy ddp",
+        )  # fmt: skip
         if scalars := [name for name, each in model.net.named_parameters() if not each.ndim]:
             raise MotleyError(
                 f"DeepSpeed sends no parameter without a dimension, as {scalars[0]} is one; have "

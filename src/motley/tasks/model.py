@@ -42,7 +42,7 @@ class _Idle(torch.autograd.Function):
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         """Losses of no samples, [0]."""
         ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(0)
+        return parameters[0].new_zeros(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,7 +94,9 @@ class TaskModel(nn.Module):
         # Tensor cores take 16 bits with channels last; torch.compile arranges only fixed shapes so.
         convolutions = sum(isinstance(part, nn.Conv2d) for part in net.modules())
         self._convolves = convolutions > 1 and device.type == "cuda" and self._autocast is not None
-        self._dtype = next(net.parameters()).dtype  # fp32; tests check gradients in fp64
+        kinds = {each.dtype for each in net.parameters()}
+        wide = kinds <= {torch.float64, torch.complex128}  # tests check gradients so
+        self._dtype = torch.float64 if wide else torch.float32
         example, self.samples = first_batch(task, _EXAMPLES)
         self.example = example.to(device)
         self.score_names = self._score_names()
