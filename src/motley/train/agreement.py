@@ -20,6 +20,8 @@ from motley.planner.worker import Worker
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
 
+_SHOWN = 3  # names in a message
+_TRIALS, _PROBED = 3, 20  # of a device's arithmetic, and steps in each
 _WORD = 8  # bytes that are mixed at once
 _CHUNKS = {"cpu": 1 << 15}  # words at a time: what is read twice is still in the core's own cache
 _CHUNK = 1 << 23  # on a GPU, which wants much to do at once; they take three times that meanwhile
@@ -63,14 +65,38 @@ class Agreement:
             self._round = True
             self._take(0, wrong, position, "since unlike devices may round differently")
             return position
+        faulty = unsound(all_gather_object(arithmetic(job.engine.device)))
+        if faulty:
+            cause = (
+                f"the same arithmetic gave other numbers on {self._names(faulty)}, so that a "
+                "device or its memory is faulty"
+            )
+            fix = "leave its host out with --hosts NAME,..., and "
+        else:
+            cause = (
+                "the same arithmetic gave the same numbers on all of them, so that something else "
+                "changes these values"
+            )
+            fix = (
+                "look in the task for what depends on the rank, the time or the passes so far, as "
+                "a buffer that forward() changes in some steps, or leave a host out with --hosts "
+                "NAME,...; then "
+            )
         raise MotleyError(
-            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
-            f"{self._names([0])}'s after step {position.step}, "
+            f"{self._difference(wrong)} after step {position.step}, "
             + ("again, as before all went back to a checkpoint" if folders
                else "and there is no checkpoint to go back to")
-            + ": a device or its memory is faulty; leave its host out with --hosts NAME,..., and "
-            + ("continue with --resume auto" if folders else "start anew")
+            + f": {cause}; {fix}" + ("continue with --resume auto" if folders else "start anew")
         )  # fmt: skip
+
+    def _difference(self, wrong: Sequence[int], right: int = 0) -> str:
+        """Say which values of some ranks differ from another's; all ranks call it."""
+        names = differing(all_gather_object(fingerprints(self._job.engine)), wrong, right)
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return (
+            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
+            f"{self._names([right])}'s in {', '.join(names[:_SHOWN])}{more}"
+        )
 
     def _names(self, ranks: Sequence[int]) -> str:
         workers = [self._job.workers[rank] for rank in ranks]
@@ -79,6 +105,7 @@ class Agreement:
     def _take(self, right: int, wrong: list[int], position: TrainState, why: str) -> None:
         """Give one rank's to all."""
         engine = self._job.engine
+        difference = self._difference(wrong, right)
         state = engine.alike()
         found = all_gather_object((state.plain, engine.scale.state_dict()))[right]
         plain, scale = found
@@ -87,19 +114,14 @@ class Agreement:
         engine.load_alike(taken)
         engine.on_same()
         engine.scale.load_state_dict(scale)
-        self._tell(
-            wrong, position,
-            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
-            f"{self._names([right])}'s, {why}; all take these now",
-        )  # fmt: skip
+        self._tell(wrong, position, f"{difference}, {why}; all take these now")
 
     def _go_back(self, wrong: list[int], position: TrainState, folders: list[Path]) -> TrainState:
         job = self._job
         self._tell(
             wrong, position,
-            f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
-            f"{self._names([0])}'s, and no value is that of more than half of the ranks; all go "
-            "back to the last checkpoint",
+            f"{self._difference(wrong)}, and no value is that of more than half of the ranks; all "
+            "go back to the last checkpoint",
         )  # fmt: skip
         job.engine.on_change()
         back, notes = job.resume(folders)
@@ -121,15 +143,64 @@ class Agreement:
 
 def digests(engine: Engine) -> list[str]:
     """A hash of what each rank holds that all should hold alike; all ranks call it."""
-    state, digest = engine.alike(), hashlib.sha256()
+    digest = hashlib.sha256()
+    for name, said in fingerprints(engine).items():
+        digest.update(f"{name} {said}".encode())
+    return all_gather_object(digest.hexdigest())
+
+
+def fingerprints(engine: Engine) -> dict[str, str]:
+    """Return a hash by name of each value that all ranks should hold alike, as this rank has it."""
+    state = engine.alike()
     named = sorted(state.tensors.items())
     found = [fingerprint(tensor).to(engine.device) for _, tensor in named]
     numbers = torch.stack(found).tolist() if found else []
-    for (name, tensor), number in zip(named, numbers, strict=True):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {number}".encode())
-    plain = (state.plain, engine.scale.state_dict())
-    digest.update(json.dumps(plain, sort_keys=True).encode())
-    return all_gather_object(digest.hexdigest())
+    said = {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {number}"
+        for (name, tensor), number in zip(named, numbers, strict=True)
+    }
+    plain = {"the optimizer's numbers": state.plain, "the loss scale": engine.scale.state_dict()}
+    return said | {name: json.dumps(value, sort_keys=True) for name, value in plain.items()}
+
+
+def differing(told: Sequence[dict[str, str]], wrong: Sequence[int], right: int) -> list[str]:
+    """Return the names of the values that any rank of ``wrong`` has otherwise than ``right``.
+
+    Args:
+        told: the :func:`fingerprints` of each rank.
+    """
+    names = dict.fromkeys(name for rank in (right, *wrong) for name in told[rank])
+    return [
+        name for name in names
+        if any(told[rank].get(name) != told[right].get(name) for rank in wrong)
+    ]  # fmt: skip
+
+
+def arithmetic(device: torch.device) -> list[int]:
+    """Return what the same steps of an optimizer give on this device, a hash for each of some
+    trials."""
+    start = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)
+    found = []
+    for _ in range(_TRIALS):
+        value, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+        for _ in range(_PROBED):
+            slope = value * 3 - 1
+            mean.lerp_(slope, 0.1)
+            square.mul_(0.99).addcmul_(slope, slope, value=0.01)
+            value.addcdiv_(mean, square.sqrt().add_(1e-8), value=-0.01)
+        found.append(int(fingerprint(value)))
+    return found
+
+
+def unsound(told: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks whose device gave other numbers from trial to trial, or else than most.
+
+    Args:
+        told: the :func:`arithmetic` of each rank; their devices are of one kind.
+    """
+    shaky = [rank for rank, numbers in enumerate(told) if len(set(numbers)) > 1]
+    most = Counter(numbers[0] for numbers in told).most_common(1)[0][0]
+    return shaky or [rank for rank, numbers in enumerate(told) if numbers[0] != most]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.train import agreement
-from motley.train.agreement import fingerprint, vote
+from motley.train.agreement import arithmetic, differing, fingerprint, unsound, vote
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,12 @@ def test_a_part_of_a_larger_tensor_has_its_own_fingerprint(kind: torch.dtype) ->
         assert fingerprint(whole[first:]) == fingerprint(whole[first:].clone())
     assert fingerprint(whole[:0]) == fingerprint(whole[5:5]) == 0
     assert fingerprint(whole[7]) == fingerprint(whole[7:8]), "a number"
+
+
+def test_a_device_is_blamed_for_its_arithmetic_alone() -> None:
+    told = [arithmetic(torch.device("cpu")) for _ in range(3)]
+    assert unsound(told) == []
+    assert unsound([told[0], [told[1][0] + 1] * 3, told[2]]) == [1]
+    assert unsound([told[0], told[1], [*told[2][1:], told[2][0] + 1]]) == [2]
+    values = [{"model.a": "1", "model.b": "2"}, {"model.a": "1", "model.b": "3"}]
+    assert differing(values, [1], 0) == ["model.b"]
