@@ -126,6 +126,74 @@ def test_parameters_of_several_types_are_learnt_or_refused_by_name(module_jobs: 
         assert done.code != 0 and says in done.output, done.output
 
 
+EXPERTS = ("--task", ROOT / "tests" / "support" / "experts.py", "--batch-size", 8,
+           "--precision", "fp32", "--warmup-epochs", 0, "--lr", 0.01, "--weight-decay", 0.5,
+           "--clip-grad", 1.0)  # fmt: skip
+WAYS = {
+    "two ranks": (2, "--shares", "5,3"),
+    "as planned": (2, "--hosts", "all"),
+    "an idle rank, micro-batches": (3, "--shares", "2,0,1", "--micro-batch", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def experts(module_jobs: Jobs) -> Trained:
+    """One rank, the whole batch at once."""
+    return module_jobs.train(1, DDP, "experts", *EXPERTS, "--max-steps", 30)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_expert_that_no_sample_chose_is_left_alone_as_on_one_machine(
+    module_jobs: Jobs, experts: Trained, way: str
+) -> None:
+    ranks, *options = WAYS[way]
+    module_jobs.train(ranks, DDP, f"experts {way}", *EXPERTS, *options, "--max-steps", 20)
+    run = module_jobs.train(ranks, DDP, f"experts {way}", *EXPERTS, *options, "--max-steps", 30,
+                            "--resume", "auto")  # fmt: skip
+    assert run.losses == pytest.approx(experts.losses, rel=1e-4)
+    norms = [[step["grad_norm"] for step in each.steps()] for each in (run, experts)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert not [event for event in run.events if event["event"] == "drift"]
+
+
+def test_local_steps_average_experts_and_who_shards_names_them(module_jobs: Jobs) -> None:
+    words = (*EXPERTS, "--max-steps", 9, "--shares", "5,3", "--batch-size", 4)
+    run = module_jobs.train(2, DDP, "experts local", *words, "--wire", "local:3", "--save-every", 3)
+    assert len(run.losses) == 9
+    assert not [event for event in run.events if event["event"] == "drift"]
+    for script, *options in (
+        (DDP, "--strategy", "fsdp"),
+        (ZERO, "--stage", 0),
+        (ZERO, "--stage", 1),
+    ):
+        place = ("--logs", module_jobs.logs, "--run", f"experts {options}")
+        done = module_jobs.fork(2, script, *words, *place, *options)
+        assert done.code != 0 and "experts.0.weight" in done.output, done.output
+        assert "take torch_dist/train_vit.py --strategy ddp" in done.output, done.output
+
+
+LATE = (*EXPERTS, "--late", "--max-steps", 9)
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("options", [
+    (DDP,), (DDP, "--strategy", "fsdp"), (ZERO, "--stage", 0), (ZERO, "--stage", 1),
+], ids=["DDP", "FSDP", "DeepSpeed 0", "DeepSpeed 1"])  # fmt: skip
+def test_an_absence_that_the_first_samples_do_not_show_is_named_when_it_comes(
+    jobs: Jobs, options: tuple[object, ...]
+) -> None:
+    script, *rest = options
+    done = jobs.fork(2, script, *LATE, "--shares", "5,3", *rest, "--logs", jobs.logs, "--run", "r")
+    assert done.code != 0 and done.seconds < 60
+    assert "set sometimes_unused = True in the class ExpertsTask" in done.output, done.output
+
+
+def test_a_task_that_says_so_trains_as_one_rank(module_jobs: Jobs) -> None:
+    alone = module_jobs.train(1, DDP, "late alone", *LATE)
+    run = module_jobs.train(2, DDP, "late", *LATE, "--shares", "5,3", "--sometimes-unused")
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "task",
     [(*TEXT, *STEPS), ("--task", "examples/my_task.py", "--max-steps", 20, "--warmup-epochs", 0)],

@@ -18,6 +18,7 @@ from motley.engines.protocol import EngineContext
 from motley.engines.reducing import ReducingEngine
 from motley.errors import NoMemoryError
 from motley.tasks.model import TaskModel
+from motley.tasks.sometimes_unused import found_unused
 
 _FIRST_BUCKET = 2**20  # bytes; torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 
@@ -103,9 +104,20 @@ class DdpEngine(ReducingEngine):
             self._broken_off = last
             self._backward(losses.sum() * (self.scale.value / self._usual_weight))
             self._broken_off = False
+            if last and self._sent < len(self._buckets):
+                raise found_unused(self._model, "a bucket of gradients", self._without())
         if not last:
             self.clock.lap("compute")
         return losses.detach()
+
+    def _without(self) -> list[str]:
+        """Return the names of the parameters that hold the next bucket up. Where a gradient is a
+        view of DDP's bucket it is all zeros."""
+        places = {grad.data_ptr() for grad in self._buckets[self._sent].grads}
+        return [
+            name for name, each in self._trained.items()
+            if each.grad is not None and each.grad.data_ptr() in places and not each.grad.any()
+        ]  # fmt: skip
 
     def _send(self) -> None:
         # Gradients are views of these, and DDP's own hook would sum the very same.

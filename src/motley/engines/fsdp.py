@@ -7,6 +7,7 @@ micro-batch communicates, and all ranks take equally many.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import MotleyError
 from motley.tasks.model import AUTOCAST, TaskModel, common_type
+from motley.tasks.sometimes_unused import found_unused, refuse_unused, without_gradient
 
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
@@ -65,6 +67,7 @@ class FsdpEngine(SynchronousEngine):
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         own = context.config.of(FsdpOptions)
         check_offload(own.offload, context)
+        refuse_unused(model, "--strategy fsdp")
         check_types(model, _TYPES, "--strategy fsdp", "--strategy ddp")
         kinds = {each.dtype for each in model.net.parameters()}
         if len(kinds) > 1:
@@ -90,7 +93,11 @@ class FsdpEngine(SynchronousEngine):
         self._sharding = Sharding(
             "--strategy fsdp", context.size, lambda net: fully_shard(net, **options), self._share
         )
-        for piece in pieces_of(list(model.task.blocks(model.net).values())):
+        self._blocks = model.task.blocks(model.net)
+        self._called: set[str] = set()  # blocks, in the present pass
+        for name, block in self._blocks.items():
+            block.register_forward_pre_hook(partial(_note_call, self._called, name))
+        for piece in pieces_of(list(self._blocks.values())):
             model.fill(*piece)
             # A block alone as itself.
             fully_shard(piece[0] if len(piece) == 1 else piece, **options)
@@ -106,7 +113,9 @@ class FsdpEngine(SynchronousEngine):
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         try:
             with silenced(self._model.net, not len(batch)):
+                self._called.clear()
                 losses, total = self._losses(self._model, batch)
+                self._check_called()
                 self._backward(total * (self.scale.value * self.loss_weight / self._usual_weight))
         except (RuntimeError, MemoryError) as error:
             if out_of_memory(error):
@@ -114,8 +123,16 @@ class FsdpEngine(SynchronousEngine):
                 instead = "--strategy ddp" if gathers else "--reshard-after-forward"
                 no_second_try(error, self.device, self.traits.words, instead)
             raise
+        if any(each.grad is None for each in self._parameters):
+            # The others wait for what this rank has not scattered.
+            raise found_unused(self._model, "--strategy fsdp", without_gradient(self._model.net))
         self.clock.lap("compute", ready=last)
         return losses.detach()
+
+    def _check_called(self) -> None:
+        """Raise MotleyError if a block was left out, which the other ranks gather with this one."""
+        if left_out := [name for name in self._blocks if name not in self._called]:
+            raise found_unused(self._model, "--strategy fsdp", left_out)
 
     def _stepped(self) -> Sequence[Tensor]:
         return self._shards.with_gradients() if self._shards else super()._stepped()
@@ -215,3 +232,7 @@ class FsdpEngine(SynchronousEngine):
             return part.to(own.device)
 
         return State({key: share(key, value) for key, value in state.tensors.items()}, state.plain)
+
+
+def _note_call(called: set[str], name: str, *_: Any) -> None:
+    called.add(name)

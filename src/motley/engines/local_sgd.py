@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.abandon import leavable
-from motley.comm.collectives import all_gather_floats
+from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.comm.reducer import as_real
 from motley.data.batch import Batch
 from motley.engines.adamw8bit import is_scale, narrow, widen
@@ -202,9 +202,12 @@ class LocalEngine(EngineBase):
         scale.value, scale.good_steps = min(values), int(min(steps))
 
     def _average_memory(self) -> None:
-        if not self.memory.slots():  # this rank had no samples yet
+        # This rank may have had no samples yet, or none that use some parameters.
+        known = [set(slots) for slots in all_gather_object(list(self.memory.slots()))]
+        missing = set.union(*known) - known[self._context.rank]
+        if missing:
             with self._changing():
-                self._step_of_size_0()
+                self._step_of_size_0(missing, counts=not known[self._context.rank])
         memory = self.memory.slots()
         wide = {name: widen(slots) for name, slots in memory.items()}
         groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
@@ -235,15 +238,24 @@ class LocalEngine(EngineBase):
             for (each, key), column in zip(numbers, zip(*table, strict=True), strict=True):
                 each[key] = type(each[key])(max(column))
 
-    def _step_of_size_0(self) -> None:
+    def _step_of_size_0(self, names: set[str], counts: bool) -> None:
+        """Have the optimizer keep something of parameters that it has not stepped yet.
+
+        Args:
+            counts: a group that counts its steps counts this one.
+        """
+        before = [dict(group) for group in self.optimizer.param_groups]
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        for parameter in self._parameters:
+        for name in names:
+            parameter = self._model.net.get_parameter(name)
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        for group, rate, was in zip(self.optimizer.param_groups, rates, before, strict=True):
+            if not counts:
+                group.update(was)
             group["lr"] = rate
         self._take(self._agreed)  # MADGRAD's parameters are a mean, which rounds
 

@@ -36,6 +36,8 @@ class NoOverlapEngine(ReducingEngine):
         self._groups = [
             group for alike in by_type(self._parameters) for group in grouped(alike, _BUCKET)
         ]
+        self._absent: list[int] = []  # places of parameters without a gradient, in this step
+        self._may_lack = any(all_gather_object(bool(model.sometimes_unused)))
         self._late = all(all_gather_object(self._may_read_late()))
         if context.size > 1:
             _broadcast([*model.net.parameters(), *model.net.buffers()])
@@ -52,8 +54,9 @@ class NoOverlapEngine(ReducingEngine):
 
     @property
     def reads_late(self) -> bool:
-        """See Engine. The host changes a dynamic loss scale and an average itself."""
-        return self._late and not (self.scale.dynamic or self.average)
+        """See Engine. The host changes a dynamic loss scale and an average itself, and drops
+        gradients that no rank had."""
+        return self._late and not (self.scale.dynamic or self.average or self._may_lack)
 
     def drop_gradients(self) -> None:
         """See Engine."""
@@ -64,7 +67,8 @@ class NoOverlapEngine(ReducingEngine):
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:
         losses: Tensor = self._model(batch.data)
-        self._backward(losses.sum() * (self.scale.value / self._usual_weight))
+        if len(batch):  # else it would make gradients of zeros
+            self._backward(losses.sum() * (self.scale.value / self._usual_weight))
         self.clock.lap("compute", ready=last)
         return losses.detach()
 
@@ -75,6 +79,7 @@ class NoOverlapEngine(ReducingEngine):
         if not self._sends:
             return
         sent = []
+        self._absent = [place for place, p in enumerate(self._parameters) if p.grad is None]
         for place, parameters in enumerate(self._groups):
             bucket = self._room(place, parameters)
             if bucket is None:
@@ -95,6 +100,9 @@ class NoOverlapEngine(ReducingEngine):
             if is_rounded:
                 _take(parameters, sums)
         self.clock.lap("sync")
+
+    def _lacking(self) -> Sequence[int]:
+        return self._absent
 
     def _note_own(self, parameters: Sequence[Tensor]) -> None:
         if self._context.size > 1 and any(p.grad is not None for p in parameters):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.collectives import Copy, all_gather, begin_copy, mark_now
@@ -28,6 +29,7 @@ class SynchronousEngine(EngineBase):
         self._divides = self._skips_by_itself and all(
             parameter.dtype == torch.float32 for parameter in self._parameters
         )
+        self._may_lack = False  # on some rank a parameter had no gradient in some step
         self._broken_off = False  # a backward pass that communicates
 
     def _norm(self, norms: Tensor) -> Tensor:
@@ -41,6 +43,10 @@ class SynchronousEngine(EngineBase):
     def _own_norm(self) -> Tensor | float:
         """Of this rank's gradient before it was added up, not finite if any entry was not."""
         return 0.0
+
+    def _lacking(self) -> Sequence[int]:
+        """Return the places, among the parameters, of those that had no gradient on this rank."""
+        return ()
 
     def _stepped(self) -> Sequence[Tensor]:
         """What the optimizer steps, with its gradients."""
@@ -65,16 +71,20 @@ class SynchronousEngine(EngineBase):
         norm = gradient_norm(stepped)
         if self._short:
             norm.fill_(math.nan)  # nobody steps
-        alone = self._context.size == 1
+        alone, lacking = self._context.size == 1, self._lacking()
         if not alone:
             self.clock.lap("opt", ready=True)
         table = all_gather(
             [loss_sum, norm, ready_s, bool(self._short), self._broken_off, self._weight,
-             self._own_norm()]
+             self._own_norm(), len(lacking)]
         )  # fmt: skip
         if not alone:
             self.clock.lap("sync")  # a rank whose host is late keeps the others here
         copy = begin_copy(table)  # on its way while the GPU does what follows
+        if lacking:  # then others may lack the same, and nobody has a gradient of it
+            copy.wait()
+            if bool(copy.table[:, 7].all()):
+                self._forget_absent(lacking)
         norms = table[:, 1]
         correction = None
         if self._weighs:
@@ -102,6 +112,22 @@ class SynchronousEngine(EngineBase):
         read = partial(self._read, copy, scale, usual_weight, late)
         return LaunchedStep(read, partial(_was_taken, copy), mark_now(self.device))
 
+    def _forget_absent(self, lacking: Sequence[int]) -> None:
+        """Have parameters without a gradient on any rank be as without one on one machine: neither
+        momentum nor weight decay moves them. All ranks call it, since each lacks some.
+
+        Args:
+            lacking: as :meth:`_lacking` of this rank.
+        """
+        absent = torch.zeros(len(self._parameters), device=self._wire_device())
+        absent[list(lacking)] = 1.0
+        dist.all_reduce(absent)
+        for place in (absent == self._context.size).nonzero().flatten().tolist():
+            self._parameters[place].grad = None
+
+    def _wire_device(self) -> torch.device:
+        return self._context.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
     def _read(self, copy: Copy, scale: float, usual_weight: float, late: bool) -> StepResult:
         """Wait for what all ranks told, and finish the step.
 
@@ -122,6 +148,8 @@ class SynchronousEngine(EngineBase):
             self._zero_gradients()
         if not short:
             self.scale.update(overflow)
+        if any(row[7] for row in rows):
+            self._may_lack = True
         self._after_step(
             not overflow and not short,
             bool(short) and any(row[4] for row in rows), self.scale.value / scale,

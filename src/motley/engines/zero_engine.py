@@ -32,6 +32,7 @@ from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.tasks.model import TaskModel
+from motley.tasks.sometimes_unused import found_unused, refuse_unused, without_gradient
 
 
 def _nothing(value: Tensor) -> Tensor:
@@ -62,6 +63,7 @@ class ZeroEngine(EngineBase):
                 f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "
                 "one --precision for all ranks, or --stage 1"
             )
+        refuse_unused(model, f"ZeRO stage {self._stage}")
         check_types(
             model, (torch.float32,), f"ZeRO stage {self._stage}",
             "torch_dist/train_vit.py --strategy ddp",
@@ -150,6 +152,9 @@ class ZeroEngine(EngineBase):
 
     def _send(self) -> None:
         if self._stage < 2:
+            if not self._short and any(each.grad is None for each in self._parameters):
+                names = without_gradient(self._model.net)
+                raise found_unused(self._model, f"ZeRO stage {self._stage}", names)
             self._engine.allreduce_gradients()
             self.clock.lap("sync")
 

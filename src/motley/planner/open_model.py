@@ -44,10 +44,13 @@ def open_model(
     if by_blocks:
         held = prepare(task, net, group, config, traits).beside_activations
         by_blocks.fold(group.device)
-    check_task(TaskModel(task, net, "fp32", group.device))
+    sometimes_unused = check_task(TaskModel(task, net, "fp32", group.device))
     set_attention(net, config.attention)
     model = make(task, net, precision, group.device)
     model.by_blocks, model.held_mib = by_blocks, held
+    if task.sometimes_unused and not sometimes_unused:
+        sometimes_unused = tuple(key for key, each in net.named_parameters() if each.requires_grad)
+    model.sometimes_unused = sometimes_unused
     model.try_attention(config.attention)
     if by_blocks and (dtype := narrow_type(task, group.precisions, traits)):
         by_blocks.narrow(dtype)

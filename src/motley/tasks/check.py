@@ -20,18 +20,21 @@ from motley.tasks.forward_changes import (
     check_renormalised,
 )
 from motley.tasks.model import TaskModel
+from motley.tasks.sometimes_unused import check_used, unused
 from motley.tasks.task import Task
 
 _TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
-_SHOWN = 4  # names in a message
 
 
-def check_task(model: TaskModel) -> None:
+def check_task(model: TaskModel) -> tuple[str, ...]:
     """Raise MotleyError, which says what is wrong and what to do, if the task cannot be trained
     exactly; leaves no gradients behind.
 
     Args:
         model: in fp32, not wrapped.
+
+    Returns:
+        The parameters that some samples give no gradient, by name.
     """
     task = type(model.task).__name__
     _check_samples(task, model.task)
@@ -41,9 +44,10 @@ def check_task(model: TaskModel) -> None:
     model.eval()  # drop-out draws anew in each pass
     try:
         _check_losses(task, model)
-        _check_gradients(task, model)
+        passes = [unused(model, model.example.data)]
         model.train()
-        _check_changes(task, model, changes)
+        passes += _check_changes(task, model, changes)
+        return check_used(task, model, passes)
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
@@ -122,15 +126,23 @@ def _check_losses(name: str, model: TaskModel) -> None:
         )
 
 
-def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> None:
-    """Passes in training change no parameter and no buffer, but for caches in the first one."""
+def _check_changes(name: str, model: TaskModel, changes: ForwardChanges) -> list[set[str]]:
+    """Passes in training change no parameter and no buffer, but for caches in the first one.
+
+    Returns:
+        The parameters without a gradient after a pass over each of the first samples alone.
+    """
     devices = [model.device.index or 0] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        model(model.example.data)
+        first, *others = (model.example[row : row + 1].data for row in range(len(model.example)))
+        found = [unused(model, first)]
         cached = ForwardChanges(model.net)
-        model(model.example.data)
-    if names := list(dict.fromkeys([*changes.names(caches=False), *cached.names(caches=True)])):
+        model(first)
+        names = cached.names(caches=True)
+        found += [unused(model, each) for each in others]
+    if names := list(dict.fromkeys([*changes.names(caches=False), *names])):
         raise changed_in_forward(name, model.net, names)
+    return found
 
 
 def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
@@ -146,22 +158,6 @@ def _losses(name: str, model: TaskModel, data: Tensors, n: int) -> Tensor:
             + (", then .sum() over what is left of each sample" if not mean else "")
         )
     return found
-
-
-def _check_gradients(name: str, model: TaskModel) -> None:
-    """Every parameter that is to be trained has a gradient."""
-    model.task.losses(model.compute, model.example.data).sum().backward()  # type: ignore[no-untyped-call]
-    learning = {key: p for key, p in model.net.named_parameters() if p.requires_grad}
-    if not learning:
-        raise MotleyError(f"the model of {name} has no parameter that can be trained")
-    without = [key for key, parameter in learning.items() if parameter.grad is None]
-    if without:
-        more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
-        raise MotleyError(
-            f"{len(without)} of the {len(learning)} parameters of {name} get no gradient: "
-            f"{', '.join(without[:_SHOWN])}{more}. Use them in losses(), take them out of the "
-            "model, or freeze them with requires_grad_(False)"
-        )
 
 
 def _kind(value: Any) -> str:

@@ -68,6 +68,7 @@ class TaskModel(nn.Module):
         held_mib: that training holds on the device besides activations, where that is more than is
             there now; 0: no more.
         statistics: of batch norms, if it has any.
+        sometimes_unused: names of parameters that have no gradient for some samples.
     """
 
     measuring_s = 11.0  # that measuring its speed may take; all ranks measure at once
@@ -84,6 +85,7 @@ class TaskModel(nn.Module):
                 "taken, as in grain = 32"
             )
         self.statistics = GroupStatistics(net, task.grain) if norms else None
+        self.sometimes_unused: tuple[str, ...] = ()
         self.by_blocks: BlockByBlock | None = None
         self.held_mib = 0.0
         self._compiled: Compiled | None = None

@@ -50,6 +50,8 @@ class Task:
         head_options: names of options that decide what the head tells apart.
         recipes: options by a name that ``--recipe`` takes, as a user would write them; what he does
             write comes after them.
+        sometimes_unused: some parameters have no gradient in some steps, as experts that no sample
+            chose, though the first samples do not show it.
         needs_workers: reading a sample takes longer than asking another process to.
     """
 
@@ -65,6 +67,7 @@ class Task:
     recipes: ClassVar[Mapping[str, str]] = {}
     keeps: bool = True
     needs_workers: bool = True
+    sometimes_unused: bool = False
 
     # -- to be written
 

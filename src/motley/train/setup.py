@@ -28,6 +28,7 @@ from motley.planner.process_group import ProcessGroup
 from motley.planner.worker import Worker
 from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
+from motley.tasks.sometimes_unused import shown
 from motley.train.budget import Budget
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
@@ -186,6 +187,12 @@ def assemble(
         model.compile_task()
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes = list(ready.notes)
+    if some := model.sometimes_unused:
+        text = (
+            f"{shown(some)} have no gradient for some samples: a step in which no rank has one "
+            "leaves a parameter as it is"
+        )
+        notes.append(("sometimes_unused", text, {"parameters": list(some)}))
     if config.loss_scale == "auto" and scale.dynamic and fresh:
         scale.value = search_scale(group, loader, model, plan)
         text = f"the loss scale starts at {scale.value:g}, found on the first batches"

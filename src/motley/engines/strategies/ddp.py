@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
+    from motley.comm.collectives import all_gather_object
+
     if context.plan.wire.addition is Addition.LOCAL_STEPS:
         from motley.engines.local_sgd import LocalEngine
 
         return LocalEngine(model, context)
-    if context.plan.buckets == 1 or (context.size == 1 and context.plan.wire.is_exact):
+    # Of a bucket whose parameters do not all get a gradient, DDP would wait for the rest.
+    some_unused = any(all_gather_object(bool(model.sometimes_unused)))
+    is_alone = context.size == 1 and context.plan.wire.is_exact
+    if some_unused or context.plan.buckets == 1 or is_alone:
         from motley.engines.no_overlap import NoOverlapEngine
 
         return NoOverlapEngine(model, context)
