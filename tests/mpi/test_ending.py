@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import tempfile
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Jobs, processes_of, wait_until
-from long_runs import rank_process, start, status, steps_done
+from long_runs import LONG, rank_process, start, status, steps_done
 from project import DDP, ZERO
 
 from motley.checkpoint.run import find_run
@@ -110,15 +111,19 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     (line,) = [line for line in output.splitlines() if line.startswith("motley: ")]
     assert re.search(
         r"stopped by you \(.*, while .*\) after step \d+; "
-        r"saved as of step \d+: continue with --run long --resume auto$",
+        r"saved as of step \d+: continue with: ",
         line,
     )
+    begun = [str(word) for word in job.args]
+    at = begun.index("--logs")
+    again = [*begun[:at], *map(str, LONG), *begun[at : at + 4], "--resume", "auto"]
+    assert shlex.split(line.partition("continue with: ")[2]) == again
     wait_until(lambda: not processes_of(str(jobs.logs)), 10)
     run = status(jobs)
     assert run["status"] == "stopped" and run["failure"]["kind"] == "stopped"
     assert [e["event"] for e in RunFolder(jobs.logs / "long").read_events()].count("fault") == 1
-    again = find_run(Config(logs=str(jobs.logs), resume="auto"))
-    assert again[0] == jobs.logs / "long" and again[1]
+    found = find_run(Config(logs=str(jobs.logs), resume="auto"))
+    assert found[0] == jobs.logs / "long" and found[1]
 
 
 def test_a_signal_to_one_rank_is_not_the_users_stop(jobs: Jobs) -> None:

@@ -1,6 +1,7 @@
 """A run goes on elsewhere: on other ranks, at another ZeRO stage, through the other engine."""
 
 import json
+import re
 
 import pytest
 from jobs import Jobs, Trained
@@ -60,6 +61,39 @@ def test_a_resumed_run_continues_the_same_losses(
     assert found == pytest.approx(expected, rel=tolerance, abs=0.0)
     forgets = [event for event in resumed.events if "empty error memory" in str(event)]
     assert bool(forgets) == (start == "PowerSGD" and tolerance > 0)
+
+
+RECIPE = ("--lr", 3e-3, "--weight-decay", 0.2, "--seed", 5, "--batch-size", 96, "--epochs", 2,
+          "--data-fraction", 0.4, "--no-augment", "--model-ema", "--clip-grad", 1.0)  # fmt: skip
+
+
+def test_options_are_the_checkpoints_unless_they_are_typed(jobs: Jobs) -> None:
+    words = (1, DDP, "--logs", jobs.logs, "--shares", "equal", "--precision", "fp32")
+    whole = jobs.train(1, DDP, "whole", *RECIPE, "--shares", "equal", "--precision", "fp32")
+    cut = jobs.train(1, DDP, "my cut", *RECIPE, "--shares", "equal", "--precision", "fp32",
+                     "--max-steps", 5, "--resume", "auto")  # fmt: skip
+    assert f"{cut.folder} has no checkpoint; --resume auto begins it anew" in cut.done.output
+    assert f"--logs {jobs.logs} --run 'my cut' --resume auto" in cut.done.output
+    done = jobs.fork(*words, "--run", "my cut", "--resume", "auto")
+    assert done.code == 0, done.output
+    assert Trained(cut.folder, done).losses == whole.losses
+    assert re.search("options of the checkpoint: .*--batch-size 96, .*--lr 0.003, ", done.output)
+    assert not notes(cut)
+    typed = ("--lr", 1e-3, "--no-model-ema", "--clip-grad", "none", "--epochs", 3)
+    done = jobs.fork(*words, "--run", "my cut", "--resume", "auto", *typed)
+    assert done.code == 0, done.output
+    (note,) = notes(cut)
+    assert "--lr 0.001 (the checkpoint: 0.003)" in note
+    assert "--clip-grad none (the checkpoint: 1.0)" in note
+    assert cut.run["config"]["weight_decay"] == 0.2 and cut.run["config"]["model_ema"] is False
+    other = jobs.fork(*words, "--run", "my cut", "--resume", "auto", "--task", "text")
+    assert other.code != 0 and "with --task image, and this launch has --task text; add --task" in (
+        other.output
+    )
+
+
+def notes(run: Trained) -> list[str]:
+    return [event["text"] for event in run.events if "other options" in event.get("text", "")]
 
 
 POWER = ("--wire", "powersgd:2", "--shares", "3,1", "--precision", "fp32", "--max-steps", 6)

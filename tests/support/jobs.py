@@ -91,7 +91,11 @@ class Jobs:
 
     def train(self, ranks: int, script: str, name: str, *options: object) -> "Trained":
         """Train to the end on forked ranks, or fail the test with the job's output."""
-        done = self.fork(ranks, script, "--logs", self.logs, "--run", name, *options)
+        # Tests stop runs by --max-steps to continue them: one schedule for both halves.
+        stops = "--max-steps" in options and "--epochs" not in options
+        epochs = ("--epochs", 30) if stops else ()
+        words = ("--logs", self.logs, "--run", name, *epochs, *options)
+        done = self.fork(ranks, script, *words)
         assert done.code == 0, done.output
         return Trained(self.logs / name, done)
 

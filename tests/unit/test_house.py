@@ -72,7 +72,7 @@ ROOMS = {
     "train": (
         "progress budget first_steps loader_growth loss_scale schedule summary recorder profiler "
         "overflow ready setup agreement recovery rescue survivor compile_keeper evaluate "
-        "save_timer command_line loop start script"
+        "save_timer command_line resume_line loop start script"
     ),
     "infer": "leases shards predictor export",
 }

@@ -1,6 +1,7 @@
 """Which folder a run has, and what it continues from."""
 
 import itertools
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,17 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
     return _newest_stopped(logs, config.task) or (_by_time(logs), [])
 
 
+def begins_anew(config: Config) -> str:
+    """Return what to say where ``--resume auto`` has found nothing to continue."""
+    logs = Path(config.logs)
+    if config.run is not None:
+        return f"{logs / config.run} has no checkpoint; --resume auto begins it anew"
+    return (
+        f"no unfinished run with a checkpoint is in {logs.absolute()}; --resume auto begins a new "
+        "run. Name the place with --logs DIR, or a run with --run NAME"
+    )
+
+
 def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
     """The run of this task that was started last of those that have not finished, and have a
     checkpoint; one that is in use is refused when it is taken."""
@@ -79,7 +91,10 @@ def _newest_stopped(logs: Path, task: str) -> tuple[Path, list[Path]] | None:
             continue
         if Path(learns).name == Path(task).name:
             return path, found
-        print(f"motley: {path} learns --task {learns}; --resume auto passes it over")
+        print(
+            f"motley: {path} learns --task {learns}; --resume auto passes it over. Add "
+            f"--task {shlex.quote(learns)} to continue it"
+        )
     return None
 
 

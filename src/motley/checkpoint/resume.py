@@ -12,7 +12,7 @@ from torch import Tensor
 from motley.checkpoint.read import first_whole, open_checkpoint
 from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
-from motley.config.option import Decides, flag_of
+from motley.config.option import Decides, flag_of, typed_text
 from motley.config.options import Config
 from motley.engines.adamw8bit import CONVERTIBLE
 from motley.engines.optimizer_state import State
@@ -89,6 +89,16 @@ def state_of(folders: list[Path]) -> TrainState | None:
     return TrainState(progress["step"], progress["epoch"], progress["consumed"])
 
 
+def saved_config(folders: list[Path]) -> dict[str, Any] | None:
+    """Return the options that the newest readable checkpoint keeps; None if there is none."""
+    try:
+        _, opened = first_whole(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
+    except MotleyError:  # resume() says what is wrong with each
+        return None
+    config: dict[str, Any] = opened.progress["config"]
+    return config
+
+
 def _read_first(folder: Path, by_parts: bool) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
     """A checkpoint's progress and tensors; None: each rank is to read its own, and it is not known
     yet whether they are whole.
@@ -140,28 +150,32 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:
     """What is said where the run goes on with other options; MotleyError if it cannot."""
 
-    def differing(decides: Decides) -> list[str]:
+    def differing(is_fixed: bool) -> list[str]:
         return [
-            f"{flag_of(declared)} {now[name]} (the checkpoint: {saved[name]})"
+            f"{flag_of(declared)} {typed_text(now[name])} "
+            f"(the checkpoint: {typed_text(saved[name])})"
             for name, declared, _ in config.options()
-            if declared.decides & decides
+            if bool(declared.decides & Decides.MODEL) == is_fixed
+            and not declared.per_launch
             and name in saved  # an older version's may not be
             and saved[name] != now[name]
             and not (name == "opt" and converts)
+            and (name != "max_steps" or config.schedule_ends_with_run)
         ]
 
     optimizers = saved.get("opt"), now["opt"]
     converts = CONVERTIBLE.issuperset(optimizers) and len(set(optimizers)) > 1
 
     declared = {name for name, _, _ in config.options()}
-    wrong = differing(Decides.MODEL) + [
+    wrong = differing(is_fixed=True) + [
         f"{name.replace('_', ' ')} {value} (the checkpoint: {saved[name]})"
         for name, value in identity_of(config).items()
         if name not in declared and name in saved and saved[name] != value
     ]
     if wrong:
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
-    notes = [f"note: {text}" for text in differing(Decides.NUMBERS)]
+    changed = ", ".join(differing(is_fixed=False))
+    notes = [f"note: other options than the checkpoint's: {changed}"] if changed else []
     if converts:
         notes.append(
             f"note: --opt {now['opt']}, and the moments of the checkpoint's {saved['opt']}"

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from motley.errors import MotleyError
 
+NONE = "none"  # typed in place of a value: sets an option back to its default, which is no value
 _OPTION = "option"  # of a field's metadata
 
 
@@ -49,6 +50,8 @@ class Option:
         several: it takes one word or more; its value is a tuple of what was read of each.
         unset: how None is written. cell: how a matrix of runs says it, for whose cells it is.
         usual: what ``-h`` says of it, in a line, if most users need it.
+        per_launch: belongs to one launch, as paths of records and the shares of ranks do. A
+            continued run takes every other option from its checkpoint, unless the user types it.
     """
 
     says: str
@@ -65,6 +68,7 @@ class Option:
     unset: str | None = None
     cell: str = ""
     usual: str = ""
+    per_launch: bool = False
 
     def text_of(self, value: Any) -> Any:
         """A value as records and checkpoints keep it: JSON, and texts that :attr:`read` reads."""
@@ -129,3 +133,8 @@ def _plain(group: type, each: "Field[Any]") -> Option:
 def flag_of(declared: Option) -> str:
     """As a user writes it."""
     return declared.flag or f"--{declared.name.replace('_', '-')}"
+
+
+def typed_text(text: Any) -> str:
+    """Return what :meth:`Option.text_of` wrote, as a user types it."""
+    return NONE if text is None else " ".join(text) if isinstance(text, list) else str(text)

@@ -6,7 +6,7 @@ its file (motley.engines.strategies), and so does a task, which is such a group 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from motley.config.numbers import (
@@ -43,18 +43,18 @@ class ModelOptions:
 
     task: str = option(  # its identity() decides
         "", NOTHING, "image", metavar="NAME|FILE.py",
-        usual="image (default), text, weather, or your own",
+        usual="image (default), text, weather, or your own", per_launch=True,
     )  # fmt: skip
     build: str = option(
         "how a model gets its initial numbers: whole, on each rank; blocks, one block after "
         "another, each cut by --strategy fsdp before the next, so that no rank holds all; auto "
         "(default): blocks where more than a billion parameters begin with random numbers",
-        NUMBERS | SPEED, "auto", choices=("auto", "whole", "blocks"),
+        NUMBERS | SPEED, "auto", choices=("auto", "whole", "blocks"), per_launch=True,
     )  # fmt: skip
     compile: str = option(
         "torch.compile the model, block by block: auto (default) where that is going to save a GPU "
         "more of the run than it takes; on, also where no value is given; off",
-        SPEED, "auto", choices=("auto", "on", "off"), bare="on",
+        SPEED, "auto", choices=("auto", "on", "off"), bare="on", per_launch=True,
     )  # fmt: skip
     grad_checkpointing: tuple[str, ...] | None = option(
         "compute activations again in the backward pass in place of keeping them: less memory, up "
@@ -65,16 +65,16 @@ class ModelOptions:
     attention: str = option(
         "torch's kernels: fused (flash, 16 bits on a GPU), efficient (memory-efficient, GPUs "
         "alone), or plain, each product written out; auto (default): as torch chooses",
-        SPEED, "auto", choices=ATTENTION,
+        SPEED, "auto", choices=ATTENTION, per_launch=True,
     )  # fmt: skip
     initial_checkpoint: str | None = option(
         "begin with the weights of a run, of a file of safetensors, or of local-dir:FOLDER, timm's "
         "or Hugging Face's; the head is made anew where it has another shape",
-        NOTHING, metavar="RUN|FILE",
+        NOTHING, metavar="RUN|FILE", per_launch=True,
     )  # fmt: skip
     trust: bool = option(
         "also read initial weights that are pickled; of tensors alone, nothing else is run",
-        NOTHING, False,
+        NOTHING, False, per_launch=True,
     )  # fmt: skip
     freeze: tuple[str, ...] | None = option(
         "do not train these parts, by path or last word; backbone: all but the head. They are "
@@ -103,7 +103,7 @@ class DataOptions:
     workers: int | None = option(
         "loader processes a rank; default: 0 for CPU ranks and what is in memory, else as many as "
         "keep the GPU busy, as measured, and the host has cores for",
-        NOTHING, read=natural, metavar="N", short="-j",
+        NOTHING, read=natural, metavar="N", short="-j", per_launch=True,
     )  # fmt: skip
 
 
@@ -124,37 +124,38 @@ class BatchOptions:
     micro_batch: PerRank[int] | None = option(
         "most samples a rank holds at once, one for all or one a rank; default: the fastest that "
         "fits, or with --shares its whole share",
-        PLAN, read=read_micro_batches, metavar="M[,M...]",
+        PLAN, read=read_micro_batches, metavar="M[,M...]", per_launch=True,
     )  # fmt: skip
     shares: PerRank[float] | None = option(
         "samples of each rank in proportion, as in 5,4,3,2,1, or equal; default: by their speed, "
         "which is measured",
         PLAN, read=read_shares, metavar="S,S,...|equal",
-        usual="of ranks, as 5,4,3; default: by speed, measured",
+        usual="of ranks, as 5,4,3; default: by speed, measured", per_launch=True,
     )  # fmt: skip
     replan: str = option(
         "auto (default): split anew when ranks become slower or faster while it runs, but not with "
         "fsdp or ZeRO 2 and 3, where every pass waits for all and nobody can tell who is slow; the "
         "global batch never changes",
-        NOTHING, "auto", choices=("auto", "off"),
+        NOTHING, "auto", choices=("auto", "off"), per_launch=True,
     )  # fmt: skip
     hosts: str | tuple[str, ...] = option(
         "who trains: auto (default) leaves out hosts without which a step is shorter, but none "
         "with --shares; all; or these alone",
         PLAN, "auto", read=read_named_hosts, metavar="auto|all|NAME,...",
-        usual="auto (default) leaves out who slows the others",
+        usual="auto (default) leaves out who slows the others", per_launch=True,
     )  # fmt: skip
     bind: bool = option(
         "let ranks run on any core; default: on those next to their GPU, where a machine has "
         "several memory nodes and nobody else has chosen",
-        SPEED, True,
+        SPEED, True, per_launch=True,
     )  # fmt: skip
     wire: WireMode | None = option(  # its modes are registered
         "", NUMBERS | PLAN, unset="auto", usual="what is sent between hosts, default auto"
     )
     epochs: int = option("default 30", NUMBERS, 30, read=positive, metavar="E", usual="default 30")
     max_steps: int | None = option(
-        "stop after K steps", NOTHING, read=positive, metavar="K", cell="--steps, before the --,",
+        "stop after K steps; without --epochs the schedule of the rate ends there too",
+        NOTHING, read=positive, metavar="K", cell="--steps, before the --,",
         usual="stop after so many",
     )  # fmt: skip
 
@@ -165,14 +166,16 @@ class RecordOptions:
 
     run: str | None = option(
         "the run's folder is LOGS/NAME; default: the time", NOTHING, metavar="NAME", cell="nothing",
-        usual="its folder is logs/NAME, default: the time",
+        usual="its folder is logs/NAME, default: the time", per_launch=True,
     )  # fmt: skip
-    logs: str = option("default: logs", NOTHING, "logs", metavar="DIR", cell="--out")
+    logs: str = option(
+        "default: logs", NOTHING, "logs", metavar="DIR", cell="--out", per_launch=True
+    )
     resume: str | None = option(
         "continue from a checkpoint or a run folder; auto: from --run NAME, else the newest "
         "unfinished run that has a checkpoint",
         NOTHING, metavar="PATH|auto", cell="nothing",
-        usual="continue a run; auto: of --run, or the newest",
+        usual="continue a run; auto: of --run, or the newest", per_launch=True,
     )  # fmt: skip
     save_every: int | Duration | None = option(
         "steps, or time, as 10m, between checkpoints; default: one an epoch, not for noise",
@@ -182,19 +185,19 @@ class RecordOptions:
     keep: int = option("checkpoints kept, default 2", NOTHING, 2, read=positive, metavar="N")
     log_interval: float = option(
         "between progress lines when not on a terminal, default 2",
-        NOTHING, 2.0, read=above_zero, metavar="SECONDS",
+        NOTHING, 2.0, read=above_zero, metavar="SECONDS", per_launch=True,
     )  # fmt: skip
     gpu_log_interval: float = option(
         "between samples of the GPU log, default 2",
-        NOTHING, 2.0, read=above_zero, metavar="SECONDS",
+        NOTHING, 2.0, read=above_zero, metavar="SECONDS", per_launch=True,
     )  # fmt: skip
     profile: StepSpan | None = option(
         "torch's profiler in these steps, as 20:40 for 21 to 40; see plots/traces.py",
-        NOTHING, read=step_span, metavar="FROM:TO",
+        NOTHING, read=step_span, metavar="FROM:TO", per_launch=True,
     )  # fmt: skip
     profile_ranks: str | tuple[int, ...] = option(
         "which ranks it profiles: slowest (default), all, or these",
-        NOTHING, SLOWEST, read=profiled, metavar="slowest|all|R,...",
+        NOTHING, SLOWEST, read=profiled, metavar="slowest|all|R,...", per_launch=True,
     )  # fmt: skip
 
 
@@ -214,9 +217,19 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
+        typed: names of the options that the user typed, in this launch or in those that it
+            continues.
+        from_recipe: names of the options that ``--recipe`` set, and the user did not type.
     """
 
     own: tuple[Any, ...] = ()
+    typed: frozenset[str] = field(default=frozenset(), compare=False)
+    from_recipe: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @property
+    def schedule_ends_with_run(self) -> bool:
+        """True if the rate falls until ``--max-steps``: nobody has asked for a number of epochs."""
+        return self.max_steps is not None and "epochs" not in self.typed | self.from_recipe
 
     def of(self, group: type[Group]) -> Group:
         """A strategy's own options; their defaults where the script does not have them."""
@@ -226,8 +239,8 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
         """Name, declaration and value of each, in the order of ``-h``."""
         for group in (*GROUPS, *map(type, self.own)):
             source = self if group in GROUPS else self.of(group)
-            for field, declared in options_of(group).items():
-                yield declared.name, declared, getattr(source, field)
+            for attribute, declared in options_of(group).items():
+                yield declared.name, declared, getattr(source, attribute)
 
     def as_json(self, decides: Decides | None = None) -> dict[str, Any]:
         """What records and checkpoints keep.

@@ -3,10 +3,10 @@
 import argparse
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from motley.config.option import Option, flag_of, options_of
+from motley.config.option import NONE, Option, flag_of, options_of
 from motley.config.options import GONE, GROUPS, Config
 from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
@@ -128,7 +128,8 @@ class OptionParser(OneVoice):
         """Print what most users need, on the first rank alone; it fits a screen."""
         if launched_rank() != 0:
             return
-        shown = [copy.copy(each) for each in self._actions if each.dest in self._usual]
+        told = [each for each in self._actions if each.help != argparse.SUPPRESS]
+        shown = [copy.copy(each) for each in told if each.dest in self._usual]
         for each in shown:
             each.help = self._usual[each.dest]
         screen = argparse.RawDescriptionHelpFormatter(self.prog, max_help_position=_COLUMN)
@@ -137,7 +138,7 @@ class OptionParser(OneVoice):
         screen.start_section("the usual options")
         screen.add_arguments(shown)
         screen.end_section()
-        rest = len(self._actions) - len(shown)
+        rest = len(told) - len(shown)
         screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
         print(screen.format_help(), end="", flush=True)
 
@@ -155,6 +156,26 @@ class OptionParser(OneVoice):
                 *filter(None, flags), dest=declared.name, default=usual[name], help=declared.says,
                 **_rest(declared, usual[name]),
             )  # fmt: skip
+            if isinstance(usual[name], bool) and not declared.per_launch:
+                self._add_opposite(section, declared, usual[name] is True)
+
+    def _add_opposite(self, section: Any, declared: Option, usual: bool) -> None:
+        """Add the unlisted option that sets a switch back to its default.
+
+        A continued run needs it: the checkpoint decides what the user does not type.
+        """
+        name = declared.name if usual else f"no_{declared.name}"
+        section.add_argument(
+            flag_of(dataclasses.replace(declared, name=name, flag="")), dest=declared.name,
+            action=f"store_{str(usual).lower()}", default=usual, help=argparse.SUPPRESS,
+        )  # fmt: skip
+
+    def typed_in(self, words: Sequence[str]) -> frozenset[str]:
+        """Return the names of the options that ``words`` set."""
+        missing = object()
+        blank = argparse.Namespace(**{each.dest: missing for each in self._actions})
+        parsed, _ = self.parse_known_args(words, blank)
+        return frozenset(name for name, value in vars(parsed).items() if value is not missing)
 
     def config_of(self, words: argparse.Namespace) -> Config:
         """What was parsed, by groups."""
@@ -184,6 +205,8 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
     if isinstance(usual, bool):
         return {"action": "store_false" if usual else "store_true"}
     rest: dict[str, Any] = {"type": declared.read}
+    if usual is None and not (declared.unset or declared.choices or declared.per_launch):
+        rest["type"] = _or_none(declared)
     if declared.choices:
         rest["choices"] = declared.choices
     if declared.metavar:
@@ -193,3 +216,16 @@ def _rest(declared: Option, usual: Any) -> dict[str, Any]:
     if declared.several:
         rest["nargs"] = "+"
     return rest
+
+
+def _or_none(declared: Option) -> Callable[[str], Any]:
+    """The reader of an option whose default is None, which a continued run may set back.
+
+    argparse names a reader in its errors.
+    """
+
+    def read(text: str) -> Any:
+        return None if text == NONE else declared.read(text)
+
+    read.__name__ = getattr(declared.read, "__name__", "value")
+    return read

@@ -32,8 +32,9 @@ class StrategyOptions:
 
     # Decides nothing by its name: what a plan depends on are the traits.
     strategy: str = option(
-        "", Decides.NOTHING, "ddp", cell="strategy", usual="what a rank keeps, default ddp: all"
-    )
+        "", Decides.NOTHING, "ddp", cell="strategy", usual="what a rank keeps, default ddp: all",
+        per_launch=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,15 @@ class ZeroOptions:
     # What a plan depends on are the traits of the stage.
     stage: int | None = option(
         "ZeRO stage, default 0", Decides.NOTHING, read=int, choices=STAGES, cell="strategy",
-        usual="what ranks share out: 0 (default) nothing, 3 all",
+        usual="what ranks share out: 0 (default) nothing, 3 all", per_launch=True,
     )  # fmt: skip
     deepspeed_config: str | None = option(
-        "default: deepspeed/zero<stage>.json", Decides.PLAN, metavar="FILE"
+        "default: deepspeed/zero<stage>.json", Decides.PLAN, metavar="FILE", per_launch=True
     )
     offload: str = option(
         "keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too (stage 3); "
         "default: none",
-        Decides.PLAN, "none", choices=("none", *OFFLOADS),
+        Decides.PLAN, "none", choices=("none", *OFFLOADS), per_launch=True,
     )  # fmt: skip
 
 

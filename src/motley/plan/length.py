@@ -96,6 +96,19 @@ class Length:
         steps themselves, unless the batch changed in the middle of the current epoch."""
         return position.epoch * self.steps_an_epoch + position.consumed / self.batch
 
+    def updates_at(self, step: int) -> float:
+        """Where the schedule stands after so many steps from the start of the run.
+
+        See :meth:`updates`; a number above that of the last epoch if the run is shorter.
+        """
+        if self.ramp is None or not self.ramp.over:
+            return float(step)
+        position = TrainState()
+        while position.step < step:
+            left = self.epoch_samples - position.consumed
+            position = self.after(position, min(self.full_batch(position), left))
+        return self.updates(position)
+
     def last_step(self, position: TrainState) -> int:
         """The step at which the run ends, from where it stands."""
         if self.ended(position):

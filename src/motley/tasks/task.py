@@ -104,6 +104,8 @@ class Task:
         try:
             return dict(default_collate(list(samples)))
         except (RuntimeError, TypeError) as error:
+            if "Too many open files" in str(error):
+                raise  # of the host, not of the samples
             raise MotleyError(
                 f"samples of {type(self).__name__} cannot be stacked: "
                 f"{str(error).splitlines()[0]}; write collate(), which fills them up"

@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from motley.comm.modes import modes, parse_wire
-from motley.config.option import flag_of, options_of
+from motley.config.option import flag_of, options_of, typed_text
 from motley.config.options import GROUPS, Config
 from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions
 from motley.errors import MotleyError
-from motley.tasks.find import USUAL, known_tasks, task_class
+from motley.plan.per_rank import PerRank
+from motley.tasks.find import USUAL, identity_of, known_tasks, task_class, task_of
 from motley.text import did_you_mean
+
+TYPED = "typed options"  # among a checkpoint's options; no option has such a name
 
 
 def training_parser(
@@ -38,6 +41,66 @@ def config_from(saved: Mapping[str, Any]) -> Config:
         general |= _values(group, saved)
     task = task_class(general.get("task", USUAL))
     return Config(**general, own=(task(**_values(task, saved)),))
+
+
+def continued(config: Config, saved: Mapping[str, Any]) -> Config:
+    """Return the options of a run that goes on from a checkpoint.
+
+    Every option that the user did not type has the checkpoint's value, except those that belong to
+    one launch. The words of a recipe count as typed only where the checkpoint has another recipe.
+
+    Args:
+        saved: the options, as the checkpoint keeps them.
+
+    Raises:
+        MotleyError: the checkpoint is of another task.
+    """
+    if saved.get("task_class") not in (None, type(task_of(config)).__name__):
+        raise MotleyError(
+            f"the checkpoint was trained with --task {saved.get('task')}, and this launch has "
+            f"--task {config.task}; add --task {saved.get('task')}"
+        )
+    task, typed = task_of(config), config.typed
+    if getattr(task, "recipe", None) != saved.get("recipe"):
+        typed |= config.from_recipe
+
+    def taken(group: type) -> dict[str, Any]:
+        declared = options_of(group)
+        return {
+            field: value for field, value in _values(group, saved).items()
+            if declared[field].name not in typed and not declared[field].per_launch
+            and not _is_for_single_ranks(value)
+        }  # fmt: skip
+
+    own = tuple(replace(each, **taken(type(each))) for each in config.own)
+    general: dict[str, Any] = {}
+    for group in GROUPS:
+        general |= taken(group)
+    # Checkpoints of earlier versions do not say what was typed; their schedule ended with --epochs.
+    typed = typed.union(saved.get(TYPED, ["epochs"]))
+    if "epochs" in typed:  # --max-steps is not the length of the run, but where one launch stops
+        general.pop("max_steps", None)
+    return replace(config, **general, own=own, typed=typed)
+
+
+def differing_options(config: Config, other: Config) -> list[str]:
+    """Return the options of ``config`` that ``other`` has not, as in ``--lr 0.0003``."""
+    before = {name: declared.text_of(value) for name, declared, value in other.options()}
+    return [
+        f"{flag_of(declared)} {typed_text(text)}" for name, declared, value in config.options()
+        if (text := declared.text_of(value)) != before.get(name)
+    ]  # fmt: skip
+
+
+def _is_for_single_ranks(value: Any) -> bool:
+    """Return True for one value a rank, which belongs to the ranks of one launch."""
+    return isinstance(value, PerRank) and not value.for_all
+
+
+def saved_options(config: Config) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the options, as :func:`continued` reads it."""
+    typed = sorted(config.typed | config.from_recipe)
+    return {**config.as_json(), **identity_of(config), TYPED: typed}
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,13 +147,17 @@ def read_config(
     Args:
         strict: what no option takes is an error; else it is passed over.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    own = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        words = [*add_task(parser, words), *words]
+        recipe = add_task(parser, own)
+        words = [*recipe, *own]
         known, unknown = parser.parse_known_args(words)
         if unknown and strict:
             parser.parse_args(words)  # says what is wrong
-        return parser.config_of(known)
+        typed = parser.typed_in(own)
+        return replace(
+            parser.config_of(known), typed=typed, from_recipe=parser.typed_in(recipe) - typed
+        )
     except MotleyError as error:
         parser.error(str(error))
 

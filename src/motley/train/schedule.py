@@ -1,16 +1,24 @@
 """The learning rate of each step, by timm's schedules."""
 
+import math
+
 from torch.optim import Optimizer
 
 from motley.config.options import RAMP_POWERS, Config
 from motley.data.import_timm import Scheduler, timm
+from motley.plan.length import Length, TrainState
+
+_FALLS = ("cosine", "tanh", "poly")  # until the end of the schedule
+_EPOCHS = 30  # default of --epochs, of which the default --warmup-epochs are a part
 
 
-def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> Scheduler:
-    """Linear warm-up, then ``--sched``; cosine, tanh and poly end with the last epoch at
+def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Scheduler:
+    """Linear warm-up, then ``--sched``; cosine, tanh and poly end with the schedule at
     ``--min-lr``. Of steps, not of epochs: timm takes what it calls epochs in any unit."""
-    total = steps_an_epoch * config.epochs
+    steps_an_epoch, total = length.steps_an_epoch, schedule_steps(config, length)
     warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
+    if config.schedule_ends_with_run and "warmup_epochs" not in config.typed:
+        warmup = min(warmup, round(total * config.warmup_epochs / _EPOCHS))
     # timm steps at the end of the update before a milestone.
     milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
     rate = config.decay_rate or (1.0 if config.sched == "poly" else 0.1)
@@ -23,6 +31,27 @@ def make_schedule(optimizer: Optimizer, config: Config, steps_an_epoch: int) -> 
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     return schedule
+
+
+def schedule_steps(config: Config, length: Length) -> int:
+    """Return the updates after which the schedule ends: those of all epochs, or of the run."""
+    total = length.steps_an_epoch * config.epochs
+    if config.schedule_ends_with_run and config.max_steps is not None:
+        total = min(total, math.ceil(length.updates_at(config.max_steps)))
+    return total
+
+
+def cut_short(config: Config, length: Length, state: TrainState) -> str:
+    """Return a sentence if the run ends before the rate has fallen; else nothing."""
+    total, left = schedule_steps(config, length), length.last_step(state) - state.step
+    if config.sched not in _FALLS or config.max_steps is None or config.schedule_ends_with_run:
+        return ""
+    if length.updates(state) + left >= total - 1:
+        return ""
+    return (
+        f"the rate falls until step {total:,}, with epoch {config.epochs}, and --max-steps stops "
+        f"after step {length.last_step(state):,}; without --epochs it falls until --max-steps"
+    )
 
 
 def set_rate(schedule: Scheduler, updates: float, batch: int, config: Config) -> None:

@@ -30,11 +30,12 @@ from motley.tasks.find import identity_of
 from motley.tasks.model import TaskModel
 from motley.tasks.sometimes_unused import shown
 from motley.train.budget import Budget
+from motley.train.command_line import saved_options
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
 from motley.train.ready import Note, Ready, make_ready
-from motley.train.schedule import make_schedule
+from motley.train.schedule import cut_short, make_schedule
 
 # Of the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
@@ -148,6 +149,8 @@ def begin(
         budget = ready.budget(state, planned)
     said: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
     said += [("initial", note, {}) for note in initial]
+    if note := cut_short(config, job.length, state):
+        said.append(("schedule", note, {}))
     notes_of_all = [*said, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
     return Begun(job, state, notes_of_all, budget, watched)
@@ -210,10 +213,10 @@ def assemble(
     engine.reconfigure(plan)
     return Job(
         config, run, plan, loader, model, engine,
-        schedule=make_schedule(engine.optimizer, config, ready.length.steps_an_epoch),
+        schedule=make_schedule(engine.optimizer, config, ready.length),
         checkpoints=ready.checkpoints, numbers=sizes.numbers,
         trained=sizes.trained, gradient_bytes=sizes.gradient_bytes, length=ready.length,
-        saved_config={**config.as_json(), **identity_of(config)}, notes=[*notes, *sizes.notes()],
+        saved_config=saved_options(config), notes=[*notes, *sizes.notes()],
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
 

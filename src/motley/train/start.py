@@ -34,6 +34,7 @@ from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
 from motley.train.rescue import Rescue, arm_rescue
+from motley.train.resume_line import resume_line
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, print_verdict, records_of
 from motley.train.survivor import Survivor
@@ -47,6 +48,7 @@ def train(
     engine_factory: EngineFactory,
     make_model: ModelFactory = TaskModel,
     monitor: MonitorFactory = ReplanMonitor,
+    run: Run | None = None,
 ) -> None:
     """Train one model on all ranks of ``world``; every rank calls it with the same config.
 
@@ -54,8 +56,9 @@ def train(
         engine_factory: what the user has chosen, or an engine of one's own.
         make_model: a class of one's own, which wraps the network.
         monitor: decides when another split is proposed.
+        run: found already; None: as the options say.
     """
-    run = Run.find(world, config)
+    run = run or Run.find(world, config)
     world.supervisor.set_status(Phase.PREPARE, DATA)
     world.once_per_node(task_of(config).prepare)
     keeper = CompileKeeper(world, config)
@@ -141,7 +144,7 @@ def train_begun(
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
     world.supervisor.before_end(
         partial(last_words, recorder, job.checkpoints),
-        partial(how_to_continue, run.folder.path.name, job.checkpoints, job.length.save_every),
+        partial(how_to_continue, resume_line(run.folder), job.checkpoints, job.length.save_every),
     )
     say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
     profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)
@@ -180,14 +183,14 @@ def last_words(recorder: Recorder, checkpoints: Checkpoints) -> None:
         checkpoints.wait(_LAST_SAVE_S)
 
 
-def how_to_continue(run: str, checkpoints: Checkpoints, save_every: int | None) -> str:
-    """What is saved of a run that is stopped, and how it is continued; for people."""
+def how_to_continue(line: str, checkpoints: Checkpoints, save_every: int | None) -> str:
+    """Say what is saved of a run that is stopped, and by which line it is continued."""
     if save_every == 0:
         return "nothing of it is saved, for this task keeps no checkpoints"
     found = checkpoints.found()
     if not found:
         return "nothing of it is saved yet; --save-every N saves it every N steps"
-    return f"saved as of step {step_of(found[0])}: continue with --run {run} --resume auto"
+    return f"saved as of step {step_of(found[0])}: continue with: {line}"
 
 
 def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:

@@ -53,9 +53,16 @@ def test_auto_passes_over_what_learns_something_else(
         assert find_run(again)[0] == wanted
 
 
-def test_auto_starts_afresh_where_there_is_nothing(tmp_path: Path) -> None:
-    assert find_run(config(tmp_path / "none", "--resume", "auto"))[1] == []
-    assert find_run(config(tmp_path, "--resume", "auto", "--run", "new")) == (tmp_path / "new", [])
+def test_auto_says_that_it_starts_afresh_where_there_is_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world: Any = SimpleNamespace(rank=0, from_first=lambda make: make())
+    for words, says in (
+        ((), f"no unfinished run with a checkpoint is in {tmp_path}; --resume auto begins a new"),
+        (("--run", "new"), f"{tmp_path / 'new'} has no checkpoint; --resume auto begins it anew"),
+    ):
+        assert Run.find(world, config(tmp_path, "--resume", "auto", *words)).resume_from == []
+        assert says in capsys.readouterr().out
 
 
 def test_a_checkpoint_may_be_continued_under_another_name(tmp_path: Path) -> None:

@@ -8,10 +8,18 @@ import pytest
 from motley.checkpoint.resume import _differences
 from motley.config.option import Decides, Option, flag_of, option, options_of
 from motley.config.options import GROUPS, Config
-from motley.engines.strategy import TORCH, ZERO, known_strategies
+from motley.engines.strategy import TORCH, ZERO, StrategyOptions, known_strategies
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
-from motley.train.command_line import config_from, read_config, training_parser
+from motley.tasks.find import task_of
+from motley.train.command_line import (
+    config_from,
+    continued,
+    differing_options,
+    read_config,
+    saved_options,
+    training_parser,
+)
 
 
 def config_of(script: str) -> Config:
@@ -51,7 +59,7 @@ def test_what_changes_at_a_resume_is_said(name: str) -> None:
         with pytest.raises(MotleyError, match=said):
             differences(**{name: "another"})
     else:
-        said_so = bool(declared.decides & Decides.NUMBERS)
+        said_so = not declared.per_launch and name != "max_steps"  # CONFIG's rate ends with epochs
         assert [said in note for note in differences(**{name: "another"})] == [True] * said_so
 
 
@@ -74,8 +82,47 @@ def test_the_numbers_depend_on_what_is_said() -> None:
     for name in ("warmup_epochs", "min_lr", "drop", "drop_path", "wire", "bad_samples", "lr"):
         (note,) = differences(**{name: "another"})
         assert name.replace("_", "-") in note
-    for name in ("run", "keep", "shares", "hosts"):
+    for name in ("run", "logs", "shares", "hosts"):
         assert differences(**{name: "another"}) == []
+
+
+def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> None:
+    parser = training_parser("", known_strategies(TORCH))
+    first = read_config(parser, [
+        "--lr", "3e-4", "--dataset", "synthetic", "--no-augment", "--clip-grad", "1", "--wire",
+        "powersgd:4", "--max-steps", "40", "--shares", "5,4", "--precision", "fp16,fp32",
+        "--strategy", "fsdp", "--workers", "3", "--logs", "elsewhere", "--save-every", "10m",
+    ])  # fmt: skip
+    saved = json.loads(json.dumps(saved_options(first)))
+    again = continued(read_config(training_parser("", known_strategies(TORCH)), []), saved)
+    assert (again.lr, again.clip_grad, str(again.wire)) == (3e-4, 1.0, "powersgd:4")
+    assert (again.max_steps, again.schedule_ends_with_run) == (40, True)
+    assert str(again.save_every) == "10m" and task_of(again).augment is False
+    assert task_of(again).dataset == "synthetic" and task_of(again).name == task_of(first).name
+    assert (again.shares, str(again.precision), again.workers) == (None, "auto", None)
+    assert again.logs == "logs" and again.of(StrategyOptions).strategy == "ddp"
+    words = ["--lr", "1e-3", "--clip-grad", "none", "--augment", "--epochs", "3"]
+    typed = continued(read_config(training_parser("", known_strategies(TORCH)), words), saved)
+    assert (typed.lr, typed.clip_grad, task_of(typed).augment) == (1e-3, None, True)
+    assert (typed.max_steps, typed.epochs, typed.schedule_ends_with_run) == (None, 3, False)
+    assert set(differing_options(typed, again)) == {
+        "--lr 0.001", "--clip-grad none", "--epochs 3", "--max-steps none", "--augment True",
+    }  # fmt: skip
+
+
+def test_the_words_of_a_recipe_do_not_win_over_what_was_typed_beside_it_before() -> None:
+    first = read_config(training_parser(""), ["--recipe", "lab", "--lr", "2e-3"])
+    again = read_config(training_parser(""), ["--recipe", "lab"])
+    found = continued(again, saved_options(first))
+    assert (found.lr, found.epochs) == (2e-3, 100)
+    other = continued(read_config(training_parser(""), ["--recipe", "deit"]), saved_options(first))
+    assert (other.lr, other.epochs) == (1e-3, 300)
+
+
+def test_another_task_is_refused_with_the_option_to_add() -> None:
+    text = read_config(training_parser(""), ["--task", "text"])
+    with pytest.raises(MotleyError, match="this launch has --task image; add --task text"):
+        continued(read_config(training_parser(""), []), saved_options(text))
 
 
 def test_an_older_checkpoint_need_not_say_all() -> None:

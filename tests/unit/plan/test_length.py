@@ -11,7 +11,7 @@ from torch import nn
 from motley.plan.length import Length, TrainState
 from motley.plan.ramp import Ramp
 from motley.train.command_line import read_config, training_parser
-from motley.train.schedule import make_schedule, rate_of
+from motley.train.schedule import cut_short, make_schedule, rate_of
 
 
 def walk(length: Length, start: TrainState, until: int | None = None) -> list[TrainState]:
@@ -87,7 +87,7 @@ def test_the_rate_of_an_unchanged_batch_is_that_of_its_step_to_the_bit(
                                                "--warmup-epochs", str(warmup)])  # fmt: skip
     length = Length(epochs, samples, batch)
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=config.lr)
-    schedule = make_schedule(optimizer, config, length.steps_an_epoch)
+    schedule = make_schedule(optimizer, config, length)
     rates = []
     for updates in (lambda each: each.step, length.updates):
         rates.append([])
@@ -110,9 +110,26 @@ def test_the_rate_of_an_unchanged_batch_is_that_of_its_step_to_the_bit(
 def test_schedules_are_timms_and_of_steps(words: list[str], rates: list[float]) -> None:
     config = read_config(training_parser(""), [*words, "--epochs", "6", "--warmup-epochs", "1"])
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=config.lr)
-    schedule = make_schedule(optimizer, config, 1)
+    schedule = make_schedule(optimizer, config, Length(6, 1, 1))
     found = []
     for step in range(6):
         schedule.step_update(step)
         found.append(rate_of(optimizer))
     assert found == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("ramp", [None, Ramp(4, 12, 4, 60)])
+@pytest.mark.parametrize(("words", "falls"), [("", True), ("--epochs 30", False)])
+def test_the_rate_falls_until_the_run_ends_unless_epochs_are_typed(
+    ramp: Ramp | None, words: str, falls: bool
+) -> None:
+    config = read_config(training_parser(""), [*words.split(), "--max-steps", "40"])
+    length = Length(config.epochs, 100, 12, 40, ramp=ramp)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=config.lr)
+    schedule, rates = make_schedule(optimizer, config, length), []
+    for each in walk(length, TrainState())[:-1]:
+        schedule.step_update(length.updates(each))
+        rates.append(rate_of(optimizer))
+    assert len(rates) == 40 and max(rates) > 0.9 * config.lr
+    assert (rates[-1] < 0.05 * config.lr) == falls
+    assert bool(cut_short(config, length, TrainState())) != falls

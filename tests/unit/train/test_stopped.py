@@ -10,9 +10,9 @@ from motley.train.start import how_to_continue
 
 def test_whoever_stops_a_run_is_told_what_is_saved_of_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
-    assert how_to_continue("long", checkpoints, None).startswith("nothing of it is saved yet; ")
+    assert how_to_continue("mpirun x", checkpoints, None).startswith("nothing of it is saved yet; ")
     for step in (3, 12):
         checkpoints.save({"model.x": torch.ones(1)}, {"step": step})
-    said = how_to_continue("long", checkpoints, None)
-    assert said == "saved as of step 12: continue with --run long --resume auto"
-    assert "keeps no checkpoints" in how_to_continue("long", checkpoints, 0)
+    said = how_to_continue("mpirun x", checkpoints, None)
+    assert said == "saved as of step 12: continue with: mpirun x"
+    assert "keeps no checkpoints" in how_to_continue("mpirun x", checkpoints, 0)

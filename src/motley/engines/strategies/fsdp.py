@@ -33,12 +33,12 @@ class FsdpOptions:
     offload: str = option(
         "what is kept in the host's memory: parameters, and with them gradients and the optimizer; "
         "default: none",
-        Decides.PLAN | Decides.SPEED, "none", choices=("none", "parameters"),
+        Decides.PLAN | Decides.SPEED, "none", choices=("none", "parameters"), per_launch=True,
     )  # fmt: skip
     reshard_after_forward: bool = option(
         "let go of parameters that were gathered for the forward pass, and gather them again for "
         "the backward pass: less memory, and half as much again on the wire",
-        Decides.PLAN | Decides.SPEED, False,
+        Decides.PLAN | Decides.SPEED, False, per_launch=True,
     )  # fmt: skip
 
 
