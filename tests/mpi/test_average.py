@@ -1,13 +1,14 @@
 """The average of the parameters is the same on any ranks and through any engine; checkpoints hold
 it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from jobs import Jobs, Trained
 from project import DDP, ZERO
 
 from motley.checkpoint.read import load_checkpoint
-from motley.infer.export import build_trained
 from motley.infer.predictor import open_trained
 
 pytestmark = pytest.mark.mpi
@@ -31,7 +32,7 @@ def saved(run: Trained, step: int) -> dict[str, torch.Tensor]:
 def averaged_scores(run: Trained, step: int) -> dict[str, float]:
     """What the average that is saved says of the samples that the run is evaluated on."""
     trained = open_trained(run.folder / "checkpoints" / f"step_{step:08d}", None, averaged=True)
-    net, task = build_trained(trained), trained.task
+    net, task = trained.build(), trained.task
     data = task.data(held_out=True)
     some = [data[number * len(data) // 90] for number in range(90)]
     batch = task.collate([task.sample(item, training=False) for item in some])
@@ -105,6 +106,20 @@ def test_local_steps_average_it_too(module_jobs: Jobs) -> None:
            for name in now if name.startswith("ema.") and now[name].norm()]  # fmt: skip
     assert 0 < max(far) < 1.5
     assert run.run["result"]["ema_loss"] < next(loss for loss in run.losses if loss is not None)
+
+
+def test_every_name_of_a_tied_weight_gets_it(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words, and some more words.\n" * 300)
+    words = ("--task", "text", "--text", tmp_path / "a.txt", "--length", 16, "--depth", 1, "--lr",
+             0.02, "--model-ema", "--model-ema-decay", 0.8)  # fmt: skip
+    run = jobs.train(1, DDP, "tied", *words, "--max-steps", 6, "--batch-size", 32)
+    trained = open_trained(run.folder, None, averaged=True)
+    task, data = trained.task, trained.task.data(held_out=True)
+    batch = task.collate([task.sample(data[n], training=False) for n in range(len(data))])
+    with torch.no_grad():
+        loss = float(task.scores(trained.build(), batch)["loss"].mean()) / 16
+    assert run.run["result"]["ema_loss"] == pytest.approx(loss, rel=1e-5)
+    assert run.run["result"]["loss"] != pytest.approx(loss, rel=1e-2)
 
 
 def test_a_skipped_step_is_not_in_it(module_jobs: Jobs) -> None:

@@ -14,7 +14,6 @@ from jobs import Jobs, Trained
 from project import DDP
 from safetensors.torch import load_file
 
-from motley.infer.export import build_trained
 from motley.infer.predictor import open_trained
 
 pytestmark = pytest.mark.mpi
@@ -34,7 +33,7 @@ def test_timm_and_onnxruntime_say_what_the_model_says(
     onnx = () if model else ("--onnx",)
     done = exported(run, tmp_path / "out", *onnx)
     assert done.returncode == 0, done.stderr
-    net = build_trained(open_trained(run.folder, None))
+    net = open_trained(run.folder, None).build()
     size = 32 if model else 8
     images = torch.randn(5, 1, size, size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -68,7 +67,7 @@ def test_transformers_says_what_a_language_model_says(
     run = jobs.train(1, DDP, "tuned", *words, "--max-steps", 3, "--batch-size", 8, *lora)
     done = exported(run, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    net = build_trained(open_trained(run.folder, None))
+    net = open_trained(run.folder, None).build()
     tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(text[:50], return_tensors="pt")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     before = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -84,6 +83,6 @@ def test_another_tasks_parameters_are_written_by_name(jobs: Jobs, tmp_path: Path
     run = jobs.train(1, DDP, "mine", *words)
     done = exported(run, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    net = build_trained(open_trained(run.folder, None))
+    net = open_trained(run.folder, None).build()
     for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(net.state_dict()[name], value)

@@ -164,6 +164,12 @@ def fit(
     """
     tensors = task.adapt(dict(weights.tensors), net)
     own, head = net.state_dict(), task.head(net)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for tied in names.values():  # files often have a tied tensor under one name alone
+        if known := [name for name in tied if name in tensors]:
+            tensors = {**dict.fromkeys(tied, tensors[known[0]]), **tensors}
     outside = {name for name in own if not is_in(name, head)}
     missing = sorted(outside - tensors.keys())
     unknown = sorted(name for name in tensors.keys() - own.keys() if not is_in(name, head))

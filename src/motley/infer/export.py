@@ -23,13 +23,6 @@ _EXAMPLES = 3  # samples: torch takes a dimension of 1 for one that never change
 _CLOSE = 1e-4  # of the largest output, that another program's arithmetic may differ by
 
 
-def build_trained(trained: Trained) -> nn.Module:
-    """The network with its weights, on the CPU, as it is for held-out samples."""
-    net = trained.task.model()
-    net.load_state_dict(trained.weights)
-    return net.eval()
-
-
 def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     """Write a model into a new folder.
 
@@ -44,7 +37,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     if folder.exists() and any(folder.iterdir()):
         raise MotleyError(f"{folder} is not empty; choose another with --to DIR")
     folder.mkdir(parents=True, exist_ok=True)
-    net = build_trained(trained)
+    net = trained.build()
     given = inputs_of(trained.task, net)
     trained.task.save(net, folder)
     said = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motley.checkpoint.read import checkpoints_at, newest_whole
 from motley.data.batch import Batch
@@ -29,15 +29,24 @@ class Trained:
     """A checkpoint, and the task that it was trained on.
 
     Attributes:
-        folder: of the checkpoint. weights: ``<name>``, on the CPU; the average of the parameters,
-            where that is asked for.
+        folder: of the checkpoint. weights: parameters and buffers, ``<name>``, on the CPU.
+        average: of the parameters, each by its first name; empty where it is not asked for.
         problems: what was wrong with newer ones.
     """
 
     folder: Path
     weights: dict[str, Tensor]
     task: Task
+    average: dict[str, Tensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+
+    def build(self) -> nn.Module:
+        """Return the network with its weights, on the CPU, as it is for held-out samples."""
+        net = self.task.model()
+        net.load_state_dict(self.weights)
+        # Afterwards: a tied parameter is in the weights under more names than in the average.
+        net.load_state_dict(self.average, strict=False)
+        return net.eval()
 
 
 def open_trained(
@@ -59,15 +68,14 @@ def open_trained(
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}
     task = task_of(config_from(saved))
-    weights = part_of(tensors, "model")
-    if averaged:
-        if not (average := part_of(tensors, "ema")):
-            raise MotleyError(
-                f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
-                "--model-ema"
-            )
-        weights |= average
-    return Trained(folder, weights, task.with_files(own) if own else task, tuple(problems))
+    weights, average = part_of(tensors, "model"), dict[str, Tensor]()
+    if averaged and not (average := part_of(tensors, "ema")):
+        raise MotleyError(
+            f"--use-ema: {folder} keeps no average of its parameters; it was trained without "
+            "--model-ema"
+        )
+    chosen = task.with_files(own) if own else task
+    return Trained(folder, weights, chosen, average, tuple(problems))
 
 
 def precision_of(asked: str, device: torch.device) -> str:
@@ -99,9 +107,7 @@ class Predictor:
     def __post_init__(self) -> None:
         set_matmul_precision(self.precision)
         task = self.trained.task
-        net = task.model()
-        net.load_state_dict(self.trained.weights)
-        self._model = TaskModel(task, net, self.precision, self.device).eval()
+        self._model = TaskModel(task, self.trained.build(), self.precision, self.device).eval()
         said = self._predict(Batch(self._model.blank(), (0,)))
         self.columns = ("index", task.noun, *said)
         self._pool = ThreadPoolExecutor(self.threads, "read")

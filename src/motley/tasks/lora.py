@@ -3,7 +3,9 @@
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; by the peft library.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,9 +49,20 @@ def add_lora(
 
 
 def merge_lora(net: nn.Module) -> None:
-    """Add the matrices to the layers that they stand beside, and take them away, in place."""
+    """Add the matrices to the layers that they stand beside, and take them away, in place.
+
+    A layer that shares its weight with another one gets a weight of its own first: the matrices
+    change what this layer computes, and not the other.
+    """
+    owners = Counter(each for _, each in net.named_parameters(remove_duplicate=False))
     for name, part in list(net.named_modules()):
         if hasattr(part, "get_base_layer"):
+            base = part.get_base_layer()
+            if owners[base.weight] > 1:
+                base.weight = nn.Parameter(base.weight.detach().clone())
+                config: Any = getattr(net, "config", None)
+                if config is not None:  # else transformers ties them again
+                    config.tie_word_embeddings = False
             part.merge()
             above, _, last = name.rpartition(".")
             setattr(net.get_submodule(above), last, part.get_base_layer())

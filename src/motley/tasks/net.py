@@ -37,7 +37,8 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
     Args:
         names: of them or of modules, by path or its last word; ``backbone``: all but ``head``.
     """
-    parameters = dict(net.named_parameters())
+    parameters = dict(net.named_parameters(remove_duplicate=False))  # a tied one by any name
+    in_head = {each for path, each in parameters.items() if is_in(path, head)}
     paths = [path for path, _ in (*net.named_modules(), *parameters.items()) if path]
     for name in names:
         if name == "backbone" and not head:
@@ -47,7 +48,7 @@ def freeze(net: nn.Module, names: Iterable[str], head: Sequence[str]) -> None:
             )
         chosen = [path for path in paths if name in (path, path.rsplit(".", 1)[-1])]
         if name == "backbone":
-            chosen = [path for path in parameters if not is_in(path, head)]
+            chosen = [path for path, each in parameters.items() if each not in in_head]
         if not chosen:
             known = dict.fromkeys(
                 word for path in paths for word in (path.rsplit(".", 1)[-1], path)

@@ -11,6 +11,7 @@ from torch import nn
 from motley.checkpoint.initial import Weights, fit, read_weights
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
+from motley.tasks.builtin.text import TextTask
 from motley.tasks.net import freeze
 
 
@@ -30,6 +31,21 @@ def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes()
     assert set(taken) == set(net.state_dict()) - {"head.weight", "head.bias"}
     assert taken["pos_embed"].shape == net.pos_embed.shape != other.pos_embed.shape
     assert torch.equal(taken["blocks.0.mlp.fc1.weight"], other.blocks[0].mlp.fc1.weight)
+
+
+def test_a_tied_weight_is_known_by_any_of_its_names() -> None:
+    task = TextTask(depth=1, width=16, heads=2)
+    net, other = task.model(), task.model()
+    for name in ("token.weight", "head.weight"):  # as files have it, under one name
+        weights = {key: t for key, t in other.state_dict().items() if key != name}
+        taken, notes = fit(Weights(weights, "there"), task, net)
+        net.load_state_dict(taken)
+        assert torch.equal(net.token.weight, other.token.weight) and not notes
+    freeze(net, ["head"], ())
+    assert not net.token.weight.requires_grad and net.position.weight.requires_grad
+    tied = task.model()
+    freeze(tied, ["backbone"], ("head",))
+    assert tied.token.weight.requires_grad and not tied.position.weight.requires_grad
 
 
 def test_weights_of_another_model_say_which_and_how() -> None:

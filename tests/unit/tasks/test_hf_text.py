@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import TINY, config_of, pretrained_folder
+from safetensors.torch import load_file
 
 from motley import extras
 from motley.checkpoint.initial import Weights, fit
@@ -101,6 +102,33 @@ def test_lora_trains_its_own_matrices_beside_the_folders_weights(tmp_path: Path)
         TextTask(length=16, lora=2).model()
     with pytest.raises(MotleyError, match=r"the model has c_attn, c_fc, c_proj, lm_head"):
         drawn("gpt2", tmp_path, lora=2, lora_targets=("q_proj",)).model()
+
+
+def test_lora_beside_a_tied_layer_is_merged_into_that_layer_alone(tmp_path: Path) -> None:
+    folder = pretrained_folder(tmp_path, TEXT)
+    some = torch.randint(256, (2, 9))
+    for name, task in {
+        "theirs": TextTask(pretrained=str(folder), tokens="bytes", length=16, lora=3,
+                           lora_targets=("lm_head", "c_attn")),
+        "ours": TextTask(length=16, depth=1, width=16, heads=2, lora=2, lora_targets=("head",)),
+    }.items():  # fmt: skip
+        net = task.model().eval()
+        for key, parameter in net.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(parameter)
+        expected = logits_of(net(some))
+        (tmp_path / name).mkdir()
+        task.save(net, tmp_path / name)
+        if name == "theirs":
+            from transformers import AutoModelForCausalLM
+
+            said = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()(some).logits
+        else:
+            plain = TextTask(length=16, depth=1, width=16, heads=2).model().eval()
+            plain.head.weight = torch.nn.Parameter(plain.head.weight.clone())
+            plain.load_state_dict(load_file(tmp_path / name / "model.safetensors"))
+            said = plain(some)
+        torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
