@@ -61,7 +61,8 @@ def main() -> int:
         time.sleep(_WAIT_S)
     if merged.exists():
         return 0
-    say("nobody is left to finish; run the same line again for what is missing", rank)
+    cause = "" if code < 0 else "see to the error above, then "
+    say(f"nobody is left to finish; {cause}run the same line again for what is missing", rank)
     return 1
 
 
@@ -92,6 +93,7 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
     """See :func:`work`."""
     import torch  # slow, and of no use to who only watches
 
+    from motley.checkpoint.read import open_checkpoint
     from motley.infer.predictor import Predictor, open_trained, precision_of
 
     device = choose_device(leases, torch)
@@ -107,9 +109,8 @@ def compute(options: argparse.Namespace, leases: Leases, rank: int) -> int:
         trained, source, device, precision_of(options.precision, device), max(1, min(8, cores // 2))
     )
     shards = Shards(options.out, len(source), options.shard, predictor.columns)
-    manifest = json.loads((trained.folder / "manifest.json").read_text())
     shards.open({
-        "model": manifest[f"{'ema' if options.use_ema else 'model'}.safetensors"]["sha256"],
+        "model": open_checkpoint(trained.folder).digest("ema" if options.use_ema else "model"),
         "checkpoint": trained.folder.name,
         "task": trained.task.title(),
         "split": str(options.images.resolve()) if options.images else options.split,

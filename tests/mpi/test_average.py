@@ -1,15 +1,19 @@
 """The average of the parameters is the same on any ranks and through any engine; checkpoints hold
 it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_script
 from jobs import Jobs, Trained
 from project import DDP, ZERO
+from safetensors.torch import load_file
 
 from motley.checkpoint.read import load_checkpoint
 from motley.infer.predictor import open_trained
+from motley.tasks.gpt import Gpt, Shape
 
 pytestmark = pytest.mark.mpi
 
@@ -111,7 +115,7 @@ def test_local_steps_average_it_too(module_jobs: Jobs) -> None:
 def test_every_name_of_a_tied_weight_gets_it(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Some words, and some more words.\n" * 300)
     words = ("--task", "text", "--text", tmp_path / "a.txt", "--length", 16, "--depth", 1, "--lr",
-             0.02, "--model-ema", "--model-ema-decay", 0.8)  # fmt: skip
+             0.02, "--tokens", "characters", "--model-ema", "--model-ema-decay", 0.8)  # fmt: skip
     run = jobs.train(1, DDP, "tied", *words, "--max-steps", 6, "--batch-size", 32)
     trained = open_trained(run.folder, None, averaged=True)
     task, data = trained.task, trained.task.data(held_out=True)
@@ -120,6 +124,15 @@ def test_every_name_of_a_tied_weight_gets_it(jobs: Jobs, tmp_path: Path) -> None
         loss = float(task.scores(trained.build(), batch)["loss"].mean()) / 16
     assert run.run["result"]["ema_loss"] == pytest.approx(loss, rel=1e-5)
     assert run.run["result"]["loss"] != pytest.approx(loss, rel=1e-2)
+    done = run_script("torch_dist/export.py", run.folder, "--to", tmp_path / "out", "--use-ema")
+    assert done.returncode == 0, done.stderr
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    names = ("vocabulary", "length", "depth", "width", "heads", "dropout")
+    net = Gpt(Shape(*(about[name] for name in names))).eval()
+    net.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    tokens = torch.tensor([[about["characters"].index(letter) for letter in "Some words"]])
+    with torch.no_grad():
+        assert torch.equal(net(tokens), trained.build()(tokens))
 
 
 def test_a_skipped_step_is_not_in_it(module_jobs: Jobs) -> None:

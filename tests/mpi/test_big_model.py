@@ -170,6 +170,13 @@ def test_deepspeed_saves_parts_that_any_ranks_read(
     assert own.keys() == other.keys() and any(name.startswith("ema.") for name in own)
     for name, tensor in own.items():
         assert tensor.numpy() == pytest.approx(other[name].numpy(), abs=2e-4), name
+    if script == DDP:  # inference reads the parts too, and knows them again
+        words = ("--checkpoint", place, "--use-ema", "--out", module_jobs.logs / "predicted")
+        for _ in range(2):
+            done = module_jobs.fork(1, "torch_dist/infer_vit.py", *words)
+            assert done.code == 0, done.output
+        done = module_jobs.fork(1, "torch_dist/infer_vit.py", *words[:2], *words[3:])
+        assert done.code == 2 and "holds predictions of something else: model" in done.output
 
 
 @pytest.mark.turns

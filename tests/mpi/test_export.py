@@ -1,5 +1,8 @@
 """A trained model, loaded by others."""
 
+import csv
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+import timm
 import torch
 from forked import run_script
 from hf_models import pretrained_folder
 from jobs import Jobs, Trained
+from PIL import Image
 from project import DDP
 from safetensors.torch import load_file
 
@@ -53,6 +58,68 @@ def test_timm_and_onnxruntime_say_what_the_model_says(
         np.testing.assert_allclose(said, expected.numpy(), rtol=1e-4, atol=1e-5)
     again = exported(run, tmp_path / "out")
     assert again.returncode == 1 and "is not empty" in again.stderr
+
+
+def predict_by_timm_alone(folder: Path, files: list[Path]) -> dict[str, tuple[str, float]]:
+    """The name and the probability of each file's class."""
+    net = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    usual = timm.data.create_transform(**timm.data.resolve_model_data_config(net))
+    said = {}
+    for path in files:
+        with torch.inference_mode():
+            best = net(usual(Image.open(path).convert("RGB"))[None]).softmax(1).max(1)
+        said[path.name] = net.pretrained_cfg["label_names"][int(best.indices)], float(best.values)
+    return said
+
+
+def test_plain_timm_predicts_of_files_what_inference_does(jobs: Jobs, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    dice = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 40)):
+        for number, name in enumerate(("10", "2", "Grün")):
+            (root / part / name).mkdir(parents=True)
+            for index in range(count):
+                size = (*dice.integers(30, 90, 2), 3)
+                pixels = dice.integers(0, 120 + 60 * number, size, dtype=np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{name}-{index}.png")
+    words = ("--dataset", "folder", "--data-dir", root, "--model", "test_vit", "--img-size", 48,
+             "--batch-size", 12, "--epochs", 2, "--warmup-epochs", 0, "--workers", 0)  # fmt: skip
+    run = jobs.train(1, DDP, "run", *words)
+    out = tmp_path / "out"
+    old = os.umask(0o027)
+    try:
+        done = exported(run, out)
+    finally:
+        os.umask(old)
+    assert done.returncode == 0, done.stderr
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o640}
+    config = json.loads((out / "config.json").read_text())
+    assert config["label_names"] == ["10", "2", "Grün"] and not config["pretrained_cfg"].get("tag")
+    about = json.loads((out / "motley.json").read_text())
+    assert about["class_names"] == ["10", "2", "Grün"] and about["samples"].startswith("36 train")
+    said = predict_by_timm_alone(out, sorted((root / "val").rglob("*.png")))
+    infer = "torch_dist/infer_vit.py"
+    done = jobs.fork(1, infer, "--checkpoint", run.folder, "--precision", "fp32")
+    assert done.code == 0, done.output
+    with (run.folder / "predictions-val" / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(said) == 120
+    for row in rows:
+        name = Path(row["image"]).name
+        assert row["label_name"] == name.partition("-")[0]
+        assert row["predicted_name"] == said[name][0]
+        assert float(row["confidence"]) == pytest.approx(said[name][1], abs=2e-4)
+    assert len({name for name, _ in said.values()}) > 1
+    # A class folder that is renamed so that labels swap is refused; more images are named.
+    again = ("--logs", jobs.logs, "--run", "run", "--resume", "auto", "--epochs", 3)
+    Image.new("RGB", (40, 40)).save(root / "train" / "2" / "new.png")
+    done = jobs.fork(1, DDP, *again)
+    assert done.code == 0 and "other samples than the checkpoint's: 37 training" in done.output
+    for part in ("train", "val"):
+        (root / part / "10").rename(root / part / "30")
+    for done in (jobs.fork(1, DDP, *again), jobs.fork(1, infer, "--checkpoint", run.folder,
+                                                      "--out", tmp_path / "other")):  # fmt: skip
+        assert done.code != 0 and "class 0 is '2', and '10' in the checkpoint" in done.output
 
 
 @pytest.mark.parametrize("lora", [(), ("--lora", 4, "--lr", 0.1)], ids=["whole", "LoRA"])

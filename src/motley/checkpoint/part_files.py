@@ -159,6 +159,14 @@ class Parts:
             for name, pieces in self._pieces.items()
         }
 
+    def digest(self, part: str) -> str:
+        """Return a SHA-256 of the hashes of all tensors of a part, as ``model``."""
+        found = hashlib.sha256()
+        for name, pieces in sorted(self._pieces.items()):
+            if name.partition(".")[0] == part:
+                found.update(f"{name} {' '.join(piece.sha256 for piece in pieces)}\n".encode())
+        return found.hexdigest()
+
     def check(self) -> int:
         """Compare all hashes, a piece at a time; returns the bytes of all tensors."""
         return sum(self._read(piece).nbytes for some in self._pieces.values() for piece in some)

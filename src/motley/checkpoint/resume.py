@@ -19,7 +19,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.protocol import Engine, HoldsParts
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
-from motley.tasks.find import identity_of
+from motley.tasks.find import SAMPLES, check_classes, identity_of, task_of
 
 _READERS = 8  # threads: a hash takes as long as a disk
 _PROGRESS = ("epoch", "consumed", "ranks", "scale", "config")  # what a checkpoint must tell
@@ -166,6 +166,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
     optimizers = saved.get("opt"), now["opt"]
     converts = CONVERTIBLE.issuperset(optimizers) and len(set(optimizers)) > 1
 
+    check_classes(task_of(config), saved)
     declared = {name for name, _, _ in config.options()}
     wrong = differing(is_fixed=True) + [
         f"{name.replace('_', ' ')} {value} (the checkpoint: {saved[name]})"
@@ -176,6 +177,11 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
         raise MotleyError(f"the checkpoint cannot be continued with {', '.join(wrong)}")
     changed = ", ".join(differing(is_fixed=False))
     notes = [f"note: other options than the checkpoint's: {changed}"] if changed else []
+    if saved.get(SAMPLES) and now.get(SAMPLES) and saved[SAMPLES] != now[SAMPLES]:
+        notes.append(
+            f"note: other samples than the checkpoint's: {now[SAMPLES]} (the checkpoint: "
+            f"{saved[SAMPLES]}); their order changes"
+        )
     if converts:
         notes.append(
             f"note: --opt {now['opt']}, and the moments of the checkpoint's {saved['opt']}"

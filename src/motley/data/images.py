@@ -4,12 +4,15 @@ Images stay uint8 and are normalised on the device (motley.tasks.image): a quart
 through worker processes and over the PCI bus.
 """
 
+import hashlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 from torchvision import datasets as tv  # type: ignore[import-untyped]
@@ -35,6 +38,7 @@ class Images:
             of 8 pixels is far to shift, and costs 2 points of accuracy.
         name_of: how to call training image ``index`` in an error.
         identity: a hash of all of them, where it is known: a run goes on with the same alone.
+        class_names: by label; empty where nobody has named them.
     """
 
     train: Source
@@ -47,6 +51,24 @@ class Images:
     augment: bool = True
     name_of: Callable[[Source, int], str] = field(default=lambda source, index: f"image {index}")
     identity: str = ""
+    class_names: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        """Return the numbers of images, and a hash of their list: of labels, and paths if known.
+
+        No image is read. The hash is the same on all hosts, wherever the folder of the images is.
+        """
+        digest = hashlib.sha256()
+        for part in (self.train, self.test):
+            if samples := getattr(part, "samples", None):  # torchvision's, of files
+                root = f"{part.root}{os.sep}"  # type: ignore[attr-defined]
+                digest.update("\0".join(path.removeprefix(root) for path, _ in samples).encode())
+            if (labels := getattr(part, "targets", None)) is not None:
+                digest.update(np.asarray(labels, dtype="<i8").tobytes())
+        return (
+            f"{len(self.train)} training and {len(self.test)} held-out images, list "
+            f"{digest.hexdigest()[:12]}"
+        )
 
 
 class InMemory:
@@ -81,6 +103,12 @@ class _OfClasses:
         self._new = {label: number for number, label in enumerate(classes)}
         self.chosen = [at for at, label in enumerate(source.targets) if label in self._new]  # type: ignore[attr-defined]
 
+    @property
+    def targets(self) -> list[int]:
+        """The labels, as torchvision calls them."""
+        labels: list[int] = self._source.targets  # type: ignore[attr-defined]
+        return [self._new[labels[at]] for at in self.chosen]
+
     def __len__(self) -> int:
         return len(self.chosen)
 
@@ -100,6 +128,7 @@ def of_classes(images: Images, classes: Sequence[int]) -> Images:
     train, test = (_OfClasses(source, classes) for source in (images.train, images.test))
     return replace(
         images, train=train, test=test, classes=len(classes),
+        class_names=tuple(images.class_names[label] for label in classes if images.class_names),
         name_of=lambda source, index: images.name_of(images.train, train.chosen[index]),
     )  # fmt: skip
 

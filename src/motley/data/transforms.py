@@ -19,7 +19,7 @@ from torch import Tensor
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from motley.data.images import Images
-from motley.data.import_timm import RandomErasing, auto_augment
+from motley.data.import_timm import RandomErasing, auto_augment, timm
 from motley.errors import MotleyError
 
 Transform = Callable[[Any], Any]
@@ -31,7 +31,8 @@ class Look:
 
     Attributes:
         size: pixels a side. mean, std: of a channel, of pixels scaled to 0..1.
-        interpolation: of a resize. crop: part of a held-out image's side that is seen.
+        interpolation: of a resize. crop: part of a held-out image's side that is seen; crop_mode:
+            timm's way to make it square: center, border or squash.
         augment: random crops and flips, where images are still of their class then.
         auto: timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; empty: none.
         jitter: of brightness, contrast and saturation. erase: probability of a rectangle of noise.
@@ -43,6 +44,7 @@ class Look:
     std: tuple[float, ...]
     interpolation: str = "bilinear"
     crop: float = 0.875
+    crop_mode: str = "center"
     augment: bool = True
     auto: str = ""
     jitter: float = 0.0
@@ -72,11 +74,23 @@ class Look:
         return seeded(whole) if self.auto or self.erase else whole
 
     def of_evaluation(self, images: Images) -> Transform:
-        """The same of a held-out image: resized, and of it the middle."""
+        """The same of a held-out image: timm's own transform, bit by bit, of images that differ."""
         if images.native_size is not None:
             return v2.Compose([v2.ToImage(), *self._fit(images.native_size)])  # type: ignore[no-any-return]
-        larger = v2.Resize(round(self.size / self.crop), **self._resize)
-        return v2.Compose([v2.ToImage(), larger, v2.CenterCrop(self.size)])  # type: ignore[no-any-return]
+        usual = timm.data.create_transform(
+            (len(self.mean), self.size, self.size), interpolation=self.interpolation,
+            mean=self.mean, std=self.std, crop_pct=self.crop, crop_mode=self.crop_mode,
+            normalize=False,
+        )  # fmt: skip
+
+        def changed(image: Any) -> Tensor:
+            # PIL and torch resize to pixels that differ by a level here and there.
+            pixels: Tensor = usual(
+                v2.functional.to_pil_image(image) if isinstance(image, Tensor) else image
+            )
+            return pixels
+
+        return changed
 
     def enlarged(self, pixels: Tensor) -> Tensor:
         """A batch as large as the model wants it, [n, C, size, size]; float, if it was smaller.

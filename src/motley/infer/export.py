@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,13 +41,25 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
     net = trained.build()
     given = inputs_of(trained.task, net)
     trained.task.save(net, folder)
+    for path in folder.iterdir():
+        follow_umask(path)  # safetensors writes files that nobody else may read
     said = [f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB"
             for path in sorted(folder.iterdir())]  # fmt: skip
     if onnx:
         said.append(_write_onnx(net, given, folder / "model.onnx"))
-    about = {"checkpoint": str(trained.folder), "task": trained.task.title()}
+    about = {
+        "checkpoint": str(trained.folder), "task": trained.task.title(),
+        "class_names": list(trained.task.class_names), "samples": trained.samples,
+    }  # fmt: skip
     (folder / "motley.json").write_text(json.dumps(about, indent=1) + "\n")
     return said
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file the mode of one that open() makes."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def inputs_of(task: Task, net: nn.Module) -> tuple[Any, ...]:

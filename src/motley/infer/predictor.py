@@ -18,7 +18,7 @@ from motley.engines.memory import in_halves
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.planner.worker import confirmed, promised_precision
-from motley.tasks.find import task_of
+from motley.tasks.find import SAMPLES, check_classes, task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.task import Task
 from motley.train.command_line import config_from
@@ -30,6 +30,7 @@ class Trained:
 
     Attributes:
         folder: of the checkpoint. weights: parameters and buffers, ``<name>``, on the CPU.
+        samples: that it was trained on and with; see Task. Empty where nobody knows.
         average: of the parameters, each by its first name; empty where it is not asked for.
         problems: what was wrong with newer ones.
     """
@@ -37,6 +38,7 @@ class Trained:
     folder: Path
     weights: dict[str, Tensor]
     task: Task
+    samples: str = ""
     average: dict[str, Tensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -68,6 +70,7 @@ def open_trained(
     if data_dir is not None:
         saved = {**saved, "data_dir": data_dir}
     task = task_of(config_from(saved))
+    check_classes(task, saved)
     weights, average = part_of(tensors, "model"), dict[str, Tensor]()
     if averaged and not (average := part_of(tensors, "ema")):
         raise MotleyError(
@@ -75,7 +78,7 @@ def open_trained(
             "--model-ema"
         )
     chosen = task.with_files(own) if own else task
-    return Trained(folder, weights, chosen, average, tuple(problems))
+    return Trained(folder, weights, chosen, saved.get(SAMPLES, ""), average, tuple(problems))
 
 
 def precision_of(asked: str, device: torch.device) -> str:

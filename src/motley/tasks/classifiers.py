@@ -1,6 +1,7 @@
 """timm's image classifiers: which there are, how large their images are, how they are made."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,24 @@ from motley.data.transforms import Look
 from motley.errors import MotleyError
 from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
+
+# What timm says of a model's pre-trained weights, which are not those that were trained here.
+_OF_WEIGHTS = (
+    "tag",
+    "url",
+    "file",
+    "hf_hub_id",
+    "hf_hub_filename",
+    "source",
+    "license",
+    "description",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+    "notes",
+    "test_input_size",
+    "test_crop_pct",
+)
 
 
 @timm.models.register_model
@@ -41,6 +60,17 @@ def native_size(name: str) -> int:
         return 8
     pretrained = timm.get_pretrained_cfg(name)
     return int(pretrained.input_size[-1]) if pretrained else 224
+
+
+def check_square(name: str) -> None:
+    """Raise MotleyError for a model that is made for images with sides of two lengths."""
+    pretrained = timm.get_pretrained_cfg(name)
+    height, width = pretrained.input_size[1:] if pretrained else (0, 0)
+    if height != width:
+        raise MotleyError(
+            f"--model {name} is made for images of {width}x{height} pixels, and images are square "
+            f"here; add --img-size {width}"
+        )
 
 
 def data_config(name: str) -> dict[str, Any]:
@@ -101,12 +131,14 @@ def adapted(tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
     return tensors if convert is None else dict(convert(tensors, net))
 
 
-def save_classifier(net: Any, folder: Path, look: Look) -> None:
+def save_classifier(net: Any, folder: Path, look: Look, names: Sequence[str]) -> None:
     """A folder that timm and transformers load: model.safetensors and config.json, with how images
-    are to be made."""
+    are to be made, and the names of the classes where they are known."""
+    of_other_weights = dict.fromkeys((*_OF_WEIGHTS, "label_names", "label_descriptions"))
     net.pretrained_cfg = {
-        **net.pretrained_cfg, "mean": look.mean, "std": look.std, "crop_pct": look.crop,
-        "interpolation": look.interpolation,
+        **net.pretrained_cfg, **of_other_weights, "mean": look.mean, "std": look.std,
+        "crop_pct": look.crop, "crop_mode": look.crop_mode, "interpolation": look.interpolation,
         "input_size": (len(look.mean), look.size, look.size),
     }  # fmt: skip
-    timm.models.save_for_hf(net, str(folder), safe_serialization=True)
+    known = {"label_names": list(names)} if names else {}
+    timm.models.save_for_hf(net, str(folder), model_config=known, safe_serialization=True)

@@ -4,7 +4,8 @@ import dataclasses
 import importlib.util
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,8 @@ from motley.tasks.task import Task
 from motley.text import did_you_mean
 
 USUAL = "image"
+# Of what a checkpoint keeps of its options; no option has such a name.
+CLASS_NAMES, SAMPLES = "class names", "list of samples"
 _MUST = ("model", "data", "losses")
 
 
@@ -34,6 +37,24 @@ def identity_of(config: Config) -> dict[str, Any]:
     """What a checkpoint and the run that goes on from it must agree on besides options."""
     task = task_of(config)
     return {"task_class": type(task).__name__, **task.identity()}
+
+
+def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
+    """Raise MotleyError if the task's classes have other names than those of a checkpoint.
+
+    Args:
+        saved: what the checkpoint keeps of its options.
+    """
+    before, now = saved.get(CLASS_NAMES), list(task.class_names)
+    if not before or not now or before == now:
+        return
+    pairs = zip_longest(now, before, fillvalue="missing")
+    number, (here, there) = next(found for found in enumerate(pairs) if found[1][0] != found[1][1])
+    raise MotleyError(
+        f"labels mean something else than in the checkpoint: class {number} is {here!r}, and "
+        f"{there!r} in the checkpoint ({len(now)} classes, and {len(before)}). Give the class "
+        "folders the names that they had, or begin a new run with --initial-checkpoint"
+    )
 
 
 def task_class(name: str) -> type[Task]:

@@ -53,6 +53,9 @@ class Task:
         sometimes_unused: some parameters have no gradient in some steps, as experts that no sample
             chose, though the first samples do not show it.
         needs_workers: reading a sample takes longer than asking another process to.
+        class_names: of the classes by their number; empty where there are none. A run is continued
+            with the same names alone, and exports and predictions have them.
+        samples: tells one set of samples from another, in words. A continued run names another one.
     """
 
     noun: ClassVar[str] = "sample"
@@ -68,6 +71,8 @@ class Task:
     keeps: bool = True
     needs_workers: bool = True
     sometimes_unused: bool = False
+    class_names: ClassVar[tuple[str, ...]] = ()
+    samples: ClassVar[str] = ""
 
     # -- to be written
 

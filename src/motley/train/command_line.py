@@ -12,7 +12,15 @@ from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions
 from motley.errors import MotleyError
 from motley.plan.per_rank import PerRank
-from motley.tasks.find import USUAL, identity_of, known_tasks, task_class, task_of
+from motley.tasks.find import (
+    CLASS_NAMES,
+    SAMPLES,
+    USUAL,
+    identity_of,
+    known_tasks,
+    task_class,
+    task_of,
+)
 from motley.text import did_you_mean
 
 TYPED = "typed options"  # among a checkpoint's options; no option has such a name
@@ -99,8 +107,9 @@ def _is_for_single_ranks(value: Any) -> bool:
 
 def saved_options(config: Config) -> dict[str, Any]:
     """Return what a checkpoint keeps of the options, as :func:`continued` reads it."""
-    typed = sorted(config.typed | config.from_recipe)
-    return {**config.as_json(), **identity_of(config), TYPED: typed}
+    typed, task = sorted(config.typed | config.from_recipe), task_of(config)
+    about = {CLASS_NAMES: list(task.class_names), SAMPLES: task.samples, TYPED: typed}
+    return {**config.as_json(), **identity_of(config), **about}
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from motley.plan.speed_table import SpeedTable
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.planner.worker import Worker
-from motley.tasks.find import identity_of
+from motley.tasks.find import CLASS_NAMES, SAMPLES, identity_of, task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.sometimes_unused import shown
 from motley.train.budget import Budget
@@ -158,7 +158,9 @@ def begin(
 
 def check_samples(config: Config, workers: Sequence[Worker]) -> None:
     """Raise MotleyError unless all ranks learn from the same, as far as their task can tell."""
-    first, *others = all_gather_object(identity_of(config))
+    task = task_of(config)
+    own = {CLASS_NAMES: task.class_names, SAMPLES: task.samples}
+    first, *others = all_gather_object(identity_of(config) | own)
     for worker, other in zip(workers[1:], others, strict=True):
         unlike = [name for name in first if other.get(name) != first[name]]
         if unlike:

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision import transforms
 from torchvision.transforms import v2
 
 from motley.data.images import Images, InMemory
@@ -15,6 +17,7 @@ from motley.data.keyed import first_batch
 from motley.data.transforms import Look
 from motley.data.transforms import seeded as by_torch
 from motley.tasks.builtin.image import ImageTask
+from motley.tasks.classifiers import data_config
 
 LOOK = Look(40, (0.5,) * 3, (0.5,) * 3)
 
@@ -57,6 +60,24 @@ def test_a_random_crop_and_flip_is_torchvisions_bit_by_bit(
         assert torch.equal(drawn_with(seed, ours, picture), expected)
         for tensor in (pixels.permute(2, 0, 1), pixels.permute(2, 0, 1).contiguous()):
             assert torch.equal(drawn_with(seed, ours, tensor), expected)
+
+
+def test_held_out_images_are_timms_bit_by_bit_for_every_model() -> None:
+    seen = {(found["interpolation"], found["crop_pct"], found["crop_mode"])
+            for found in map(data_config, timm.list_models())}  # fmt: skip
+    assert len(seen) > 40 and {mode for _, _, mode in seen} == {"center", "squash", "border"}
+    mean, std = (0.3, 0.5, 0.6), (0.2, 0.3, 0.4)
+    normalize = transforms.Normalize(torch.tensor(mean), torch.tensor(std))
+    for interpolation, crop, mode in sorted(seen):
+        look = Look(50, mean, std, interpolation, crop, crop_mode=mode)
+        ours = look.of_evaluation(images_of(None))
+        usual = timm.data.create_transform((3, 50, 50), interpolation=interpolation, mean=mean,
+                                           std=std, crop_pct=crop, crop_mode=mode)  # fmt: skip
+        for height, width in ((75, 53), (52, 160), (40, 44)):
+            pixels = noise(height, width, 3)
+            picture = Image.fromarray(pixels.numpy())
+            for image in (picture, pixels.permute(2, 0, 1)):
+                assert torch.equal(normalize(ours(image).float() / 255), usual(picture))
 
 
 def test_so_it_is_where_other_changes_follow() -> None:

@@ -24,6 +24,7 @@ def _open(kind: str, folder: Path, img_size: int, download: bool = False) -> "Im
     return Images(
         train, test, classes=len(train.classes), channels=3,
         mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), native_size=32,
+        class_names=tuple(train.classes),
     )  # fmt: skip
 
 

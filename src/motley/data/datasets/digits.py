@@ -85,6 +85,7 @@ def _open(folder: Path, img_size: int) -> "Images":
     return Images(
         train, test, classes=10, channels=1,
         mean=(0.305,), std=(0.377,), native_size=8, augment=False,
+        class_names=tuple("0123456789"),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def _open(root: Path, img_size: int) -> "Images":
         raise MotleyError(f"--data-dir {root}: no images in {'val' if len(train) else 'train'}/")
     return Images(
         train, test, classes=len(train.classes), channels=3,
-        mean=None, std=None, native_size=None,
+        mean=None, std=None, native_size=None, class_names=tuple(train.classes),
         name_of=lambda source, index: str(source.samples[index][0]),  # type: ignore[attr-defined]
     )  # fmt: skip
 

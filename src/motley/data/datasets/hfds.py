@@ -64,6 +64,7 @@ def _open(name: str, folder: Path, img_size: int) -> "Images":
     classes = max(_classes(part, len(names) if names else None, option) for part in (train, test))
     return Images(
         train, test, classes=classes, channels=3, mean=None, std=None, native_size=None,
+        class_names=tuple(names or ()),
         name_of=lambda source, index: f"image {index} of {source.name}",  # type: ignore[attr-defined]
     )  # fmt: skip
 

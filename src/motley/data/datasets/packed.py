@@ -74,6 +74,7 @@ def _open(place: Path, img_size: int) -> "Images":
     return Images(
         train, test, classes=len(about.classes), channels=3,
         mean=None, std=None, native_size=None, identity=packed.identity,
+        class_names=about.classes,
         name_of=lambda source, index: f"image {source.begin + index} of {packed.path}",  # type: ignore[attr-defined]
     )  # fmt: skip
 

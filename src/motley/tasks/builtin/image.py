@@ -21,6 +21,7 @@ from motley.tasks.classifiers import (
     adapted,
     blocks_of,
     build_classifier,
+    check_square,
     data_config,
     has_batch_norm,
     has_fixed_size,
@@ -58,6 +59,8 @@ class ImageTask(ImageOptions):
     def size(self) -> int:
         """Pixels a side."""
         own = native_size(str(self.name))
+        if self.img_size is None:
+            check_square(str(self.name))
         return self.img_size or own
 
     @cached_property
@@ -91,8 +94,10 @@ class ImageTask(ImageOptions):
             self.size,
             tuple(images.mean if known and images.mean else usual["mean"])[: images.channels],
             tuple(images.std if known and images.std else usual["std"])[: images.channels],
-            usual["interpolation"], usual["crop_pct"], self.augment, self.aa or "",
-            self.color_jitter, self.reprob, self.cutmix > 0,
+            usual["interpolation"],
+            # All of an image whose size is known is seen: it is resized to the model's.
+            1.0 if images.native_size else usual["crop_pct"], usual["crop_mode"],
+            self.augment, self.aa or "", self.color_jitter, self.reprob, self.cutmix > 0,
         )  # fmt: skip
 
     @cached_property
@@ -159,7 +164,7 @@ class ImageTask(ImageOptions):
 
     def save(self, net: nn.Module, folder: Path) -> None:
         """See Task: as timm and transformers load it."""
-        save_classifier(net, folder, self.look)
+        save_classifier(net, folder, self.look, self.class_names)
 
     def data(self, held_out: bool) -> Source:
         """See Task."""
@@ -173,6 +178,7 @@ class ImageTask(ImageOptions):
         """See Task; these have no label."""
         changed = replace(self)
         changed.__dict__["images"] = of_files(self.images, folder)
+        changed.__dict__["look"] = self.look  # as in the run's own evaluations
         return changed
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
@@ -250,9 +256,15 @@ class ImageTask(ImageOptions):
     def predict(self, net: Net, batch: Tensors) -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""
         best = self.logits(net, batch["images"]).softmax(dim=1).max(dim=1)
-        labels = ["" if label == NO_LABEL else label for label in batch["labels"].tolist()]
+        known: list[int] = batch["labels"].tolist()
+        labels = ["" if label == NO_LABEL else label for label in known]
         confidence = [f"{value:.4f}" for value in best.values.tolist()]
-        return {"label": labels, "predicted": best.indices.tolist(), "confidence": confidence}
+        predicted = best.indices.tolist()
+        said = {"label": labels, "predicted": predicted, "confidence": confidence}
+        if names := self.class_names:
+            said["label_name"] = ["" if label == NO_LABEL else names[label] for label in known]
+            said["predicted_name"] = [names[label] for label in predicted]
+        return said
 
     def noise(self, example: Tensors, count: int) -> Tensors:
         """Random pixels: a GPU draws less power on images that are all alike, and computes faster
@@ -270,6 +282,16 @@ class ImageTask(ImageOptions):
         """See Task."""
         known = {"images_sha256": self.images.identity} if self.images.identity else {}
         return {"img_size": self.size, **known}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See Task."""
+        return self.images.class_names
+
+    @cached_property
+    def samples(self) -> str:  # type: ignore[override]
+        """See Task."""
+        return self.images.fingerprint()
 
     def title(self) -> str:
         """See Task."""

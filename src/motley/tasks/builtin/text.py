@@ -1,10 +1,12 @@
 """Text: a GPT from scratch, on bytes or characters: any file, any language, no tokenizer. Or a
 language model of the transformers library, with its own, whole or by LoRA."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,7 +138,7 @@ class TextTask(HfOptions):
         if self.named is not None:
             self.check_fits(self.named, self.length, self.corpus)
             return self.with_lora(self.named.build(self.dropout))
-        known = self.vocabulary or self.corpus.vocabulary
+        known = self._known
         if known < self.corpus.vocabulary:
             raise MotleyError(
                 f"--vocabulary {known}: the text has {self.corpus.vocabulary} different "
@@ -146,6 +148,25 @@ class TextTask(HfOptions):
             Shape(known, self.length, self.depth, self.width, self.heads,
                   self.dropout)
         ))  # fmt: skip
+
+    def save(self, net: nn.Module, folder: Path) -> None:
+        """See Task; beside the GPT here, config.json has its shape and its vocabulary."""
+        super().save(net, folder)
+        if self.named is not None:
+            return
+        about = {
+            "architecture": "motley.tasks.gpt.Gpt", "vocabulary": self._known,
+            "length": self.length, "depth": self.depth, "width": self.width,
+            "heads": self.heads, "dropout": self.dropout,
+            "tokens": self.tokens, "characters": self.corpus.alphabet,
+        }  # fmt: skip
+        text = json.dumps(about, indent=1, ensure_ascii=False)
+        (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
+
+    @property
+    def _known(self) -> int:
+        """Tokens that the GPT here has."""
+        return self.vocabulary or self.corpus.vocabulary
 
     def data(self, held_out: bool) -> Source:
         """See Task."""
