@@ -48,3 +48,16 @@ def test_the_scale_is_found_before_step_1(jobs: Jobs, script: str) -> None:
     (found,) = [event for event in run.events if event["event"] == "loss_scale"]
     # 2^24 overflows (see above); far below 2^10 small gradients would vanish in fp16.
     assert found["value"] == scales[0] and 2.0**10 <= scales[0] <= 2.0**22
+
+
+@pytest.mark.parametrize(
+    "first",
+    [("--batch-size", "2:8192:90/100K"), ("--batch-size", 8192, "--data-fraction", 0.0014)],
+    ids=["a ramp", "two samples"],
+)
+def test_the_scale_fits_the_batches_that_come_first(jobs: Jobs, first: tuple[object, ...]) -> None:
+    run = jobs.train(1, DDP, "first", "--precision", "fp16", "--shares", 1, "--max-steps", 6,
+                     *first)  # fmt: skip
+    steps = run.steps()
+    assert [step["n_global"] for step in steps] == [2] * 6
+    assert not any(step["overflow"] for step in steps)

@@ -27,20 +27,20 @@ def search_scale(group: ProcessGroup, loader: Loader, model: TaskModel, plan: Pl
     """Find the loss scale on the first global batches of the first epoch."""
     assert group.rank is not None
     wire = plan.wire.dtype == "fp16"
-    fp16, batches = wire or group.precisions[group.rank] == "fp16", list[Batch]()
+    fp16, batches = wire or group.precisions[group.rank] == "fp16", list[tuple[Batch, float]]()
     if fp16:
-        for _, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
-            batches += [batch for batch, _ in micro_batches]
-    # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and a sum
-    # on the wire may be so many times a rank's part.
-    weight = group.size / (plan.global_batch * model.task.weight)
-    return find_scale(model, batches, weight, fp16, wire)
+        # The first ones may be smaller than the plan's: a batch grows, or the data are few.
+        for first, micro_batches in itertools.islice(loader.steps(0, 0, plan), _BATCHES):
+            # DeepSpeed multiplies a loss by the number of ranks before the wire, DDP does not; and
+            # a sum on the wire may be so many times a rank's part.
+            weight = group.size / (first.global_batch * model.task.weight)
+            batches += [(batch, weight) for batch, _ in micro_batches]
+    return find_scale(model, batches, fp16, wire)
 
 
 def find_scale(
     model: TaskModel,
-    batches: Sequence[Batch],
-    weight: float,
+    batches: Sequence[tuple[Batch, float]],
     fp16: bool,
     wire: bool = False,
 ) -> float:
@@ -49,8 +49,8 @@ def find_scale(
     Parameters and random numbers are left as they were.
 
     Args:
-        batches: this rank's first micro-batches.
-        weight: that a sample's loss is multiplied by besides the scale.
+        batches: this rank's first micro-batches, and what a sample's loss in each is multiplied by
+            besides the scale.
         fp16: this rank computes or sends in fp16; others have nothing to try.
         wire: it sends.
     """
@@ -60,7 +60,7 @@ def find_scale(
         low, high = 0, HIGHEST + 1  # low is taken for good, high for bad
         while high - low > 1:
             middle = (low + high) // 2
-            if _overflows(model, batches, weight * 2.0**middle, wire):
+            if _overflows(model, batches, 2.0**middle, wire):
                 high = middle
             else:
                 low = middle
@@ -70,12 +70,14 @@ def find_scale(
     return float(2.0 ** max(0.0, lowest - MARGIN))
 
 
-def _overflows(model: TaskModel, batches: Sequence[Batch], weight: float, wire: bool) -> bool:
+def _overflows(
+    model: TaskModel, batches: Sequence[tuple[Batch, float]], scale: float, wire: bool
+) -> bool:
     """Whether the gradient of any batch, or of all together, is not finite, as it is or sent."""
     model.zero_grad(set_to_none=True)
-    for batch in batches:
+    for batch, weight in batches:
         if len(batch):
-            torch.autograd.backward([model(batch.data).sum() * weight])
+            torch.autograd.backward([model(batch.data).sum() * (weight * scale)])
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     finite = bool(gradient_norm(parameters).isfinite()) if parameters else True
     if finite and wire:
