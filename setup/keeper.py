@@ -96,7 +96,7 @@ class Keeper:
             content = self._content()
             if content.get("status") == "finished":
                 if number:
-                    say(f"finished, after {number} restarts")
+                    say(f"finished, after {number} restart{'s' * (number != 1)}")
                 return 0
             answers = early.result() if early else self._ask()
             has_left = answers.away.keys() - self._missing
@@ -217,17 +217,18 @@ class Keeper:
 
     def _say_who(self, asked: Asked) -> None:
         """Who has gone since the last start, and who is back."""
-        total, now = len(self._line.hosts), asked.missing
-        on = f"on with {len(asked.alive)} of {total} hosts"
+        used = self._line.used
+        now = asked.missing & used
+        on = f"on with {len(used - now)} of {len(used)} hosts"
         part = self._figures.speed_without([asked.nodes.get(name, name) for name in now])
         speed = "" if part is None else f", about {part:.2f} of the speed"
-        for host in sorted(now - self._missing):
+        for host in sorted(now - self._missing):  # a host without ranks is nobody's loss
             why = f"away{asked.away[host]}" if host in asked.away else f"gone ({asked.lost[host]})"
             say(f"{host} is {why}; {on}{speed}")
-        self._back = self._missing - now
+        self._back = self._missing & used - now
         for host in sorted(self._back):
             say(f"{host} is back; {on}")
-        self._missing = now
+        self._missing = asked.missing
 
     # -- while a job runs
 

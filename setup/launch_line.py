@@ -92,6 +92,18 @@ class LaunchLine:
             return self
         return self._with_option("--resume", "auto")
 
+    @property
+    def used(self) -> frozenset[str]:
+        """Names of the hosts that have a rank: fewer than those of the hostfile, for few ranks."""
+        return frozenset(self._places)
+
+    @property
+    def _places(self) -> list[str]:
+        """The host of each rank."""
+        seats = [host.name for host in self.hosts for _ in range(host.slots)]
+        asked = self._launcher_value(_RANKS)
+        return seats[: int(asked)] if asked and asked.isdigit() else seats
+
     def with_hosts(self, alive: Sequence[Host], hostfile: Path) -> "LaunchLine":
         """The same with some of its hosts alone.
 
@@ -101,10 +113,7 @@ class LaunchLine:
         if len(alive) == len(self.hosts):
             return self
         names = {host.name for host in alive}
-        seats = [host.name for host in self.hosts for _ in range(host.slots)]
-        asked = self._launcher_value(_RANKS)
-        places = seats[: int(asked)] if asked and asked.isdigit() else seats
-        stay = [name in names for name in places]
+        stay = [name in names for name in self._places]
         found = self._on(alive, sum(stay), hostfile)
         for flag in _BY_RANK:
             each = (found._value(flag) or "").split(",")

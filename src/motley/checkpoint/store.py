@@ -210,10 +210,15 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints of later steps to ``aside_...``: those of a branch that a
         resume from ``step`` leaves, or damaged ones. Else the next resume would take them."""
-        for folder in set(self.found()) - set(self.found(step)):
+        left = self.found(step)
+        for folder in set(self.found()) - set(left):
             aside = folder.with_name(f"aside_{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
+            if left:
+                self._point_to(left[0])
+            else:
+                (self.path / "latest").unlink(missing_ok=True)
 
     def found(self, until: int | None = None) -> list[Path]:
         """Folders of checkpoints, newest first, whole or not.

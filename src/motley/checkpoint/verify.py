@@ -46,6 +46,25 @@ def verify(path: Path) -> Iterable[Finding]:
         yield _of_checkpoint(folder)
     if is_run and not checkpoints:
         yield Finding("no checkpoint")
+    yield from _of_pointer(run.checkpoints if is_run else path)
+
+
+def _of_pointer(place: Path) -> Iterable[Finding]:
+    """``latest`` names the newest checkpoint, for people; nothing is said where it does."""
+    latest = place / "latest"
+    try:
+        name = latest.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        yield Finding(f"{latest} cannot be read: {error.strerror}", damaged=True)
+        return
+    if not name or not (place / name).is_dir():
+        yield Finding(
+            f"{latest} is damaged: it names {name or 'nothing'}, which is not there; --resume does "
+            f"not need it, but takes the newest checkpoint. Write the name of one that is there "
+            "into it, or remove it", damaged=True,
+        )  # fmt: skip
 
 
 def _of_run(run: RunFolder) -> Finding:

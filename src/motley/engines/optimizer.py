@@ -11,6 +11,7 @@ from motley.data.import_timm import optimizers, timm
 from motley.engines.adamw8bit import BLOCK, AdamW8bit
 from motley.engines.strategy import IN_8_BITS, is_in_8_bits
 from motley.errors import MotleyError
+from motley.text import did_you_mean
 
 optimizers.register(
     timm.optim.OptimInfo(
@@ -39,7 +40,16 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
                 return timm.optim.create_optimizer_v2(net, opt=config.opt, **options, **more)
         return timm.optim.create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
-        raise MotleyError(f"--opt {config.opt}: timm has no such optimizer ({error})") from None
+        name, known = (
+            config.opt.lower().removeprefix("lookahead_"),
+            [*map(str, timm.optim.list_optimizers())],
+        )
+        if name in known:
+            raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
+        raise MotleyError(
+            f"--opt {config.opt}: timm has no such optimizer{did_you_mean(name, known)}; see "
+            "timm.optim.list_optimizers()"
+        ) from None
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:

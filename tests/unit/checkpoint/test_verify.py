@@ -1,6 +1,7 @@
 """torch_dist/verify.py: what of a run is whole, and which file is not."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_what_is_whole_is_said_of_each_file(run: RunFolder) -> None:
     assert "step_00000004: whole, step 4" in text and "step_00000002: whole, step 2" in text
     one = run.checkpoints / "step_00000002"
     assert [each.text for each in verify(one)] == [f"{one}: whole, step 2, 0.0 MiB"]
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_is_named(run: RunFolder) -> None:
+    checkpoints, latest = Checkpoints(run.checkpoints, 2), run.checkpoints / "latest"
+    checkpoints.set_aside_after(2)
+    assert latest.read_text() == "step_00000002\n" and not damaged(list(verify(run.path)))
+    shutil.rmtree(run.checkpoints / "step_00000002")
+    for path in (run.path, run.checkpoints):
+        checkpoints.save({"model.x": torch.ones(3)}, {"step": 1})
+        latest.write_text("step_00000002\n")
+        (text,) = damaged(list(verify(path)))
+        assert f"{latest} is damaged: it names step_00000002, which is not there" in text
+    checkpoints.set_aside_after(0)
+    assert not latest.exists()
 
 
 def test_each_damaged_file_is_named(run: RunFolder) -> None:

@@ -90,6 +90,12 @@ def test_it_goes_on_to_the_bit_or_is_refused_by_name(name: str, tmp_path: Path) 
         assert value.dtype == again.tensors[key].dtype and torch.equal(value, again.tensors[key])
 
 
+def test_a_misspelt_optimizer_is_answered_with_its_neighbours() -> None:
+    for name in ("adamm", "lookahead_adamm"):
+        with pytest.raises(MotleyError, match=rf"--opt {name}: .*\(nearest: .*adam"):
+            try_optimizer(config_of(name), CPU)
+
+
 def test_what_the_options_decide_is_not_loaded(tmp_path: Path) -> None:
     straight = Training(config_of("lamb"))
     straight.steps(0, 3)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from keep_hosts import Asked
+from keeper import Keeper, Stop
 from launch_line import LaunchLine
 
 from motley.errors import MotleyError
@@ -53,6 +55,21 @@ def test_as_many_ranks_are_left_as_were_on_the_other_hosts(
     if ranks > 1:
         kept = ",".join(each for each, stays in zip(shares.split(","), stay, strict=True) if stays)
         assert left.words[-1] == kept
+
+
+def test_hosts_of_the_hostfile_without_a_rank_are_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = parsed(tmp_path, "train.py", ranks="3").named("now")
+    assert line.used == {"a", "b"}
+    keeper = Keeper(line, 3, Stop())
+    for lost, says in (
+        ({"c": "dead"}, ""), ({"b": "dead", "c": "dead"}, "b is gone (dead); on with 1 of 2 hosts"),
+        ({"c": "dead"}, "b is back; on with 2 of 2 hosts"),
+    ):  # fmt: skip
+        alive = tuple(host for host in line.hosts if host.name not in lost)
+        keeper._say_who(Asked(alive, lost, {}, (), {}, {}, {}))
+        assert says in (said := capsys.readouterr().err) and bool(says) == bool(said)
 
 
 @pytest.mark.parametrize(
