@@ -217,7 +217,7 @@ class Keeper:
 
     def _say_who(self, asked: Asked) -> None:
         """Who has gone since the last start, and who is back."""
-        used = self._line.used
+        used = self._line.hosts_with_ranks
         now = asked.missing & used
         on = f"on with {len(used - now)} of {len(used)} hosts"
         part = self._figures.speed_without([asked.nodes.get(name, name) for name in now])

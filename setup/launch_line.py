@@ -93,7 +93,7 @@ class LaunchLine:
         return self._with_option("--resume", "auto")
 
     @property
-    def used(self) -> frozenset[str]:
+    def hosts_with_ranks(self) -> frozenset[str]:
         """Names of the hosts that have a rank: fewer than those of the hostfile, for few ranks."""
         return frozenset(self._places)
 

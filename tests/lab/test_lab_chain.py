@@ -78,7 +78,7 @@ def test_every_script_says_that_all_is_well(told: tuple[Door, dict[str, str]]) -
 def alone(told: tuple[Door, dict[str, str]]) -> list[float]:
     """The losses of one host's first five steps."""
     door, _ = told
-    at(door, QUICK, "./entry_cn.sh --precision fp32 --max-steps 5 --run one")
+    at(door, QUICK, "./entry_cn.sh --precision fp32 --epochs 30 --max-steps 5 --run one")
     return losses(door, "one", 0)
 
 
@@ -95,7 +95,7 @@ def test_the_plain_line_trains_over_five_hosts_as_on_one(
     told: tuple[Door, dict[str, str]], alone: list[float]
 ) -> None:
     door, _ = told
-    script = "./entry_cn.sh torch_dist/train_vit.py --precision fp32 --max-steps 5"
+    script = "./entry_cn.sh torch_dist/train_vit.py --precision fp32 --epochs 30 --max-steps 5"
     at(door, HEAD, f"mpirun -np 5 {HOSTS} {script} --hosts all --run five")
     run = run_json(door, "five")
     assert run["status"] == "finished"
@@ -114,7 +114,7 @@ def test_so_does_deepspeed_over_three(
     told: tuple[Door, dict[str, str]], alone: list[float]
 ) -> None:
     door, _ = told
-    script = "./entry_cn.sh deepspeed/train_vit.py --precision fp32 --max-steps 5"
+    script = "./entry_cn.sh deepspeed/train_vit.py --precision fp32 --epochs 30 --max-steps 5"
     hosts = ",".join((HEAD, *NAMES[3:]))  # of three interface names
     at(door, HEAD, f"mpirun -np 3 --host {hosts} {script} --hosts all --run deepspeed")
     assert run_json(door, "deepspeed")["status"] == "finished"
@@ -138,7 +138,7 @@ def test_a_head_that_would_only_be_waited_for_leads_and_does_not_train(
     door, _ = told
     job = (
         f"mpirun -np 2 --host {HEAD},{QUICK} ./entry_cn.sh tests/support/drivers/slow_head.py "
-        "--precision fp32 --save-every 3 --run led"
+        "--precision fp32 --epochs 30 --save-every 3 --run led"
     )
     at(door, HEAD, f"{job} --max-steps 3")
     said = at(door, HEAD, f"{job} --max-steps 5 --resume auto")
@@ -159,7 +159,7 @@ def test_a_task_of_ones_own_ends_as_on_one_host_though_a_rank_was_killed(
     lines = (door.home(HEAD) / "motley" / "examples" / "my_task.py").read_text().splitlines()
     assert len(lines) <= 45
     words = "--task examples/my_task.py --digits 3 --precision fp32 --warmup-epochs 0"
-    words += " --batch-size 1000 --max-steps 18"
+    words += " --batch-size 1000 --epochs 30 --max-steps 18"
     at(door, QUICK, f"./entry_cn.sh torch_dist/train.py {words} --run sums")
     two = f"mpirun -np 2 --host {HEAD},{NAMES[4]} ./entry_cn.sh"
     words += " --hosts all --save-every 4 --run killed"  # all would not pay for so small a model

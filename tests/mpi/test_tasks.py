@@ -203,7 +203,7 @@ def test_a_killed_run_goes_on_elsewhere_through_the_other_engine(
     jobs: Jobs, task: tuple[object, ...]
 ) -> None:
     whole = jobs.train(1, DDP, "whole", *task)
-    words = (*task, "--save-every", 4, "--logs", jobs.logs, "--run", "killed")
+    words = (*task, "--epochs", 30, "--save-every", 4, "--logs", jobs.logs, "--run", "killed")
     first = jobs.fork(2, FAILING, "--fail", "killed", "--step", 11, *words, "--shares", "2,1")
     assert first.code != 0 and "died without a word" in first.output
     rest = ("--resume", "auto", "--stage", 1, "--shares", "1,0,3")

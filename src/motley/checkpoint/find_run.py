@@ -57,7 +57,7 @@ def _find_run(config: Config, logs: Path) -> tuple[Path, list[Path]]:
     return _newest_stopped(logs, config.task) or (_by_time(logs), [])
 
 
-def begins_anew(config: Config) -> str:
+def explain_new_run(config: Config) -> str:
     """Return what to say where ``--resume auto`` has found nothing to continue."""
     logs = Path(config.logs)
     if config.run is not None:

@@ -19,6 +19,7 @@ from motley.config.options import Config
 from motley.data.order import seed_of
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
+from motley.tasks.find import CLASS_NAMES
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task, is_in
 
@@ -49,10 +50,9 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
         try:
             found = _of_task(model.task) if asked is None else read_weights(asked, config.trust)
             if found is not None:
-                now = config.as_json()
-                others = [name for name in model.task.head_options
-                          if name in found.config and found.config[name] != now[name]]  # fmt: skip
-                tensors, notes = fit(found, model.task, model.net, keep_head=not others)
+                tensors, notes = fit(
+                    found, model.task, model.net, _has_same_head(found, model.task, config)
+                )
                 tensors |= _drawn_anew(model, tensors.keys(), config.seed)
                 content = [[f"begins with the weights of {found.source}", *notes], None]
         except MotleyError as error:  # the others must hear of it
@@ -65,6 +65,15 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
         return []
     model.net.load_state_dict(spread(tensors, model.device), strict=False)
     return list(notes)
+
+
+def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
+    """Return True unless the head of the weights tells other classes apart, as far as is known."""
+    before, names = found.config.get(CLASS_NAMES), list(task.class_names)
+    if before and names:
+        return bool(before == names)
+    now = config.as_json()
+    return all(found.config.get(name, now[name]) == now[name] for name in task.head_options)
 
 
 def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:

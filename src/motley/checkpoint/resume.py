@@ -12,7 +12,7 @@ from torch import Tensor
 from motley.checkpoint.read import first_whole, open_checkpoint
 from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
-from motley.config.option import Decides, flag_of, typed_text
+from motley.config.option import Decides, flag_of, format_value
 from motley.config.options import Config
 from motley.engines.adamw8bit import CONVERTIBLE
 from motley.engines.optimizer_state import State
@@ -89,7 +89,7 @@ def state_of(folders: list[Path]) -> TrainState | None:
     return TrainState(progress["step"], progress["epoch"], progress["consumed"])
 
 
-def saved_config(folders: list[Path]) -> dict[str, Any] | None:
+def read_saved_options(folders: list[Path]) -> dict[str, Any] | None:
     """Return the options that the newest readable checkpoint keeps; None if there is none."""
     try:
         _, opened = first_whole(folders, lambda each: open_checkpoint(each, _PROGRESS), [])
@@ -152,8 +152,8 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
 
     def differing(is_fixed: bool) -> list[str]:
         return [
-            f"{flag_of(declared)} {typed_text(now[name])} "
-            f"(the checkpoint: {typed_text(saved[name])})"
+            f"{flag_of(declared)} {format_value(now[name])} "
+            f"(the checkpoint: {format_value(saved[name])})"
             for name, declared, _ in config.options()
             if bool(declared.decides & Decides.MODEL) == is_fixed
             and not declared.per_launch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from motley import ROOT
-from motley.checkpoint.find_run import begins_anew, find_run, new_folder, run_of
+from motley.checkpoint.find_run import explain_new_run, find_run, new_folder, run_of
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
@@ -52,7 +52,7 @@ class Run:
         run.unnamed = config.run is None and not resume_from
         world.from_first(lambda: run._take() if path.exists() else None)
         if config.resume is not None and not resume_from and world.rank == 0:
-            print(f"motley: {begins_anew(config)}", flush=True)
+            print(f"motley: {explain_new_run(config)}", flush=True)
         return run
 
     @property

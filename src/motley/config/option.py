@@ -135,6 +135,6 @@ def flag_of(declared: Option) -> str:
     return declared.flag or f"--{declared.name.replace('_', '-')}"
 
 
-def typed_text(text: Any) -> str:
+def format_value(text: Any) -> str:
     """Return what :meth:`Option.text_of` wrote, as a user types it."""
     return NONE if text is None else " ".join(text) if isinstance(text, list) else str(text)

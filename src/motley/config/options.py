@@ -217,19 +217,19 @@ class Config(RecordOptions, OptimizationOptions, BatchOptions, DataOptions, Mode
 
     Attributes:
         own: groups of options of the chosen script's strategies, and the task.
-        typed: names of the options that the user typed, in this launch or in those that it
+        typed_names: names of the options that the user typed, in this launch or in those that it
             continues.
-        from_recipe: names of the options that ``--recipe`` set, and the user did not type.
+        recipe_names: names of the options that ``--recipe`` set, and the user did not type.
     """
 
     own: tuple[Any, ...] = ()
-    typed: frozenset[str] = field(default=frozenset(), compare=False)
-    from_recipe: frozenset[str] = field(default=frozenset(), compare=False)
+    typed_names: frozenset[str] = field(default=frozenset(), compare=False)
+    recipe_names: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def schedule_ends_with_run(self) -> bool:
         """True if the rate falls until ``--max-steps``: nobody has asked for a number of epochs."""
-        return self.max_steps is not None and "epochs" not in self.typed | self.from_recipe
+        return self.max_steps is not None and "epochs" not in self.typed_names | self.recipe_names
 
     def of(self, group: type[Group]) -> Group:
         """A strategy's own options; their defaults where the script does not have them."""

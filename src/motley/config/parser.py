@@ -170,7 +170,7 @@ class OptionParser(OneVoice):
             action=f"store_{str(usual).lower()}", default=usual, help=argparse.SUPPRESS,
         )  # fmt: skip
 
-    def typed_in(self, words: Sequence[str]) -> frozenset[str]:
+    def find_typed_options(self, words: Sequence[str]) -> frozenset[str]:
         """Return the names of the options that ``words`` set."""
         missing = object()
         blank = argparse.Namespace(**{each.dest: missing for each in self._actions})

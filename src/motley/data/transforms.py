@@ -74,9 +74,9 @@ class Look:
         return seeded(whole) if self.auto or self.erase else whole
 
     def of_evaluation(self, images: Images) -> Transform:
-        """The same of a held-out image: timm's own transform, bit by bit, of images that differ."""
-        if images.native_size is not None:
-            return v2.Compose([v2.ToImage(), *self._fit(images.native_size)])  # type: ignore[no-any-return]
+        """The same of a held-out image: timm's own transform, bit by bit, but of small images."""
+        if images.native_size is not None and images.native_size <= self.size:
+            return v2.ToImage()  # type: ignore[no-any-return]
         usual = timm.data.create_transform(
             (len(self.mean), self.size, self.size), interpolation=self.interpolation,
             mean=self.mean, std=self.std, crop_pct=self.crop, crop_mode=self.crop_mode,

@@ -49,7 +49,7 @@ def export(trained: Trained, folder: Path, onnx: bool) -> list[str]:
         said.append(_write_onnx(net, given, folder / "model.onnx"))
     about = {
         "checkpoint": str(trained.folder), "task": trained.task.title(),
-        "class_names": list(trained.task.class_names), "samples": trained.samples,
+        "class_names": list(trained.task.class_names), "samples": trained.sample_list,
     }  # fmt: skip
     (folder / "motley.json").write_text(json.dumps(about, indent=1) + "\n")
     return said

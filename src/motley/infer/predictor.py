@@ -30,7 +30,7 @@ class Trained:
 
     Attributes:
         folder: of the checkpoint. weights: parameters and buffers, ``<name>``, on the CPU.
-        samples: that it was trained on and with; see Task. Empty where nobody knows.
+        sample_list: of its data; see Task. Empty where the checkpoint does not say.
         average: of the parameters, each by its first name; empty where it is not asked for.
         problems: what was wrong with newer ones.
     """
@@ -38,7 +38,7 @@ class Trained:
     folder: Path
     weights: dict[str, Tensor]
     task: Task
-    samples: str = ""
+    sample_list: str = ""
     average: dict[str, Tensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 

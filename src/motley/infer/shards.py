@@ -86,7 +86,12 @@ class Shards:
             path = self.path(number)
             csv.field_size_limit(2**30)  # a prediction may well take more than the usual 128 KiB
             with path.open(newline="") as file:
-                shard = list(csv.reader(file))[1:]
+                header, *shard = list(csv.reader(file)) or [[]]
+            if header != [*self._columns]:
+                raise MotleyError(
+                    f"{path} has the columns {', '.join(header)}, and now they are "
+                    f"{', '.join(self._columns)}; remove it, and run the same line again"
+                )
             if len(shard) != len(self.items_of(number)):
                 raise MotleyError(
                     f"{path} has {len(shard)} rows, not {len(self.items_of(number))}; remove it, "

@@ -55,7 +55,8 @@ class Task:
         needs_workers: reading a sample takes longer than asking another process to.
         class_names: of the classes by their number; empty where there are none. A run is continued
             with the same names alone, and exports and predictions have them.
-        samples: tells one set of samples from another, in words. A continued run names another one.
+        sample_list: tells one list of samples from another, in words. A continued run names a
+            change.
     """
 
     noun: ClassVar[str] = "sample"
@@ -72,7 +73,7 @@ class Task:
     needs_workers: bool = True
     sometimes_unused: bool = False
     class_names: ClassVar[tuple[str, ...]] = ()
-    samples: ClassVar[str] = ""
+    sample_list: ClassVar[str] = ""
 
     # -- to be written
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from motley.comm.modes import modes, parse_wire
-from motley.config.option import flag_of, options_of, typed_text
+from motley.config.option import flag_of, format_value, options_of
 from motley.config.options import GROUPS, Config
 from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions
@@ -51,7 +51,7 @@ def config_from(saved: Mapping[str, Any]) -> Config:
     return Config(**general, own=(task(**_values(task, saved)),))
 
 
-def continued(config: Config, saved: Mapping[str, Any]) -> Config:
+def restore_options(config: Config, saved: Mapping[str, Any]) -> Config:
     """Return the options of a run that goes on from a checkpoint.
 
     Every option that the user did not type has the checkpoint's value, except those that belong to
@@ -68,9 +68,9 @@ def continued(config: Config, saved: Mapping[str, Any]) -> Config:
             f"the checkpoint was trained with --task {saved.get('task')}, and this launch has "
             f"--task {config.task}; add --task {saved.get('task')}"
         )
-    task, typed = task_of(config), config.typed
+    task, typed = task_of(config), config.typed_names
     if getattr(task, "recipe", None) != saved.get("recipe"):
-        typed |= config.from_recipe
+        typed |= config.recipe_names
 
     def taken(group: type) -> dict[str, Any]:
         declared = options_of(group)
@@ -88,14 +88,14 @@ def continued(config: Config, saved: Mapping[str, Any]) -> Config:
     typed = typed.union(saved.get(TYPED, ["epochs"]))
     if "epochs" in typed:  # --max-steps is not the length of the run, but where one launch stops
         general.pop("max_steps", None)
-    return replace(config, **general, own=own, typed=typed)
+    return replace(config, **general, own=own, typed_names=typed)
 
 
-def differing_options(config: Config, other: Config) -> list[str]:
+def list_different_options(config: Config, other: Config) -> list[str]:
     """Return the options of ``config`` that ``other`` has not, as in ``--lr 0.0003``."""
     before = {name: declared.text_of(value) for name, declared, value in other.options()}
     return [
-        f"{flag_of(declared)} {typed_text(text)}" for name, declared, value in config.options()
+        f"{flag_of(declared)} {format_value(text)}" for name, declared, value in config.options()
         if (text := declared.text_of(value)) != before.get(name)
     ]  # fmt: skip
 
@@ -105,10 +105,10 @@ def _is_for_single_ranks(value: Any) -> bool:
     return isinstance(value, PerRank) and not value.for_all
 
 
-def saved_options(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the options, as :func:`continued` reads it."""
-    typed, task = sorted(config.typed | config.from_recipe), task_of(config)
-    about = {CLASS_NAMES: list(task.class_names), SAMPLES: task.samples, TYPED: typed}
+def options_to_save(config: Config) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the options, as :func:`restore_options` reads it."""
+    typed, task = sorted(config.typed_names | config.recipe_names), task_of(config)
+    about = {CLASS_NAMES: list(task.class_names), SAMPLES: task.sample_list, TYPED: typed}
     return {**config.as_json(), **identity_of(config), **about}
 
 
@@ -163,10 +163,9 @@ def read_config(
         known, unknown = parser.parse_known_args(words)
         if unknown and strict:
             parser.parse_args(words)  # says what is wrong
-        typed = parser.typed_in(own)
-        return replace(
-            parser.config_of(known), typed=typed, from_recipe=parser.typed_in(recipe) - typed
-        )
+        typed = parser.find_typed_options(own)
+        of_recipe = parser.find_typed_options(recipe) - typed
+        return replace(parser.config_of(known), typed_names=typed, recipe_names=of_recipe)
     except MotleyError as error:
         parser.error(str(error))
 

@@ -12,24 +12,26 @@ from motley import ROOT
 from motley.cluster.launcher import MPIRUN, Launcher, launch_of
 from motley.records.run_folder import RunFolder
 
+_ENTRY, _KEEPER = "entry_cn.sh", "keep_training.py"
 _REPLACED = ("--run", "--resume", "--logs")
 _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: "torchrun"}
 
 
-def resume_line(folder: RunFolder) -> str:
+def make_resume_line(folder: RunFolder) -> str:
     """Return the line that continues this process's run: what the user typed, and ``--resume``."""
-    words = sys.argv[1:]
-    head = _launcher_line()
-    if head and head[len(head) - len(words) :] == words:
-        line = shlex.join(head[: len(head) - len(words)])
+    line = _launcher_line()
+    names = [Path(word).name for word in line]
+    if _ENTRY in names:
+        at = names.index(_ENTRY) + 1
+        begin, words = shlex.join(line[:at]), line[at:]
     else:  # rank 0 is on another host than its launcher
         starter = _STARTERS.get(launch_of().by)
-        script = os.path.relpath(sys.argv[0], ROOT)
-        line = (f"{starter} ... " if starter else "") + shlex.join(["./entry_cn.sh", script])
+        begin = f"{starter} ... ./{_ENTRY}" if starter else f"./{_ENTRY}"
+        words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     logs = folder.path.parent
     place = [] if logs == Path("logs") else ["--logs", str(logs)]
     rest = [*_without_place(words), *place, "--run", folder.path.name, "--resume", "auto"]
-    return f"{line} {shlex.join(rest)}"
+    return f"{begin} {shlex.join(rest)}"
 
 
 def _without_place(words: Sequence[str]) -> Iterator[str]:
@@ -46,13 +48,18 @@ def _without_place(words: Sequence[str]) -> Iterator[str]:
 
 
 def _launcher_line() -> list[str]:
-    """Return the command line of the mpirun that is an ancestor of this process, or nothing."""
+    """Return the line that the user has typed, of mpirun or keep_training.sh; else nothing."""
+    line: list[str] = []
     try:
         for parent in psutil.Process().parents():
-            if parent.name() in MPIRUN:
-                first, *rest = parent.cmdline()
+            words = parent.cmdline()
+            names = [Path(word).name for word in words]
+            if _KEEPER in names:  # its mpirun may have a hostfile that is gone afterwards
+                return ["bash", "setup/keep_training.sh", *words[names.index(_KEEPER) + 1 :]]
+            if parent.name() in MPIRUN and not line:
                 # Open MPI 5 becomes prterun, Open MPI 4 is a link to orterun.
-                return ["mpirun" if Path(first).name.endswith("terun") else first, *rest]
-    except psutil.Error:  # of another user's, or gone
+                first = "mpirun" if names[0].endswith("terun") else words[0]
+                line = [first, *words[1:]]
+    except (psutil.Error, IndexError):  # of another user's, or gone
         pass
-    return []
+    return line

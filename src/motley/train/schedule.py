@@ -17,7 +17,7 @@ def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Sched
     ``--min-lr``. Of steps, not of epochs: timm takes what it calls epochs in any unit."""
     steps_an_epoch, total = length.steps_an_epoch, schedule_steps(config, length)
     warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
-    if config.schedule_ends_with_run and "warmup_epochs" not in config.typed:
+    if config.schedule_ends_with_run and "warmup_epochs" not in config.typed_names:
         warmup = min(warmup, round(total * config.warmup_epochs / _EPOCHS))
     # timm steps at the end of the update before a milestone.
     milestones = [steps_an_epoch * epoch - warmup + 1 for epoch in sorted(config.decay_milestones)]
@@ -41,16 +41,22 @@ def schedule_steps(config: Config, length: Length) -> int:
     return total
 
 
-def cut_short(config: Config, length: Length, state: TrainState) -> str:
-    """Return a sentence if the run ends before the rate has fallen; else nothing."""
-    total, left = schedule_steps(config, length), length.last_step(state) - state.step
+def explain_early_end(config: Config, length: Length, state: TrainState) -> str:
+    """Return a sentence if the run ends before the rate has fallen, or before ``--max-steps``."""
+    last = length.last_step(state)
+    if config.schedule_ends_with_run and config.max_steps is not None and last < config.max_steps:
+        return (
+            f"{config.epochs} epochs, the default, end after step {last:,}, before --max-steps "
+            f"{config.max_steps:,}; for more steps raise --epochs"
+        )
+    total = schedule_steps(config, length)
     if config.sched not in _FALLS or config.max_steps is None or config.schedule_ends_with_run:
         return ""
-    if length.updates(state) + left >= total - 1:
+    if length.updates(state) + last - state.step >= total - 1:
         return ""
     return (
         f"the rate falls until step {total:,}, with epoch {config.epochs}, and --max-steps stops "
-        f"after step {length.last_step(state):,}; without --epochs it falls until --max-steps"
+        f"after step {last:,}; without --epochs it falls until --max-steps"
     )
 
 

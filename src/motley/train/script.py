@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 
-from motley.checkpoint.resume import saved_config
+from motley.checkpoint.resume import read_saved_options
 from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.engines.strategy import Strategy, chosen_strategy, engines_of, known_strategies
 from motley.launch.world import World, run
-from motley.train.command_line import continued, differing_options, read_config, training_parser
+from motley.train.command_line import (
+    list_different_options,
+    read_config,
+    restore_options,
+    training_parser,
+)
 from motley.train.start import train
 
 
@@ -26,13 +31,13 @@ def train_script(package: str, description: str) -> None:
     )
 
 
-def _train(world: World, typed: Config, strategies: Mapping[str, Strategy]) -> None:
+def _train(world: World, given: Config, strategies: Mapping[str, Strategy]) -> None:
     """Train with the options of the checkpoint that is continued, unless the user typed others."""
-    found, config = Run.find(world, typed), typed
-    saved = world.from_first(lambda: saved_config(found.resume_from))
+    found, config = Run.find(world, given), given
+    saved = world.from_first(lambda: read_saved_options(found.resume_from))
     if saved is not None:
-        config = continued(typed, saved)
-        taken = ", ".join(differing_options(config, typed))
+        config = restore_options(given, saved)
+        taken = ", ".join(list_different_options(config, given))
         if taken and world.rank == 0:
             print(f"options of the checkpoint: {taken}", flush=True)
     train(world, config, engines_of(config, strategies), run=found)

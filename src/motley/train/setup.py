@@ -30,12 +30,12 @@ from motley.tasks.find import CLASS_NAMES, SAMPLES, identity_of, task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.sometimes_unused import shown
 from motley.train.budget import Budget
-from motley.train.command_line import saved_options
+from motley.train.command_line import options_to_save
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
 from motley.train.ready import Note, Ready, make_ready
-from motley.train.schedule import cut_short, make_schedule
+from motley.train.schedule import explain_early_end, make_schedule
 
 # Of the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]
@@ -149,7 +149,7 @@ def begin(
         budget = ready.budget(state, planned)
     said: list[Note] = [("resume", note, {"seconds": took_s}) for note in notes]
     said += [("initial", note, {}) for note in initial]
-    if note := cut_short(config, job.length, state):
+    if note := explain_early_end(config, job.length, state):
         said.append(("schedule", note, {}))
     notes_of_all = [*said, *job.notes]
     watched = FirstSteps(planned.memory, planned.forecast) if group.rank == 0 else FirstSteps()
@@ -159,7 +159,7 @@ def begin(
 def check_samples(config: Config, workers: Sequence[Worker]) -> None:
     """Raise MotleyError unless all ranks learn from the same, as far as their task can tell."""
     task = task_of(config)
-    own = {CLASS_NAMES: task.class_names, SAMPLES: task.samples}
+    own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list}
     first, *others = all_gather_object(identity_of(config) | own)
     for worker, other in zip(workers[1:], others, strict=True):
         unlike = [name for name in first if other.get(name) != first[name]]
@@ -218,7 +218,7 @@ def assemble(
         schedule=make_schedule(engine.optimizer, config, ready.length),
         checkpoints=ready.checkpoints, numbers=sizes.numbers,
         trained=sizes.trained, gradient_bytes=sizes.gradient_bytes, length=ready.length,
-        saved_config=saved_options(config), notes=[*notes, *sizes.notes()],
+        saved_config=options_to_save(config), notes=[*notes, *sizes.notes()],
         workers=group.workers, watch=_watch(monitor, planned, config, engine, group.workers),
     )  # fmt: skip
 

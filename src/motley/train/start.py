@@ -34,7 +34,7 @@ from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
 from motley.train.rescue import Rescue, arm_rescue
-from motley.train.resume_line import resume_line
+from motley.train.resume_line import make_resume_line
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, print_verdict, records_of
 from motley.train.survivor import Survivor
@@ -142,9 +142,10 @@ def train_begun(
     release_groups()  # those that were measured
     job = begun.job
     recorder, interval = record_from(begun, run, group), job.config.gpu_log_interval
+    line = make_resume_line(run.folder)
     world.supervisor.before_end(
         partial(last_words, recorder, job.checkpoints),
-        partial(how_to_continue, resume_line(run.folder), job.checkpoints, job.length.save_every),
+        partial(how_to_continue, line, job.checkpoints, job.length.save_every),
     )
     say = partial(world.supervisor.set_status, timeout_s=PROGRESS_TIMEOUT_S)
     profiler = StepProfiler(job.config, group, run.folder, group.machines(world), recorder, say)

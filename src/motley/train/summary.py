@@ -19,7 +19,7 @@ from motley.plan.ramp import growth, ramp_of
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import identity_of, task_of
-from motley.train.resume_line import resume_line
+from motley.train.resume_line import make_resume_line
 from motley.train.setup import Job
 
 _JUDGED = 10  # steps; fewer say nothing of a run
@@ -124,7 +124,7 @@ def print_summary(
         run.event("left_out", **dataclasses.asdict(entry))
     task = task_of(config)
     print(task.title())
-    print(f"  records in {run.folder.path}; if it is stopped: {resume_line(run.folder)}")
+    print(f"  records in {run.folder.path}; if it is stopped: {make_resume_line(run.folder)}")
     for worker in group.workers:
         number = worker.group_rank
         compiled = planned.is_compiled(number, config.compile)

@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from motley.checkpoint.initial import Weights, fit, read_weights
+from motley.checkpoint.initial import Weights, _has_same_head, fit, read_weights
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.builtin.text import TextTask
+from motley.tasks.find import CLASS_NAMES
 from motley.tasks.net import freeze
+from motley.train.command_line import read_config, training_parser
 
 
 class Digits(nn.Module):
@@ -31,6 +33,16 @@ def test_the_head_is_made_anew_for_other_classes_and_positions_for_other_sizes()
     assert set(taken) == set(net.state_dict()) - {"head.weight", "head.bias"}
     assert taken["pos_embed"].shape == net.pos_embed.shape != other.pos_embed.shape
     assert torch.equal(taken["blocks.0.mlp.fc1.weight"], other.blocks[0].mlp.fc1.weight)
+
+
+def test_the_head_is_kept_where_the_classes_have_the_same_names() -> None:
+    config, names = read_config(training_parser(""), []), [*"0123456789"]
+    for before, same in (
+        ({CLASS_NAMES: names, "data_dir": "moved"}, True),
+        ({CLASS_NAMES: names[::-1], "data_dir": "data"}, False),
+        ({"data_dir": "data"}, True), ({"data_dir": "moved"}, False),  # of earlier versions
+    ):  # fmt: skip
+        assert _has_same_head(Weights({}, "there", before), ImageTask(), config) == same
 
 
 def test_a_tied_weight_is_known_by_any_of_its_names() -> None:

@@ -14,10 +14,10 @@ from motley.tasks.builtin.image import ImageTask
 from motley.tasks.find import task_of
 from motley.train.command_line import (
     config_from,
-    continued,
-    differing_options,
+    list_different_options,
+    options_to_save,
     read_config,
-    saved_options,
+    restore_options,
     training_parser,
 )
 
@@ -93,8 +93,8 @@ def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> Non
         "powersgd:4", "--max-steps", "40", "--shares", "5,4", "--precision", "fp16,fp32",
         "--strategy", "fsdp", "--workers", "3", "--logs", "elsewhere", "--save-every", "10m",
     ])  # fmt: skip
-    saved = json.loads(json.dumps(saved_options(first)))
-    again = continued(read_config(training_parser("", known_strategies(TORCH)), []), saved)
+    saved = json.loads(json.dumps(options_to_save(first)))
+    again = restore_options(read_config(training_parser("", known_strategies(TORCH)), []), saved)
     assert (again.lr, again.clip_grad, str(again.wire)) == (3e-4, 1.0, "powersgd:4")
     assert (again.max_steps, again.schedule_ends_with_run) == (40, True)
     assert str(again.save_every) == "10m" and task_of(again).augment is False
@@ -102,27 +102,26 @@ def test_options_come_from_the_checkpoint_unless_typed_or_of_one_launch() -> Non
     assert (again.shares, str(again.precision), again.workers) == (None, "auto", None)
     assert again.logs == "logs" and again.of(StrategyOptions).strategy == "ddp"
     words = ["--lr", "1e-3", "--clip-grad", "none", "--augment", "--epochs", "3"]
-    typed = continued(read_config(training_parser("", known_strategies(TORCH)), words), saved)
+    typed = restore_options(read_config(training_parser("", known_strategies(TORCH)), words), saved)
     assert (typed.lr, typed.clip_grad, task_of(typed).augment) == (1e-3, None, True)
     assert (typed.max_steps, typed.epochs, typed.schedule_ends_with_run) == (None, 3, False)
-    assert set(differing_options(typed, again)) == {
+    assert set(list_different_options(typed, again)) == {
         "--lr 0.001", "--clip-grad none", "--epochs 3", "--max-steps none", "--augment True",
     }  # fmt: skip
 
 
 def test_the_words_of_a_recipe_do_not_win_over_what_was_typed_beside_it_before() -> None:
     first = read_config(training_parser(""), ["--recipe", "lab", "--lr", "2e-3"])
-    again = read_config(training_parser(""), ["--recipe", "lab"])
-    found = continued(again, saved_options(first))
-    assert (found.lr, found.epochs) == (2e-3, 100)
-    other = continued(read_config(training_parser(""), ["--recipe", "deit"]), saved_options(first))
-    assert (other.lr, other.epochs) == (1e-3, 300)
+    for recipe, lr, epochs in (("lab", 2e-3, 100), ("deit", 1e-3, 300)):
+        again = read_config(training_parser(""), ["--recipe", recipe])
+        found = restore_options(again, options_to_save(first))
+        assert (found.lr, found.epochs) == (lr, epochs)
 
 
 def test_another_task_is_refused_with_the_option_to_add() -> None:
     text = read_config(training_parser(""), ["--task", "text"])
     with pytest.raises(MotleyError, match="this launch has --task image; add --task text"):
-        continued(read_config(training_parser(""), []), saved_options(text))
+        restore_options(read_config(training_parser(""), []), options_to_save(text))
 
 
 def test_an_older_checkpoint_need_not_say_all() -> None:

@@ -139,6 +139,9 @@ def test_shards_are_whole_and_of_one_thing(tmp_path: Path) -> None:
         shards.write(number, [(i, f'with "quotes", {i}') for i in shards.items_of(number)])
     lines = shards.merge().read_text().splitlines()
     assert lines[0] == "index,word" and [line[0] for line in lines[1:]] == list("01234")
+    (tmp_path / "out" / "shard.00001.csv").write_text("index\n2\n3\n")  # of an earlier version
+    with pytest.raises(MotleyError, match="has the columns index, and now they are index, word"):
+        shards.merge()
     (tmp_path / "out" / "shard.00001.csv").write_text("index,word\n2,x\n")
     with pytest.raises(MotleyError, match="has 1 rows, not 2; remove it"):
         shards.merge()

@@ -11,7 +11,7 @@ from torch import nn
 from motley.plan.length import Length, TrainState
 from motley.plan.ramp import Ramp
 from motley.train.command_line import read_config, training_parser
-from motley.train.schedule import cut_short, make_schedule, rate_of
+from motley.train.schedule import explain_early_end, make_schedule, rate_of
 
 
 def walk(length: Length, start: TrainState, until: int | None = None) -> list[TrainState]:
@@ -132,4 +132,7 @@ def test_the_rate_falls_until_the_run_ends_unless_epochs_are_typed(
         rates.append(rate_of(optimizer))
     assert len(rates) == 40 and max(rates) > 0.9 * config.lr
     assert (rates[-1] < 0.05 * config.lr) == falls
-    assert bool(cut_short(config, length, TrainState())) != falls
+    assert bool(explain_early_end(config, length, TrainState())) != falls
+    few = Length(30, 12, 12, 40)  # a step an epoch
+    said = explain_early_end(config, few, TrainState())
+    assert ("30 epochs, the default, end after step 30, before --max-steps 40" in said) == falls

@@ -61,7 +61,7 @@ def test_hosts_of_the_hostfile_without_a_rank_are_not_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = parsed(tmp_path, "train.py", ranks="3").named("now")
-    assert line.used == {"a", "b"}
+    assert line.hosts_with_ranks == {"a", "b"}
     keeper = Keeper(line, 3, Stop())
     for lost, says in (
         ({"c": "dead"}, ""), ({"b": "dead", "c": "dead"}, "b is gone (dead); on with 1 of 2 hosts"),

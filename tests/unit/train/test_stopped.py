@@ -1,8 +1,13 @@
 """What somebody who stops a run is told of what is saved."""
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
+from project import ROOT
 
 from motley.checkpoint.store import Checkpoints
 from motley.train.start import how_to_continue
@@ -16,3 +21,34 @@ def test_whoever_stops_a_run_is_told_what_is_saved_of_it(tmp_path: Path) -> None
     said = how_to_continue("mpirun x", checkpoints, None)
     assert said == "saved as of step 12: continue with: mpirun x"
     assert "keeps no checkpoints" in how_to_continue("mpirun x", checkpoints, 0)
+
+
+KEEPER = """
+import subprocess, sys
+code = (
+    "import sys; from pathlib import Path; from motley.records.run_folder import RunFolder;"
+    "from motley.train.resume_line import make_resume_line;"
+    "print(make_resume_line(RunFolder(Path(sys.argv[1]))))"
+)
+subprocess.run([sys.executable, "-c", code, "my logs/a run"], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("keep_training.py",
+         "--restarts 2 mpirun -np 2 ./entry_cn.sh --text 'a b' --resume=x --run old --lr 1",
+         "bash setup/keep_training.sh --restarts 2 mpirun -np 2 ./entry_cn.sh --text 'a b' --lr 1"),
+        ("other.py", "", "./entry_cn.sh -c 'my logs/a run'"),  # nobody's: the process's own words
+    ],
+)  # fmt: skip
+def test_the_line_that_continues_is_the_whole_one_that_was_typed(
+    tmp_path: Path, name: str, words: str, line: str
+) -> None:
+    (tmp_path / name).write_text(KEEPER)
+    done = subprocess.run(
+        [sys.executable, tmp_path / name, *shlex.split(words)], capture_output=True, text=True,
+        check=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.stdout == f"{line} --logs 'my logs' --run 'a run' --resume auto\n"

@@ -289,7 +289,7 @@ class ImageTask(ImageOptions):
         return self.images.class_names
 
     @cached_property
-    def samples(self) -> str:  # type: ignore[override]
+    def sample_list(self) -> str:  # type: ignore[override]
         """See Task."""
         return self.images.fingerprint()
 
