@@ -86,6 +86,17 @@ def test_those_who_are_left_go_on_by_themselves(
     assert sum(run.run["plan"]["counts"]) == after["n_global"] == 96
 
 
+def test_half_of_an_optimizers_step_is_not_kept(module_jobs: Jobs, unbroken: Trained) -> None:
+    name = f"stepping {time.monotonic_ns()}"
+    place = ("--logs", module_jobs.logs, "--run", name)
+    fault = ("--survive", "--fail", "stepping", "--step", STEP, "--on", 1)
+    done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS)
+    assert done.code == -9 and "on with 2 of 3 ranks" in done.output, done.output
+    run = Trained(module_jobs.logs / name, done)
+    assert run.losses == pytest.approx(unbroken.losses, rel=2e-6)
+    assert [step["step"] for step in run.steps()] == list(range(30))
+
+
 @pytest.mark.turns
 @pytest.mark.parametrize("every", [2, 50], ids=["meets again soon", "meets at an epoch's end"])
 def test_those_who_are_left_go_on_with_steps_of_their_own(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.comm.collectives import all_gather_object
+from motley.comm.collectives import all_gather_object, mark_now
 from motley.data.batch import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
@@ -161,7 +161,7 @@ class EngineBase:
     def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
         """Begin :meth:`_step`; where nothing can be read late, take it."""
         result = self._step(loss_sum, ready_s)
-        return LaunchedStep(lambda: result)
+        return LaunchedStep(lambda: result, wait=mark_now(self.device))
 
     def drop_gradients(self) -> None:
         """See :class:`Engine`. Only for what :attr:`reads_late`."""

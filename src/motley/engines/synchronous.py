@@ -98,6 +98,8 @@ class SynchronousEngine(EngineBase):
         else:
             unscale_and_clip(stepped, *given)
         if self._skips_by_itself:
+            if copy.is_done():  # nothing holds the device back: it steps now
+                self.on_change()
             # Queued before the host knows: it waits for the table only, which is on its way
             # already, and queues the next step while the GPU still works on this one.
             found_inf = (~norms.isfinite().all()).float()

@@ -10,6 +10,7 @@ from functools import partial
 import torch.distributed as dist
 
 from motley.checkpoint.transfer import save
+from motley.comm.collectives import mark_now
 from motley.data.batch import Batch
 from motley.data.loader_memory import explain_workers
 from motley.data.order import seed_of
@@ -184,7 +185,7 @@ class Loop:
                 return False  # the same samples, as the new plan cuts them
         check_numbers(job, self._plan, before, result, unread.indices)
         self._timed = self._profiler.after(self._recorder.step(before, unread.rate, batch, result))
-        self._rescue.whole(self._state, self._plan)
+        self._rescue.whole(self._state, self._plan, unread.launched.wait)
         if not self._save():
             return False  # from the checkpoint again
         self._add_loaders()
@@ -250,7 +251,7 @@ class Loop:
         self._recorder.flush()
         job.engine.sync_parameters()
         self._state = self._agreement.check(state)
-        self._rescue.whole(self._state, self._plan)
+        self._rescue.whole(self._state, self._plan, mark_now(job.engine.device))
         if self._state != state:
             return False
         if saves:

@@ -46,6 +46,7 @@ class Rescue:
         self._state, self._plan, self._version = state, job.plan, 0
         self._engine: Engine | None = job.engine
         self._launched: tuple[TrainState, LaunchedStep] | None = None  # and not read yet
+        self._settle: Callable[[], object] = lambda: None  # waits for the device to be there
         self._taking = threading.Lock()
         self._checkpoints, self._config = job.checkpoints, job.saved_config
         self.possible = job.engine.rescuable and job.length.save_every != 0
@@ -55,14 +56,22 @@ class Rescue:
         """A step was given to the device, after which training stands at ``state``; the host reads
         its outcome later, and calls :meth:`whole` then."""
         self._launched = state, step
+        self.same()
 
     def changing(self) -> None:
         """Parameters, or what belongs to them, begin to change."""
         self._version += 1 - self._version % 2
 
-    def whole(self, state: TrainState, plan: Plan) -> None:
-        """They are as after ``state``'s last step; a full batch is split by ``plan``."""
+    def whole(
+        self, state: TrainState, plan: Plan, settle: Callable[[], object] | None = None
+    ) -> None:
+        """They are as after ``state``'s last step; a full batch is split by ``plan``.
+
+        Args:
+            settle: waits until the device has done that step; None: as it was before.
+        """
         self._state, self._plan, self._launched = state, plan, None
+        self._settle = settle or self._settle
         self.same()
         with self._taking:
             pass
@@ -105,6 +114,7 @@ class Rescue:
                 version, state, plan = self._version, self._state, self._plan
                 launched, taken = self._launched, self._was_taken()
                 if version % 2 == 0:
+                    self._settle()  # the copy's stream waits for nothing
                     if launched and taken:
                         state = launched[0]
                         launched[1].wait()

@@ -2,7 +2,8 @@
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
 
-Out of memory whatever the micro-batch, killed, at a wrong address, for ever at rest, the same with
+Out of memory whatever the micro-batch, killed, killed inside the optimizer while the others are
+in the midst of its step, at a wrong address, for ever at rest, the same with
 the GIL held, gone without a word, or by sys.exit; by a parameter that becomes Inf, or a gradient
 that is Inf once. ``--step``: in which; default 3.
 """
@@ -42,7 +43,8 @@ FAILURES = {
     "gone": lambda: os._exit(0),
     "exit": lambda: sys.exit(0),
 }
-_SPOILT = ("parameter", "gradient")
+_SPOILT = ("parameter", "gradient", "stepping")
+HALF_STEP_S = 1.5  # in which the others notice that the rank is gone
 
 
 class Failing(EngineBase):
@@ -56,17 +58,42 @@ class Failing(EngineBase):
     late = False  # as ranks with GPUs
     spoilt = False  # a gradient; once
     _taken = 0
+    _steps_slowly = False
 
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
         ranks = self._context.size
         Failing.ranks = Failing.ranks or ranks
-        here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
-        if here and ranks == Failing.ranks and self._taken >= self.step_of_it:
-            self._fail()
+        self._here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
+        if ranks == Failing.ranks and self._taken >= self.step_of_it:
+            if self.failure == "stepping":
+                if not self._steps_slowly:
+                    self._step_slowly()
+            elif self._here:
+                self._fail()
         if ranks < Failing.ranks:
             time.sleep(self.pace_s)
         self._taken += last
         return super()._accumulate(batch, last)
+
+    def _step_slowly(self) -> None:
+        """Change one half of the parameters, and the rest when the others know of a lost rank."""
+        self._steps_slowly = True
+        plain = self.optimizer.step
+
+        @torch.no_grad()
+        def step() -> None:
+            self.optimizer.step = plain
+            if self._here:
+                FAILURES["killed"]()
+            late = self._parameters[len(self._parameters) // 2 :]
+            before = [parameter.clone() for parameter in late]
+            plain()
+            after = [parameter.clone() for parameter in late]
+            torch._foreach_copy_(late, before)
+            time.sleep(HALF_STEP_S)
+            torch._foreach_copy_(late, after)
+
+        self.optimizer.step = step
 
     def _fail(self) -> None:
         parameter = self._parameters[0]
