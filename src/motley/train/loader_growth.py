@@ -3,6 +3,7 @@
 A trial of a fraction of a second, before training, says little about the hours that follow.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class LoaderGrowth:
 
     Args:
         workers: that there are. most: that there may be.
-        idle_cores: returns how many cores of the host did nothing since it was called last.
+        idle_cores: returns how many of the rank's cores did nothing since it was called last.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class LoaderGrowth:
             self._most = 0
         if part < WORTH_IT:
             return None
-        added = min(max(1, self._workers), self._most - self._workers, int(idle))
+        added = min(max(1, self._workers), self._most - self._workers, round(idle))
         return Growth(self._workers + added, part) if added > 0 else None
 
     def take(self, workers: int, waited: float) -> None:
@@ -84,4 +85,7 @@ class LoaderGrowth:
 
 
 def _idle_cores() -> float:
-    return (1 - psutil.cpu_percent() / 100) * (psutil.cpu_count() or 1)
+    """Return how many of this process's cores did nothing since the last call."""
+    own = os.sched_getaffinity(0)
+    used = enumerate(psutil.cpu_percent(percpu=True))
+    return sum(1 - percent / 100 for core, percent in used if core in own)
