@@ -84,6 +84,11 @@ def test_those_who_are_left_go_on_by_themselves(
     before, after = [step for step in run.steps() if step["step"] in (STEP - 1, STEP)]
     assert after["time"] - before["time"] < 5
     assert sum(run.run["plan"]["counts"]) == after["n_global"] == 96
+    # The rates and the duration are of the whole job.
+    result = run.run["result"]
+    counted = sum(step["n_global"] for step in run.steps())
+    assert result["samples_per_s"] * result["seconds"] == pytest.approx(counted, rel=1e-6)
+    assert run.run["started"] < before["time"] < run.run["grouped"] < after["time"]
 
 
 def test_half_of_an_optimizers_step_is_not_kept(module_jobs: Jobs, unbroken: Trained) -> None:

@@ -32,6 +32,7 @@ class Run:
         resume_from: checkpoints to continue from, the preferred one first; empty for a
             fresh start. Paths on rank 0's machine.
         unnamed: its folder is new, and has another name once the run starts if it exists by then.
+        samples: that this job has trained on, also before a rank was lost.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -43,6 +44,9 @@ class Run:
         self._lock: TextIO | None = None
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
+        self._started: float | None = None  # seconds since the epoch
+        self._trains_since: float | None = None  # by the monotonic clock
+        self.samples = 0
 
     @classmethod
     def find(cls, world: World, config: Config) -> "Run":
@@ -93,11 +97,17 @@ class Run:
         world.supervisor.on_fault = self.fail
         world.supervisor.records_in(self.folder.path)
         world.supervisor.on_event = self._record
+        now = world.from_first(time.time)
+        if self._started is None:
+            self._started, grouped = now, {}
+        else:  # after a lost rank: `ranks` and `plan` hold from now on
+            grouped = {"grouped": now}
         if self._first:
             self.folder.write_run(
                 {
                     "status": "running",
-                    "started": time.time(),
+                    "started": self._started,
+                    **grouped,
                     "command": sys.argv,
                     "versions": versions(),
                     "commit": commit(),
@@ -108,6 +118,13 @@ class Run:
                 keep_room=True,
             )
         world.allgather(None)  # nobody writes records before the run has begun
+
+    def training_s(self) -> float:
+        """Return the seconds since this job's first step could begin; the first call starts the
+        clock. It runs on while a lost rank's work is split anew."""
+        now = time.monotonic()
+        self._trains_since = self._trains_since or now
+        return now - self._trains_since
 
     def _make_folder(self) -> None:
         """On all machines, and take it; all ranks call it."""

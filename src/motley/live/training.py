@@ -80,9 +80,9 @@ class Training:
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":
-        """With the steps of the job that wrote run.json alone, whose machines and plan are told
+        """Return the steps of the job that wrote run.json, since its ranks are those that are told
         there; None where it has taken none. An old run that does not tell has all."""
-        began = self.run.get("started")
+        began = self.run.get("grouped", self.run.get("started"))
         if not isinstance(began, int | float):
             return self
         # By the clock of the lowest rank that is there: the first one's wrote run.json.

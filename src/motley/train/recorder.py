@@ -45,6 +45,20 @@ class Timed:
     ready_s: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A step that waits for its times.
+
+    Attributes:
+        unsound: launched ranks whose own gradient was not finite.
+    """
+
+    record: StepRecord
+    laps: Laps
+    plan: Plan
+    unsound: list[int]
+
+
 class Recorder:
     """Writes this rank's step records; on rank 0 also evaluations, events and progress. Of many
     ranks the first alone writes steps, with what it knows of the others: a thousand files of
@@ -92,10 +106,9 @@ class Recorder:
         if group.device.type == "cuda":  # what was measured for the plan does not count
             torch.cuda.reset_peak_memory_stats(group.device)
         self._tells_sync = tells_sync
-        self._pending: tuple[StepRecord, Laps, Plan] | None = None
-        self._due: tuple[StepRecord, Laps, Plan, tuple[float, ...]] | None = None
-        self._started = time.monotonic()
-        self._samples = 0
+        self._pending: _Taken | None = None
+        self._due: tuple[_Taken, tuple[float, ...]] | None = None
+        run.training_s()
         self._scale: float | None = None  # of the last step
         self._compiles = compiles
         self._first_steps = first_steps or FirstSteps()
@@ -141,7 +154,8 @@ class Recorder:
             mem_peak_mib=0.0, samples_per_s=0.0, weight=weight,
             time=time.time(),
         )  # fmt: skip
-        self._pending = (record, result.laps, plan)
+        unsound = [self._ranks[rank] for rank in result.unsound]
+        self._pending = _Taken(record, result.laps, plan, unsound)
         if self.at_once:
             timed = self._complete(result.ready_s)
         if self._device.type == "cpu":
@@ -150,7 +164,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the last step; all ranks call it."""
-        own = self._pending[1].ready_s if self._pending else 0.0
+        own = self._pending.laps.ready_s if self._pending else 0.0
         self._complete(tuple(ready for (ready,) in all_gather_floats([own])))
         self.write()
 
@@ -170,9 +184,9 @@ class Recorder:
             self.write()
             if self._pending is None:
                 return None
-            (record, laps, plan), self._pending = self._pending, None
-            self._due = record, laps, plan, ready_s
-            return Timed(plan, ready_s) if ready_s and all(ready_s) else None
+            taken, self._pending = self._pending, None
+            self._due = taken, ready_s
+            return Timed(taken.plan, ready_s) if ready_s and all(ready_s) else None
 
     def write(self) -> None:
         """Write the step that is due; called where the device has enough to do meanwhile."""
@@ -182,7 +196,8 @@ class Recorder:
     def _write(self) -> None:
         if self._due is None:
             return
-        (record, laps, plan, ready_s), self._due = self._due, None
+        (taken, ready_s), self._due = self._due, None
+        record, laps, plan = taken.record, taken.laps, taken.plan
         sync, opt = laps.seconds("sync"), laps.seconds("opt")
         wait = comm = None
         if self._tells_sync:
@@ -202,13 +217,14 @@ class Recorder:
         if self._steps is not None:
             others = others_ready(ready_s, plan.counts, self._ranks) if self._many else None
             self._steps.write(dataclasses.replace(record, others_ready=others))
-        self._samples += record.n_global
+        self._run.samples += record.n_global
         self._say_links(self._first_steps.step(record))
         self._reporter.step(record)
         self.progress = Progress(record.epoch, record.step, record.t_compute)
         if self._rank == 0:  # all know of it
             if record.overflow:
-                self._run.event("overflow", step=record.step, loss_scale=record.loss_scale)
+                self._run.event("overflow", step=record.step, loss_scale=record.loss_scale,
+                                ranks=taken.unsound)  # fmt: skip
             elif self._scale is not None and record.loss_scale > self._scale:
                 self._run.event("loss_scale", step=record.step, value=record.loss_scale)
         self._scale = record.loss_scale
@@ -272,10 +288,10 @@ class Recorder:
             epoch_samples: that are trained on in an epoch.
             peaks: of memory, MiB, of each rank; empty where it was not foreseen.
         """
-        seconds = time.monotonic() - self._started
+        seconds = self._run.training_s()
         return {
             **evaluated.metrics, "steps": evaluated.step,
-            "seconds": seconds, "samples_per_s": self._samples / seconds,
+            "seconds": seconds, "samples_per_s": self._run.samples / seconds,
             "epoch_samples": epoch_samples,
             **({"memory_peak_mib": list(peaks)} if peaks else {}),
         }  # fmt: skip
