@@ -27,7 +27,9 @@ def write(
     folder: RunFolder, rank: int, most_writers: int, done: int = 0, has_gpus: bool = True
 ) -> None:
     """Two steps of a rank; with GPUs, only the first one's times are known to all in the end."""
-    run: Any = SimpleNamespace(folder=folder, event=lambda *_, **__: None)
+    run: Any = SimpleNamespace(
+        folder=folder, event=lambda *_, **__: None, training_s=lambda: 1.0, samples=0
+    )
     workers = [SimpleNamespace(rank=launched) for launched in LAUNCHED]
     device = torch.device("cpu")
     group: Any = SimpleNamespace(rank=rank, workers=workers, device=device, has_gpus=has_gpus)
