@@ -47,7 +47,7 @@ def test_it_goes_on_within_the_allocation(lab: Door, jobs: Jobs) -> None:
     assert job.returncode == 0, output
     assert f"keep_training: {NAMES[2]} is gone (Slurm starts nothing on {NAMES[2]}" in output
     assert "on with 2 of 3 hosts, about 0.67 of the speed" in output
-    assert "finished, after 1 restarts" in output, output
+    assert "finished, after 1 restart" in output, output
     steps = RunFolder(folder).read_steps()[0]
     assert [step["step"] for step in steps] == list(range(len(one.losses)))
     assert [step["loss"] for step in steps] == pytest.approx(one.losses, rel=2e-6)

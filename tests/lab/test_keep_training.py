@@ -92,7 +92,7 @@ def test_it_goes_on_without_a_host_that_dies_and_loses_no_step(lab: Door, one: l
     assert f"rank 2 on {NAMES[2]}" in output and "motley: saved as of step" in output
     assert f"keep_training: {NAMES[2]} is gone" in output
     assert "on with 2 of 3 hosts, about 0.83 of the speed" in output
-    assert output.rstrip().endswith("finished, after 1 restarts")
+    assert output.rstrip().endswith("finished, after 1 restart")
     assert "are repeated" not in output
     steps = goes_on_as(one, folder)
     next_step = min(step["time"] for step in steps if step["time"] > killed + 5)
