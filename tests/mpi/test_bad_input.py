@@ -127,6 +127,20 @@ def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path
     assert "scores of held-out samples are not finite: neither is 'x' in the data of 137;" in line
 
 
+NO_WEIGHT = """    def weights(self, batch):
+        return torch.zeros(len(batch["y"]))"""
+SCALED = """class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return functional.gelu(self.scale * x)
+
+
+@dataclass"""
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -136,6 +150,17 @@ def test_a_held_out_sample_that_is_no_number_is_named(jobs: Jobs, tmp_path: Path
         ),
         (("range(20_000, 21_000)", "[]"), "no held-out samples: data(held_out=True) is empty"),
         ((".sum(dim=1)", ".sum(dim=1)[:60]"), "shape (60,) for 64 samples"),
+        (
+            (
+                "    def losses",
+                "    def costs(self, indices):\n        return [0.0]\n\n    def losses",
+            ),
+            "costs() of Sums gives 1 numbers for 128 samples, 0 to 0; it gives one of each",
+        ),
+        (
+            ("    def losses", f"{NO_WEIGHT}\n\n    def losses"),
+            "held-out samples weigh 0 in all, and have no mean; weights() of Sums gives",
+        ),
     ],
 )
 def test_a_task_with_nothing_to_learn_or_too_few_losses(
@@ -144,8 +169,16 @@ def test_a_task_with_nothing_to_learn_or_too_few_losses(
     task = (ROOT / "examples" / "my_task.py").read_text()
     path = tmp_path / "mine.py"
     path.write_text(task.replace(*change))
-    line = refused(jobs, DDP, "--task", path, "--shares", "1,1", ranks=2)
-    assert says in line
+    words = ("--task", path, "--shares", "1,1", "--max-steps", 1)
+    assert says in refused(jobs, DDP, *words, ranks=2)
+
+
+def test_a_parameter_without_dimensions_cannot_be_sharded(jobs: Jobs, tmp_path: Path) -> None:
+    task = (ROOT / "examples" / "my_task.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(task.replace("nn.GELU()", "Scaled()").replace("@dataclass", SCALED))
+    line = refused(jobs, DDP, "--task", path, "--strategy", "fsdp", ranks=2)
+    assert "has none: give it the shape [1]" in line
 
 
 def test_an_option_of_another_task(jobs: Jobs) -> None:

@@ -20,6 +20,7 @@ from motley.data.loader_memory import bytes_of, explain_workers, free_memory, wo
 from motley.data.order import Order, seed_of, seeds_of, slices
 from motley.data.slots import PREFETCH, Passed, Slots
 from motley.data.source import Samples
+from motley.errors import MotleyError
 from motley.launch.process import die_with_parent, keep_freed_memory
 from motley.plan.plan import Plan
 from motley.plan.ramp import ramp_of
@@ -116,7 +117,17 @@ class Loader:
 
     def _cut(self, plan: Plan, part: Sequence[int]) -> Plan:
         costs = self._samples.costs(part)
-        return plan if costs is None else plan.by_cost(costs)
+        if costs is None:
+            return plan
+        known = len(costs) == len(part) and all(0 <= cost < math.inf for cost in costs)
+        if not known or not sum(costs):
+            raise MotleyError(
+                f"costs() of {type(self._samples).__name__} gives {len(costs)} numbers for "
+                f"{len(part)} samples, {min(costs, default=math.nan):g} to "
+                f"{max(costs, default=math.nan):g}; it gives one of each, not below 0 and not all "
+                "0, or None where samples take equally long"
+            )
+        return plan.by_cost(costs)
 
     def test_batches(self, plan: Plan) -> Iterator[Batch]:
         """This rank's share of the held-out samples, each of them once over all ranks."""

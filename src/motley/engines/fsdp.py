@@ -36,7 +36,12 @@ from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import MotleyError
 from motley.tasks.model import AUTOCAST, TaskModel, common_type
-from motley.tasks.sometimes_unused import found_unused, refuse_unused, without_gradient
+from motley.tasks.sometimes_unused import (
+    found_unused,
+    refuse_unused,
+    shown,
+    without_gradient,
+)
 
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
@@ -69,6 +74,11 @@ class FsdpEngine(SynchronousEngine):
         check_offload(own.offload, context)
         refuse_unused(model, "--strategy fsdp")
         check_types(model, _TYPES, "--strategy fsdp", "--strategy ddp")
+        if scalars := [name for name, each in model.net.named_parameters() if each.dim() == 0]:
+            raise MotleyError(
+                f"--strategy fsdp cuts parameters into rows, and {shown(scalars)} has none: "
+                "give it the shape [1], as nn.Parameter(torch.ones(1)) has, or take --strategy ddp"
+            )
         kinds = {each.dtype for each in model.net.parameters()}
         if len(kinds) > 1:
             names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))

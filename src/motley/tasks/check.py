@@ -20,7 +20,7 @@ from motley.tasks.forward_changes import (
     check_renormalised,
 )
 from motley.tasks.model import TaskModel
-from motley.tasks.sometimes_unused import check_used, unused
+from motley.tasks.sometimes_unused import check_used, shown, unused
 from motley.tasks.task import Task
 
 _TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
@@ -40,11 +40,17 @@ def check_task(model: TaskModel) -> tuple[str, ...]:
     _check_samples(task, model.task)
     _check_hidden(task, model.net)
     check_renormalised(task, model.net)
+    if not any(each.requires_grad for each in model.net.parameters()):
+        raise MotleyError(
+            f"the model of {task} has no parameter that can be trained; give it one, or set "
+            "requires_grad_(True) where it is frozen"
+        )
     changes = ForwardChanges(model.net)
     model.eval()  # drop-out draws anew in each pass
     try:
         _check_losses(task, model)
         passes = [unused(model, model.example.data)]
+        _check_dense(task, model.net)
         model.train()
         passes += _check_changes(task, model, changes)
         return check_used(task, model, passes)
@@ -123,6 +129,19 @@ def _check_losses(name: str, model: TaskModel) -> None:
             f"{parts} one by one. Is it a mean over the batch? losses() gives one number a sample, "
             'as with reduction="none". Or does the model take the batch as another dimension than '
             "the first, as nn.LSTM does without batch_first=True?"
+        )
+
+
+def _check_dense(name: str, net: nn.Module) -> None:
+    """Raise MotleyError if a gradient holds a few rows alone: ranks have other rows."""
+    found = [
+        key for key, each in net.named_parameters()
+        if each.grad is not None and each.grad.layout != torch.strided
+    ]  # fmt: skip
+    if found:
+        raise MotleyError(
+            f"{name} has a sparse gradient of {shown(found)}, which ranks cannot add up; leave out "
+            "sparse=True of that nn.Embedding"
         )
 
 

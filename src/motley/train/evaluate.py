@@ -6,6 +6,7 @@ import time
 import torch
 
 from motley.comm.collectives import all_gather_floats
+from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
@@ -58,5 +59,10 @@ def _scores(
     table = all_gather_floats(list(scores.sum(dim=0)))
     *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
     names = job.model.score_names
+    if weight == 0:
+        raise MotleyError(
+            f"the {int(samples):,} held-out samples weigh 0 in all, and have no mean; weights() of "
+            f"{type(job.model.task).__name__} gives a number above 0 for a sample that counts"
+        )
     means = {name: total / weight for name, total in zip(names, sums, strict=True)}
     return dict(job.model.task.summary(means)), int(samples)

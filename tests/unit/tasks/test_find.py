@@ -32,6 +32,8 @@ class Net(nn.Module):
         FORWARD
         if self.training and hasattr(self, "means"):
             self.means.data.lerp_(x.mean(0), 0.1)
+        if hasattr(self, "rows"):
+            x = x + self.rows(x[:, 0].long())
         if hasattr(self, "norm"):
             x = self.norm(x[:, None])[:, 0]
         return self.two(self.one(x).tanh())
@@ -118,6 +120,9 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path, changed: dict[str
          r"changes one\.parametrizations\.weight\.0\._u.*matrix_norm"),
         ("INIT", "self.norm = nn.InstanceNorm1d(1, track_running_stats=True)",
          r"changes norm\.running_mean, .* set track_running_stats=False"),
+        ("INIT", "self.rows = nn.Embedding(9, 3, sparse=True)",
+         r"a sparse gradient of rows\.weight, .* leave out sparse=True"),
+        ("INIT", "self.requires_grad_(False)", "Mine has no parameter that can be trained"),
     ],
 )  # fmt: skip
 def test_a_usual_mistake_is_explained(tmp_path: Path, word: str, put: str, says: str) -> None:
