@@ -46,7 +46,7 @@ ROOMS = {
     ),
     "config": "option numbers optimization options parser",
     "data": (
-        "import_timm batch source images shards packed_file packer dataset datasets/* mixing "
+        "import_timm batch source images image_folder shards packed_file packer dataset datasets/* mixing "
         "transforms order slots loader_memory keyed batches loader"
     ),
     "tasks": (

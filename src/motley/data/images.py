@@ -15,15 +15,25 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from torchvision import datasets as tv  # type: ignore[import-untyped]
 
 from motley.data.source import Source
 from motley.errors import MotleyError
 
 NO_LABEL = -1
+_FORMATS = (
+    "apng", "avif", "bmp", "dib", "gif", "j2k", "jfif", "jp2", "jpe", "jpeg", "jpg", "pbm", "pgm",
+    "png", "pnm", "ppm", "tga", "tif", "tiff", "webp",
+)  # fmt: skip
+_GREY_16 = ("PNG", "PPM")  # of these formats PIL gives 16 bits as 32
 
 # What is too large to be an image is an error; PIL also warns of every photo of half that size.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def image_endings() -> tuple[str, ...]:
+    """Return the endings, as ``.png``, of the image files that this Pillow reads."""
+    known = Image.registered_extensions()
+    return tuple(f".{name}" for name in _FORMATS if known.get(f".{name}") in Image.OPEN)
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Images:
         name_of: how to call training image ``index`` in an error.
         identity: a hash of all of them, where it is known: a run goes on with the same alone.
         class_names: by label; empty where nobody has named them.
+        account: one line of what was read of a folder and what was not; else empty.
     """
 
     train: Source
@@ -52,6 +63,7 @@ class Images:
     name_of: Callable[[Source, int], str] = field(default=lambda source, index: f"image {index}")
     identity: str = ""
     class_names: tuple[str, ...] = ()
+    account: str = ""
 
     def fingerprint(self) -> str:
         """Return the numbers of images, and a hash of their list: of labels, and paths if known.
@@ -137,7 +149,7 @@ def of_files(images: Images, folder: Path) -> Images:
     """The same, but its held-out images are all those under a folder, which have no label."""
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
-    endings = tuple(tv.folder.IMG_EXTENSIONS)
+    endings = image_endings()
     files = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(endings))
     if not files:
         raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
@@ -148,8 +160,20 @@ def of_files(images: Images, folder: Path) -> Images:
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
-    """An image that PIL has opened, read, in these colours; convert() would copy one that is."""
+    """Return an image that PIL has opened, read, in these colours; convert() would copy one that
+    has them, and cut 16 bits off at 255.
+
+    Raises:
+        ValueError: its pixels are numbers of an unknown range.
+    """
     image.load()
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _GREY_16):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(
+            f"its pixels are {'floats' if image.mode == 'F' else '32-bit integers'}, whose range "
+            "no file tells; convert it to 8 or 16 bits"
+        )
     return image if image.mode == colours else image.convert(colours)
 
 

@@ -55,6 +55,7 @@ class Task:
         needs_workers: reading a sample takes longer than asking another process to.
         class_names: of the classes by their number; empty where there are none. A run is continued
             with the same names alone, and exports and predictions have them.
+        account: one line of what was read and what was left out; empty where nothing is to be said.
         sample_list: tells one list of samples from another, in words. A continued run names a
             change.
     """
@@ -74,6 +75,7 @@ class Task:
     sometimes_unused: bool = False
     class_names: ClassVar[tuple[str, ...]] = ()
     sample_list: ClassVar[str] = ""
+    account: ClassVar[str] = ""
 
     # -- to be written
 

@@ -124,6 +124,8 @@ def print_summary(
         run.event("left_out", **dataclasses.asdict(entry))
     task = task_of(config)
     print(task.title())
+    if task.account:
+        print(f"  {task.account}")
     print(f"  records in {run.folder.path}; if it is stopped: {make_resume_line(run.folder)}")
     for worker in group.workers:
         number = worker.group_rank

@@ -11,15 +11,13 @@ if TYPE_CHECKING:
 
 
 def _open(root: Path, img_size: int) -> "Images":
-    from torchvision import datasets as tv  # type: ignore[import-untyped]
-
-    from motley.data.images import Images, load_image
+    from motley.data.image_folder import ImageFolder, account
+    from motley.data.images import Images
 
     parts = []
     for name in ("train", "val"):
         try:
-            # An empty class folder is allowed here and judged by the class lists below.
-            parts.append(tv.ImageFolder(root / name, loader=load_image, allow_empty=True))
+            parts.append(ImageFolder(root / name))
         except OSError as error:
             raise MotleyError(
                 f"--data-dir {root} needs the folders train/ and val/ with one folder a class in "
@@ -36,6 +34,7 @@ def _open(root: Path, img_size: int) -> "Images":
     return Images(
         train, test, classes=len(train.classes), channels=3,
         mean=None, std=None, native_size=None, class_names=tuple(train.classes),
+        account=account(train, test),
         name_of=lambda source, index: str(source.samples[index][0]),  # type: ignore[attr-defined]
     )  # fmt: skip
 

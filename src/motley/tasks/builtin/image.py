@@ -288,6 +288,11 @@ class ImageTask(ImageOptions):
         """See Task."""
         return self.images.class_names
 
+    @property
+    def account(self) -> str:  # type: ignore[override]
+        """See Task."""
+        return self.images.account
+
     @cached_property
     def sample_list(self) -> str:  # type: ignore[override]
         """See Task."""

@@ -1,0 +1,163 @@
+"""Image folders as people have them: what is read is what they mean, and the rest is named."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from motley.config.options import Config
+from motley.data.images import Images, load_image
+from motley.errors import MotleyError
+from motley.tasks.builtin.image import ImageTask
+from motley.tasks.find import task_of
+from motley.train.command_line import read_config, training_parser
+
+PARTS = {"train": 8, "val": 4}
+
+
+def picture(path: Path, size: int = 8) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(len(str(path))).integers(0, 255, (size, size, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def folder(root: Path, *classes: str) -> Path:
+    for part, count in PARTS.items():
+        for name in classes or ("cat", "dog"):
+            for number in range(count):
+                picture(root / part / name / f"{number}.png")
+    return root
+
+
+def images_of(root: Path) -> Images:
+    words = (
+        "--dataset",
+        "folder",
+        "--data-dir",
+        str(root),
+        "--model",
+        "test_vit",
+        "--workers",
+        "0",
+    )
+    config: Config = read_config(training_parser("test"), list(words))
+    task = task_of(config)
+    assert isinstance(task, ImageTask)
+    return task.images
+
+
+def _foreign(root: Path) -> None:
+    for part in PARTS:
+        for name in ("@eaDir", "__MACOSX", ".ipynb_checkpoints", "#recycle"):
+            picture(root / part / name / "a" / "thumbnail.jpg")
+        picture(root / part / "cat" / "@eaDir" / "0.png")
+        for name in (".DS_Store", "Thumbs.db", "cat/._0.png", "cat/desktop.ini"):
+            (root / part / name).write_bytes(b"\0\5\x16\7")
+
+
+def _loop(root: Path) -> None:
+    (root / "train/cat/loop").symlink_to("..")
+    (root / "train/cat/again").symlink_to("again")
+
+
+def _loose(root: Path) -> None:
+    for number in range(3):
+        picture(root / "train" / f"{number}.png")
+    (root / "train/cat/notes.TXT").write_text("hello")
+
+
+def _gifs(root: Path) -> None:
+    for path in sorted(root.glob("*/dog/*.png")):
+        Image.open(path).save(path.with_suffix(".gif"))
+        path.unlink()
+
+
+def _forms(root: Path) -> None:
+    (root / "train/cat").rename(root / "train/caf\u00e9")
+    (root / "val/cat").rename(root / "val/cafe\u0301")
+
+
+def _nested(root: Path) -> None:
+    for number in range(3):
+        picture(root / "train/cat/2023/may" / f"{number}.png")
+
+
+def _empty(root: Path) -> None:
+    for part in PARTS:
+        (root / part / "bird").mkdir()
+
+
+USUAL = "16 images of 2 classes, 8 held out"
+
+
+@pytest.mark.parametrize(
+    ("change", "account"),
+    [
+        (lambda root: None, USUAL),
+        (_foreign, USUAL),
+        (_loop, f"{USUAL}; not read: 1 link to a folder that is read already, 1 file without an "
+         "ending"),
+        (_loose, f"{USUAL}; not read: 3 .png in no class folder, 1 .txt"),
+        (_gifs, USUAL),
+        (_forms, USUAL),
+        (_nested, "19 images of 2 classes, 8 held out"),
+        (_empty, "16 images of 3 classes, 8 held out; no image in train/ of bird; no image in "
+         "val/ of bird"),
+    ],
+    ids=["usual", "foreign", "loop", "loose", "gif", "unicode", "nested", "empty"],
+)  # fmt: skip
+def test_what_is_read_is_told(tmp_path: Path, change: Callable[[Path], None], account: str) -> None:
+    change(folder(tmp_path))
+    images = images_of(tmp_path)
+    assert images.account == account
+    assert all(
+        len(np.unique(np.asarray(image))) > 1 for image, _ in (images.train[0], images.test[0])
+    )
+
+
+def test_two_forms_of_one_name_are_refused(tmp_path: Path) -> None:
+    folder(tmp_path, "caf\u00e9", "cafe\u0301")
+    with pytest.raises(MotleyError, match="two folders for the class caf"):
+        images_of(tmp_path)
+
+
+def test_a_closed_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root, which runs these tests, reads every folder, the system's answer is put in."""
+    folder(tmp_path)
+    scan, closed = os.scandir, str(tmp_path / "train/dog")
+
+    def scandir(path: str) -> Any:
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    account = images_of(tmp_path).account
+    assert account.endswith("; not read: 1 folder (Permission denied); no image in train/ of dog")
+
+
+GREY = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tif", "deep.pgm"])
+def test_sixteen_bits_are_scaled(tmp_path: Path, name: str) -> None:
+    Image.fromarray(GREY.astype(np.uint16) * 257).save(tmp_path / name)
+    assert np.array_equal(np.asarray(load_image(str(tmp_path / name)))[..., 0], GREY)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "says"),
+    [(GREY.astype(np.float32) / 255, "are floats"), (GREY.astype(np.int32) * 257, "are 32-bit")],
+)
+def test_pixels_of_an_unknown_range_are_refused(
+    tmp_path: Path, pixels: np.ndarray, says: str
+) -> None:
+    Image.fromarray(pixels).save(tmp_path / "pixels.tif")
+    with pytest.raises(ValueError, match=says):
+        load_image(str(tmp_path / "pixels.tif"))
