@@ -46,8 +46,8 @@ ROOMS = {
     ),
     "config": "option numbers optimization options parser",
     "data": (
-        "import_timm batch source images image_folder shards packed_file packer dataset datasets/* mixing "
-        "transforms order slots loader_memory keyed batches loader"
+        "import_timm batch source images image_folder shards packed_file packer dataset "
+        "datasets/* mixing transforms order slots loader_memory keyed batches loader"
     ),
     "tasks": (
         "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "
