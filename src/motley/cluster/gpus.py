@@ -8,6 +8,9 @@ gives None, never 0.
 
 import contextlib
 import math
+import platform
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +23,42 @@ from motley.cluster.binding import node_of_device
 from motley.cluster.device_facts import MIB, DeviceFacts, GpuProcess, others_among, user_of
 
 GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
+NVIDIA_SMI_LIMIT_S = 20.0  # it takes seconds to start where no process keeps the driver loaded
+
+
+class LimitedSmi(subprocess.Popen[bytes]):
+    """The nvidia-smi that GPUtil starts, with a time limit.
+
+    GPUtil takes an OSError for a machine without GPUs. A process that has seen nvidia-smi hang
+    does not start it again.
+    """
+
+    has_timed_out = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if LimitedSmi.has_timed_out:
+            raise OSError("nvidia-smi did not answer before")
+        super().__init__(*args, **options)
+
+    def communicate(
+        self, input: bytes | None = None, timeout: float | None = None
+    ) -> tuple[bytes, bytes]:
+        """Return the output; kill nvidia-smi and raise OSError if it does not end in time."""
+        try:
+            return super().communicate(input, timeout or NVIDIA_SMI_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            LimitedSmi.has_timed_out = True
+            self.kill()  # without a wait: a process that hangs in the driver cannot end
+            print(
+                f"motley: nvidia-smi on {platform.node()} did not end within "
+                f"{NVIDIA_SMI_LIMIT_S:g} s, and is not asked again: its driver or a GPU hangs; "
+                "see `dmesg | grep -i nvrm` there, and restart the machine",
+                file=sys.stderr,
+            )
+            raise OSError("nvidia-smi did not end in time") from None
+
+
+GPUtil.GPUtil.Popen = LimitedSmi
 
 
 def read_driver() -> str | None:

@@ -14,7 +14,6 @@ Whoever is logged in by ssh is at no console.
 
 import contextlib
 import os
-import pwd
 import re
 import subprocess
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from motley.cluster.device_facts import user_of
 from motley.cluster.gpus import read_gpu_processes
 
 _TYPED_S = 300.0  # at a text console: so long ago is idle
@@ -78,7 +78,7 @@ def _at_console_by_utmp() -> str:
 
 
 def _on_gpu() -> str:
-    own = pwd.getpwuid(os.getuid()).pw_name
+    own = user_of(os.getpid())  # a number where the user has no name
     for process in read_gpu_processes() or ():
         if process.user not in (own, str(os.getuid())):
             return f"a process of {process.user} is on GPU {process.gpu}"
