@@ -29,6 +29,7 @@ LANES = {
         "tests/lab/test_lab.py",  # which compares what other labs change too
         "tests/lab/test_seen.py",  # how soon it is seen
         "tests/lab/test_start.py",
+        "tests/mpi/test_causes.py",
         "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",
         "tests/mpi/test_replan.py",
