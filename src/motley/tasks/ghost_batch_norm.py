@@ -18,7 +18,7 @@ Source of the name: Hoffer, Hubara and Soudry, "Train longer, generalize better"
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 from typing import cast
 
@@ -33,6 +33,7 @@ from motley.errors import MotleyError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)
 _CLOSED = -1  # in place of a count of calls: what is called now is no pass of training
+_KNOWN = 64  # lists of numbers that are kept on a device
 _UNLIKE = 0.1  # of the distance of two samples; equal samples are closer in any precision
 
 
@@ -101,7 +102,7 @@ class _Groups(_BatchNorm):
             y, mean, variance = _decomposed(self, x)
         else:
             if self.calls != _CLOSED and x.shape[0] != self.rows * self.samples:
-                raise uncountable(self.path, len(x), self.samples)
+                raise _uncountable(self.path, len(x), self.samples)
             y, mean, variance = _native(self, x)
         if self.calls != _CLOSED:
             with torch.no_grad():
@@ -144,10 +145,13 @@ class GroupStatistics:
         self._layers = [layer for layer in self._all if layer.running_mean is not None]
         self._sizes = [2 * layer.num_features for layer in self._layers]
         self._like = next(net.parameters()).detach()
-        # Of all layers one behind the other: this rank's part of the running statistics, its part
-        # of what they move by, and what they move by through all ranks.
+        # The numbers of all layers, one layer behind the other: this rank's part of the running
+        # statistics, its part of what they move by, and what they move by through all ranks.
         self._moved = self._like.new_zeros(3, sum(self._sizes))
         self._steps = self._like.new_zeros(len(self._layers))
+        self._counts = self._like.new_tensor(self._sizes, dtype=torch.int64)
+        # A copy to a GPU waits for it, so a step takes tensors of numbers that are there already.
+        self._on_device = lru_cache(_KNOWN)(self._like.new_tensor)
         # Samples and sums of this step by call, and calls of the last pass.
         self._samples: list[list[int]] = []
         self._sums: list[Tensor] = []
@@ -181,7 +185,7 @@ class GroupStatistics:
         for path, x in seen.items():
             rows, rest = divmod(len(x), 3)
             if rest or not rows or (rows > 1 and not _are_alike(*x.reshape(3, -1))):
-                raise uncountable(path, len(x), 3)
+                raise _uncountable(path, len(x), 3)
             self._named[path].rows = rows
 
     @contextlib.contextmanager
@@ -228,23 +232,23 @@ class GroupStatistics:
         if taken is False or not self._layers:
             self._sums, self._samples = [], []
             return
-        # A rank without samples moves with the others: by the calls of its last pass.
-        most = max(len(self._sums), 0 if self._sums else max(self._calls))
-        for call in range(most):
-            if self._sums:
-                samples, sums = self._samples[call], self._sums[call]
-                called = [float(count > 0) for count in samples]
-            else:
+        if isinstance(taken, Tensor):
+            taken = taken.to(self._like.device)
+        is_idle = not self._sums  # a rank without samples moves by the calls of its last pass
+        for call in range(max(self._calls) if is_idle else len(self._sums)):
+            if is_idle:
                 samples, sums = [0] * len(self._layers), torch.zeros_like(self._moved[0])
                 called = [float(call < calls) for calls in self._calls]
-            share = self._of_numbers([count / self._global for count in samples])
+            else:
+                samples, sums = self._samples[call], self._sums[call]
+                called = [float(count > 0) for count in samples]
+            share = self._of_numbers(self._of_layers([count / self._global for count in samples]))
             target = torch.stack(
                 [sums / self._global, share.expand_as(sums), torch.ones_like(sums)]
             )
             moved = torch.lerp(self._moved, target, self._momentum(called))
-            steps = self._steps + self._like.new_tensor(called)
+            steps = self._steps + self._of_layers(called)
             if isinstance(taken, Tensor):
-                taken = taken.to(self._like.device)
                 moved = torch.where(taken, moved, self._moved)
                 steps = torch.where(taken, steps, self._steps)
             self._moved, self._steps = moved, steps
@@ -254,21 +258,22 @@ class GroupStatistics:
         """Return m of each number, [1] or all; with ``momentum=None`` all steps count alike."""
         given = [math.nan if (m := layer.momentum) is None else m for layer in self._layers]
         if not any(map(math.isnan, given)):
-            return self._of_numbers([m * each for m, each in zip(given, called, strict=True)])
+            each = [m * ran for m, ran in zip(given, called, strict=True)]
+            return self._of_numbers(self._of_layers(each))
         counts = [cast(Tensor, layer.num_batches_tracked) for layer in self._layers]
-        own = self._like.new_tensor(given)
+        own = self._of_layers(given)
         own = torch.where(own.isnan(), 1 / (torch.stack(counts) + self._steps + 1), own)
-        return self._of_layers(own * self._like.new_tensor(called))
+        return self._of_numbers(own * self._of_layers(called))
 
-    def _of_numbers(self, each: Sequence[float]) -> Tensor:
-        """Return a value of each layer for each of its numbers; [1] where they are all alike."""
-        if len(set(each)) == 1:
-            return torch.full_like(self._like.flatten()[:1], each[0])
-        return self._of_layers(self._like.new_tensor(each))
+    def _of_layers(self, values: Sequence[float]) -> Tensor:
+        """Return a value of each layer, [layers]; [1] where they are all alike."""
+        return self._on_device((*values,) if len(set(values)) > 1 else (values[0],))
 
-    def _of_layers(self, each: Tensor) -> Tensor:
-        sizes = torch.tensor(self._sizes, device=each.device)
-        return each.repeat_interleave(sizes, output_size=sum(self._sizes))
+    def _of_numbers(self, each: Tensor) -> Tensor:
+        """Return a value of each layer for each of its numbers; [1] as it is."""
+        if len(each) == 1:
+            return each
+        return each.repeat_interleave(self._counts, output_size=sum(self._sizes))
 
     def unite(self, on_change: Callable[[], None] = lambda: None) -> None:
         """Add the parts of all ranks and move the layers' buffers; all ranks call it.
@@ -329,7 +334,7 @@ def _never_train(part: nn.Module, mode: bool = True) -> nn.Module:
     return nn.Module.train(part, False)
 
 
-def uncountable(path: str, rows: int, samples: int) -> MotleyError:
+def _uncountable(path: str, rows: int, samples: int) -> MotleyError:
     """Return the error for a layer whose groups cannot be counted in samples.
 
     Args:
@@ -357,7 +362,7 @@ def _count_groups(layer: _Groups, x: Tensor) -> tuple[int, int]:
 
 
 def _unbiased(variance: Tensor, count: int) -> Tensor:
-    """Of one value there is no unbiased variance: NaN would stay for ever."""
+    """Return the unbiased variance; 0 of a single value: NaN would stay for ever."""
     return variance * (count / (count - 1)) if count > 1 else torch.zeros_like(variance)
 
 
