@@ -83,7 +83,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
         for here, names in sorted(found):
             for name in sorted(names):
                 if name.lower().endswith(endings) and not _is_foreign(name):
-                    images.append(str(Path(here, name)))
+                    images.append(f"{here}{os.sep}{name}")
                 else:
                     self._leave_out(name)
         return images
@@ -114,7 +114,8 @@ def account(train: ImageFolder, test: ImageFolder) -> str:
             f"{count:,} {kind}" for kind, count in left_out.most_common()
         )
     for name, part in (("train", train), ("val", test)):
-        empty = [each for label, each in enumerate(part.classes) if label not in set(part.targets)]
+        labels = set(part.targets)
+        empty = [each for label, each in enumerate(part.classes) if label not in labels]
         if empty:
             words += f"; no image in {name}/ of {', '.join(empty[:5])}"
     return words
