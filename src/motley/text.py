@@ -1,8 +1,8 @@
-"""What users write, and read: the nearest names, for errors about unknown ones; times, as 1h30m;
-steps, as they are counted; rates."""
+"""What users write, and read: the nearest names, for errors about unknown ones; the first of many
+names; times, as 1h30m; steps, as they are counted; rates."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -13,6 +13,12 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:
     """`` (nearest: a, b)`` for the known names most like ``word``, or nothing."""
     close = get_close_matches(word, list(known), n=most, cutoff=0.5)
     return f" (nearest: {', '.join(close)})" if close else ""
+
+
+def name_some(names: Sequence[str], most: int = 4) -> str:
+    """Return the first of some names, and how many more there are: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def seconds_of(text: str) -> int | None:

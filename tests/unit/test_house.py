@@ -52,7 +52,7 @@ ROOMS = {
     "tasks": (
         "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "
         "image_options corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net "
-        "builtin/* find model build forward_changes sometimes_unused check scores"
+        "builtin/* find model build fingerprint forward_changes sometimes_unused check scores"
     ),
     "comm": "abandon collectives reducer slow_rank power_sgd modes/*",
     "engines": (

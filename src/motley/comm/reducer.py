@@ -166,12 +166,15 @@ def by_type(tensors: Sequence[_T]) -> list[list[_T]]:
 
 
 def grouped(tensors: Sequence[Tensor], numbers: float) -> list[list[Tensor]]:
-    """In their order, together as long as they are at most so many numbers, or one tensor."""
-    groups: list[list[Tensor]] = [[]]
-    for tensor in tensors:
-        if groups[-1] and sum(t.numel() for t in groups[-1]) + tensor.numel() > numbers:
-            groups.append([])
-        groups[-1].append(tensor)
+    """Return tensors of one dtype in each group, in their order, together as long as they are at
+    most so many numbers, or one tensor."""
+    groups: list[list[Tensor]] = []
+    for alike in by_type(tensors):
+        groups.append([])
+        for tensor in alike:
+            if groups[-1] and sum(t.numel() for t in groups[-1]) + tensor.numel() > numbers:
+                groups.append([])
+            groups[-1].append(tensor)
     return groups
 
 
@@ -195,7 +198,7 @@ def empty_bucket(
 
 def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
     """Buckets of at most so many numbers (or one tensor), filled with noise: to time a reducer."""
-    groups = [group for alike in by_type(parameters) for group in grouped(alike, numbers)]
+    groups = grouped(parameters, numbers)
     buckets = [
         empty_bucket(place, group, place == len(groups) - 1) for place, group in enumerate(groups)
     ]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.batch import Batch
 from motley.engines.adamw8bit import AdamW8bit
-from motley.engines.gradients import check_types, silenced
+from motley.engines.gradients import check_types, name_types, silenced
 from motley.engines.local_shards import LocalShards
 from motley.engines.memory import no_second_try, out_of_memory
 from motley.engines.named_state import on_cpu, parameter_of, snapshot
@@ -39,9 +39,9 @@ from motley.tasks.model import AUTOCAST, TaskModel, common_type
 from motley.tasks.sometimes_unused import (
     found_unused,
     refuse_unused,
-    shown,
     without_gradient,
 )
+from motley.text import name_some
 
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.
@@ -76,15 +76,15 @@ class FsdpEngine(SynchronousEngine):
         check_types(model, _TYPES, "--strategy fsdp", "--strategy ddp")
         if scalars := [name for name, each in model.net.named_parameters() if each.dim() == 0]:
             raise MotleyError(
-                f"--strategy fsdp cuts parameters into rows, and {shown(scalars)} has none: "
+                f"--strategy fsdp cuts parameters into rows, and {name_some(scalars)} has none: "
                 "give it the shape [1], as nn.Parameter(torch.ones(1)) has, or take --strategy ddp"
             )
         kinds = {each.dtype for each in model.net.parameters()}
         if len(kinds) > 1:
-            names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
             raise MotleyError(
-                f"--strategy fsdp gathers parameters of one type, and the model has {names}: take "
-                "--strategy ddp, or make them all float32"
+                "--strategy fsdp gathers parameters of one type, and the model has "
+                f"{name_types(sorted(kinds, key=str))}: take --strategy ddp, or make them all "
+                "float32"
             )
         self.loss_weight = context.size
         self._mesh = init_device_mesh(context.device.type, (context.size,))

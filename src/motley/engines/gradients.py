@@ -1,7 +1,7 @@
 """The gradient of all parameters together: its norm, and what is done to it before a step."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def unscale_and_clip(
     grads = _gradients(parameters)
     if factor is None or not grads:  # memory may have ended before there were any
         return
-    # Of the widest type: in bf16 a factor would be wrong by up to 0.4 %, for other types too.
+    # The factor has the widest type: in bf16 it would be wrong by up to 0.4 %.
     factor = factor.to(grads[0].device)
     for alike in by_type(grads):
         wide = alike[0].dtype in (torch.float32, torch.float64)
@@ -102,11 +102,14 @@ def check_types(model: TaskModel, known: Sequence[torch.dtype], engine: str, ins
     """
     for name, parameter in model.net.named_parameters():
         if parameter.requires_grad and parameter.dtype not in known:
-            kind, others = (
-                str(parameter.dtype).removeprefix("torch."),
-                ", ".join(str(dtype).removeprefix("torch.") for dtype in known),
-            )
+            others = name_types(known)
             raise MotleyError(
-                f"{engine} adds up gradients of {others}, and {name} is of {kind}: take {instead}, "
-                f"or make the parameter one of {others}"
+                f"{engine} adds up gradients of {others}, and {name} is of "
+                f"{name_types([parameter.dtype])}: take {instead}, or make the parameter one of "
+                f"{others}"
             )
+
+
+def name_types(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the names of types, as in ``float32, bfloat16``."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.collectives import all_gather_object
-from motley.comm.reducer import Bucket, as_real, by_type, empty_bucket, grouped
+from motley.comm.reducer import Bucket, as_real, empty_bucket, grouped
 from motley.data.batch import Batch
 from motley.engines.gradients import gradient_norm
 from motley.engines.memory import out_of_memory, release, shortage
@@ -33,9 +33,7 @@ class NoOverlapEngine(ReducingEngine):
         super().__init__(model, context, "no_overlap")
         # What a rank alone would send is what it has; but it may be asked to round it.
         self._sends = context.size > 1 or not context.plan.wire.is_exact
-        self._groups = [
-            group for alike in by_type(self._parameters) for group in grouped(alike, _BUCKET)
-        ]
+        self._groups = grouped(self._parameters, _BUCKET)
         self._absent: list[int] = []  # places of parameters without a gradient, in this step
         self._may_lack = any(all_gather_object(bool(model.sometimes_unused)))
         self._late = all(all_gather_object(self._may_read_late()))
@@ -148,10 +146,9 @@ def _take(parameters: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def _broadcast(tensors: Sequence[Tensor]) -> None:
     """Have rank 0's on all ranks; all call it."""
-    for alike in by_type(tensors):
-        for group in grouped(alike, _BUCKET):
-            flat = torch.cat([tensor.flatten() for tensor in group])
-            dist.broadcast(flat, src=0)
-            parts = torch.split(flat, [tensor.numel() for tensor in group])
-            for tensor, part in zip(group, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+    for group in grouped(tensors, _BUCKET):
+        flat = torch.cat([tensor.flatten() for tensor in group])
+        dist.broadcast(flat, src=0)
+        parts = torch.split(flat, [tensor.numel() for tensor in group])
+        for tensor, part in zip(group, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))

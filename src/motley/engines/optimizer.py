@@ -40,10 +40,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
                 return timm.optim.create_optimizer_v2(net, opt=config.opt, **options, **more)
         return timm.optim.create_optimizer_v2(net, opt=config.opt, **options)
     except (KeyError, ValueError, AssertionError, TypeError) as error:
-        name, known = (
-            config.opt.lower().removeprefix("lookahead_"),
-            [*map(str, timm.optim.list_optimizers())],
-        )
+        name = config.opt.lower().removeprefix("lookahead_")
+        known = [*map(str, timm.optim.list_optimizers())]
         if name in known:
             raise MotleyError(f"--opt {config.opt} cannot be made here: {error}") from None
         raise MotleyError(

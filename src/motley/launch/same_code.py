@@ -23,6 +23,7 @@ from typing import Any
 
 from motley import PACKAGE, ROOT
 from motley.errors import MotleyError
+from motley.text import name_some
 
 # A rank's host; hashes of its files by name, as torch_dist/train_vit.py; releases of its packages
 # by name. No class: an older or newer Motley has to read it too.
@@ -31,7 +32,6 @@ Code = tuple[str, dict[str, str], dict[str, str]]
 _PACKAGES = ("torch", "torchvision", "timm", "opt-einsum", "numpy", "pillow", "scikit-learn")
 _SUFFIXES = {".py", ".json", ".toml"}
 _PLACES = {"site-packages", "dist-packages"}
-_SHOWN = 4  # names in a message
 
 
 def compare_code(
@@ -104,7 +104,7 @@ def check_same(found: Sequence[Any]) -> None:
         ranks_odd = sorted({rank for ranks in odd.values() for rank in ranks})
         first = "this machine's files" if 0 not in ranks_odd else "the right files here, then"
         raise MotleyError(
-            f"the hosts do not run the same code: {_listed(list(odd))} differ on "
+            f"the hosts do not run the same code: {name_some(list(odd))} differ on "
             f"{_whose(ranks_odd, hosts)} from those on the others; bring {first} to all with: "
             "bash setup/sync_cn.sh"
         )
@@ -115,7 +115,7 @@ def check_same(found: Sequence[Any]) -> None:
             f"{each} on {_whose([r for r, v in enumerate(column) if v == each], hosts)}"
             for each in sorted(filter(None, set(column)))
         )
-        also = f", and of {_listed(others)}" if others else ""
+        also = f", and of {name_some(others)}" if others else ""
         raise MotleyError(
             f"the hosts have different versions of {package} ({said}){also}; make them the same "
             "with: bash setup/install_cn.sh"
@@ -139,11 +139,6 @@ def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
             usual = max(counts, key=lambda each: (counts[each], each == values[0]))
             odd[name] = [rank for rank, value in enumerate(values) if value not in (None, usual)]
     return odd
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -20,8 +20,9 @@ from motley.tasks.forward_changes import (
     check_renormalised,
 )
 from motley.tasks.model import TaskModel
-from motley.tasks.sometimes_unused import check_used, shown, unused
+from motley.tasks.sometimes_unused import check_used, unused
 from motley.tasks.task import Task
+from motley.text import name_some
 
 _TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
 
@@ -140,8 +141,8 @@ def _check_dense(name: str, net: nn.Module) -> None:
     ]  # fmt: skip
     if found:
         raise MotleyError(
-            f"{name} has a sparse gradient of {shown(found)}, which ranks cannot add up; leave out "
-            "sparse=True of that nn.Embedding"
+            f"{name} has a sparse gradient of {name_some(found)}, which ranks cannot add up; leave "
+            "out sparse=True of that nn.Embedding"
         )
 
 

@@ -14,7 +14,7 @@ from motley.errors import MotleyError
 from motley.tasks.ghost_batch_norm import batch_norms
 from motley.text import did_you_mean
 
-# What timm says of a model's pre-trained weights, which are not those that were trained here.
+# timm's fields about a model's pre-trained weights, which are not those that were trained here.
 _OF_WEIGHTS = (
     "tag",
     "url",

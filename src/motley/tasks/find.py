@@ -18,7 +18,7 @@ from motley.tasks.task import Task
 from motley.text import did_you_mean
 
 USUAL = "image"
-# Of what a checkpoint keeps of its options; no option has such a name.
+# Keys among the options that a checkpoint keeps; no option has such a name.
 CLASS_NAMES, SAMPLES = "class names", "list of samples"
 _MUST = ("model", "data", "losses")
 

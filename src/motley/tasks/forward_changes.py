@@ -1,7 +1,6 @@
 """Finds the parameters and buffers that a forward pass changes, which no gradient of all ranks
 does."""
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from motley.errors import MotleyError
+from motley.tasks.fingerprint import fingerprint
+from motley.text import name_some
 
-_SHOWN = 4  # names in a message
 _UPDATE = (
     "update it by its gradient instead, as a codebook by a term of the loss, or keep that part of "
     "the model in eval mode"
@@ -67,11 +67,10 @@ def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyErr
     Args:
         name: of the task.
     """
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     causes = dict.fromkeys(_cause(net, each) for each in names)
     fix = "; ".join(_FIXES.get(cause, _UPDATE) for cause in causes)
     return MotleyError(
-        f"a forward pass of {name} changes {', '.join(names[:_SHOWN])}{more}. Ranks have other "
+        f"a forward pass of {name} changes {name_some(names)}. Ranks have other "
         "samples, and not equally many passes: their models would become different ones, and no "
         f"rank's is that of one machine. Fix: {fix}"
     )
@@ -91,25 +90,14 @@ def _cause(net: nn.Module, name: str) -> str:
     return last if last in _FIXES else ""
 
 
-def _values(net: nn.Module) -> Mapping[str, Tensor]:
-    return dict(_named_values(net))
-
-
 @torch.no_grad()
-def _named_values(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in net.named_parameters():
-        if not parameter.is_meta:
-            yield name, _fingerprint(parameter)
-    for name, buffer in net.named_buffers():
-        if not buffer.is_meta:
-            yield name, buffer.clone()
-
-
-def _fingerprint(value: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, int64 []: a copy of all parameters may not fit."""
-    flat = value.detach().contiguous().reshape(-1)
-    kinds = {1: torch.uint8, 2: torch.int16}
-    return flat.view(kinds.get(flat.element_size(), torch.int32)).sum(dtype=torch.int64)
+def _values(net: nn.Module) -> dict[str, Tensor]:
+    """Return fingerprints of parameters, of which a copy may not fit, and copies of buffers."""
+    parameters = {
+        key: fingerprint(each) for key, each in net.named_parameters() if not each.is_meta
+    }
+    buffers = {key: each.clone() for key, each in net.named_buffers() if not each.is_meta}
+    return parameters | buffers
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

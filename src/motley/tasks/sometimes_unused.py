@@ -10,9 +10,9 @@ from torch import nn
 from motley.data.keyed import first_batch
 from motley.errors import MotleyError
 from motley.tasks.model import TaskModel
+from motley.text import name_some
 
 _MORE = 32  # samples that are tried where the first ones leave some parameters out
-_SHOWN = 4  # names in a message
 
 
 def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple
     if without:
         raise MotleyError(
             f"{len(without)} of the {len(learning)} parameters of {name} get no gradient: "
-            f"{shown(without)}. Use them in losses(), take them out of the "
+            f"{name_some(without)}. Use them in losses(), take them out of the "
             "model, or freeze them with requires_grad_(False)"
         )
     some = set.union(*found)
@@ -62,13 +62,6 @@ def _like(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def shown(names: Iterable[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    every = list(names)
-    more = len(every) - _SHOWN
-    return ", ".join(every[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def refuse_unused(model: TaskModel, engine: str) -> None:
     """Raise MotleyError if an engine is to train a model some of whose parameters have no gradient
     in some steps, and cannot.
@@ -79,7 +72,7 @@ def refuse_unused(model: TaskModel, engine: str) -> None:
     if model.sometimes_unused:
         raise MotleyError(
             f"{engine} needs a gradient of each parameter from each rank in each micro-batch, and "
-            f"some samples give none to {shown(model.sometimes_unused)}: take "
+            f"some samples give none to {name_some(model.sometimes_unused)}: take "
             "torch_dist/train_vit.py --strategy ddp, or compute all experts for each sample, and "
             "multiply what was not chosen by 0"
         )
@@ -93,7 +86,7 @@ def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyE
         engine: as a user names it. names: of the parameters.
     """
     return MotleyError(
-        f"{shown(names)} had no gradient in this step, and {engine} waits for one: set "
+        f"{name_some(list(names))} had no gradient in this step, and {engine} waits for one: set "
         f"sometimes_unused = True in the class {type(model.task).__name__}, and continue with "
         "torch_dist/train_vit.py --strategy ddp --resume auto"
     )

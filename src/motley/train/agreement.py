@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
@@ -17,16 +16,12 @@ from motley.engines.protocol import Engine
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
 from motley.planner.worker import Worker
+from motley.tasks.fingerprint import fingerprint
+from motley.text import name_some
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
 
-_SHOWN = 3  # names in a message
 _TRIALS, _PROBED = 3, 20  # of a device's arithmetic, and steps in each
-_WORD = 8  # bytes that are mixed at once
-_CHUNKS = {"cpu": 1 << 15}  # words at a time: what is read twice is still in the core's own cache
-_CHUNK = 1 << 23  # on a GPU, which wants much to do at once; they take three times that meanwhile
-_GOLDEN = -0x61C8864680B583EB
-_FACTOR = -0x40A7B892E31B1A47
 
 
 class Agreement:
@@ -92,10 +87,9 @@ class Agreement:
     def _difference(self, wrong: Sequence[int], right: int = 0) -> str:
         """Say which values of some ranks differ from another's; all ranks call it."""
         names = differing(all_gather_object(fingerprints(self._job.engine)), wrong, right)
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"the parameters, buffers or optimizer of {self._names(wrong)} differ from "
-            f"{self._names([right])}'s in {', '.join(names[:_SHOWN])}{more}"
+            f"{self._names([right])}'s in {name_some(names, 3)}"
         )
 
     def _names(self, ranks: Sequence[int]) -> str:
@@ -201,44 +195,6 @@ def unsound(told: Sequence[Sequence[int]]) -> list[int]:
     shaky = [rank for rank, numbers in enumerate(told) if len(set(numbers)) > 1]
     most = Counter(numbers[0] for numbers in told).most_common(1)[0][0]
     return shaky or [rank for rank, numbers in enumerate(told) if numbers[0] != most]
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bits, int64 []; computed where the tensor is, alike on any device.
-
-    The sum, modulo 2**64, of each eight bytes mixed with their place (as SplitMix64 mixes, but for
-    its last factor, which a sum may have as well): sums of whole numbers do not depend on their
-    order, as those of floating-point numbers do. What is less than eight bytes at the end is filled
-    up with zeros.
-    """
-    words = _words(tensor)
-    chunk = min(_CHUNKS.get(tensor.device.type, _CHUNK), words.numel()) or 1
-    places = torch.arange(1, chunk + 1, device=words.device).mul_(_GOLDEN)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk]
-        mixed = places[: part.numel()] + _wrapped(start * _GOLDEN)
-        mixed ^= part
-        mixed ^= mixed >> 30
-        mixed *= _FACTOR
-        mixed ^= mixed >> 27
-        total += mixed.sum()
-    return total
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Its bytes, int64 [words]; a view where they are whole words."""
-    found = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if missing := -found.numel() % _WORD:
-        found = torch.nn.functional.pad(found, (0, missing))
-    if found.storage_offset() % _WORD:  # of a part of a larger one
-        found = found.clone()
-    return found.view(torch.int64)
-
-
-def _wrapped(value: int) -> int:
-    """Modulo 2**64, as a signed number of 64 bits."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:

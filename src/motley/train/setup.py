@@ -28,7 +28,7 @@ from motley.planner.process_group import ProcessGroup
 from motley.planner.worker import Worker
 from motley.tasks.find import CLASS_NAMES, SAMPLES, identity_of, task_of
 from motley.tasks.model import TaskModel
-from motley.tasks.sometimes_unused import shown
+from motley.text import name_some
 from motley.train.budget import Budget
 from motley.train.command_line import options_to_save
 from motley.train.first_steps import FirstSteps
@@ -194,7 +194,7 @@ def assemble(
     notes = list(ready.notes)
     if some := model.sometimes_unused:
         text = (
-            f"{shown(some)} have no gradient for some samples: a step in which no rank has one "
+            f"{name_some(some)} have no gradient for some samples: a step in which no rank has one "
             "leaves a parameter as it is"
         )
         notes.append(("sometimes_unused", text, {"parameters": list(some)}))

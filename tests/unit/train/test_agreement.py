@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.train import agreement
-from motley.train.agreement import arithmetic, differing, fingerprint, unsound, vote
+from motley.tasks import fingerprint as module
+from motley.tasks.fingerprint import fingerprint
+from motley.train.agreement import arithmetic, differing, unsound, vote
 
 
 @pytest.mark.parametrize(
@@ -46,9 +47,9 @@ def test_a_flipped_bit_and_a_swap_change_the_fingerprint(
 def test_a_long_tensor_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
     whole = fingerprint(tensor)
-    monkeypatch.setattr(agreement, "_CHUNKS", {"cpu": 7})
+    monkeypatch.setattr(module, "_CHUNKS", {"cpu": 7})
     assert fingerprint(tensor) == whole
-    monkeypatch.setattr(agreement, "_CHUNKS", {})
+    monkeypatch.setattr(module, "_CHUNKS", {})
     assert fingerprint(tensor) == whole, "as on a GPU"
     assert fingerprint(tensor.reshape(10, 100).T) == fingerprint(tensor.reshape(10, 100).T.clone())
 

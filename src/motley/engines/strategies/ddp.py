@@ -18,7 +18,7 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
         from motley.engines.local_sgd import LocalEngine
 
         return LocalEngine(model, context)
-    # Of a bucket whose parameters do not all get a gradient, DDP would wait for the rest.
+    # DDP would wait for the rest of a bucket whose parameters do not all get a gradient.
     some_unused = any(all_gather_object(bool(model.sometimes_unused)))
     is_alone = context.size == 1 and context.plan.wire.is_exact
     if some_unused or context.plan.buckets == 1 or is_alone:
