@@ -128,7 +128,7 @@ def test_two_forms_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_closed_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As root, which runs these tests, reads every folder, the system's answer is put in."""
+    """The system's answer is put in, since root, which runs these tests, reads every folder."""
     folder(tmp_path)
     scan, closed = os.scandir, str(tmp_path / "train/dog")
 

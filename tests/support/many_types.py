@@ -1,13 +1,10 @@
 """A task whose parameters are of four types, of which the first is the usual one."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from sums import SumTask
 from torch import Tensor, nn
-
-from motley.tasks.task import Task
 
 
 class ManyTypes(nn.Module):
@@ -29,23 +26,9 @@ class ManyTypes(nn.Module):
 
 
 @dataclass
-class ManyTypesTask(Task):
+class ManyTypesTask(SumTask):
     """The sum of four numbers."""
 
     def model(self) -> nn.Module:
         """See Task."""
         return ManyTypes()
-
-    def data(self, held_out: bool) -> range:
-        """See Task."""
-        return range(1000, 1040) if held_out else range(1000)
-
-    def sample(self, item: int, training: bool) -> Mapping[str, Any]:
-        """See Task."""
-        x = torch.randn(4, generator=torch.Generator().manual_seed(item))
-        return {"x": x, "y": x.sum()}
-
-    def losses(self, net: Any, batch: dict[str, Tensor]) -> Tensor:
-        """See Task."""
-        errors: Tensor = net(batch["x"]) - batch["y"]
-        return errors**2

@@ -1,13 +1,9 @@
 """A task whose batch norms are used in unusual ways, each of which plain torch knows."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
+from sums import SumTask
 from torch import Tensor, nn
-
-from motley.tasks.task import Task
 
 TOKENS = 3
 
@@ -40,7 +36,7 @@ class OddNorms(nn.Module):
 
 
 @dataclass
-class OddNormsTask(Task):
+class OddNormsTask(SumTask):
     """The sum of four numbers."""
 
     grain: int = 4
@@ -48,17 +44,3 @@ class OddNormsTask(Task):
     def model(self) -> nn.Module:
         """See Task."""
         return OddNorms()
-
-    def data(self, held_out: bool) -> range:
-        """See Task."""
-        return range(1000, 1040) if held_out else range(1000)
-
-    def sample(self, item: int, training: bool) -> Mapping[str, Any]:
-        """See Task."""
-        x = torch.randn(4, generator=torch.Generator().manual_seed(item))
-        return {"x": x, "y": x.sum()}
-
-    def losses(self, net: Any, batch: dict[str, Tensor]) -> Tensor:
-        """See Task."""
-        errors: Tensor = net(batch["x"]) - batch["y"]
-        return errors**2

@@ -33,6 +33,7 @@ class Run:
             fresh start. Paths on rank 0's machine.
         unnamed: its folder is new, and has another name once the run starts if it exists by then.
         samples: that this job has trained on, also before a rank was lost.
+        trains_since: when this job's first step could begin, by the monotonic clock; 0.0 before.
     """
 
     def __init__(self, folder: RunFolder, resume_from: list[Path], world: World) -> None:
@@ -45,8 +46,7 @@ class Run:
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
         self._started: float | None = None  # seconds since the epoch
-        self._trains_since: float | None = None  # by the monotonic clock
-        self.samples = 0
+        self.samples, self.trains_since = 0, 0.0
 
     @classmethod
     def find(cls, world: World, config: Config) -> "Run":
@@ -118,13 +118,6 @@ class Run:
                 keep_room=True,
             )
         world.allgather(None)  # nobody writes records before the run has begun
-
-    def training_s(self) -> float:
-        """Return the seconds since this job's first step could begin; the first call starts the
-        clock. It runs on while a lost rank's work is split anew."""
-        now = time.monotonic()
-        self._trains_since = self._trains_since or now
-        return now - self._trains_since
 
     def _make_folder(self) -> None:
         """On all machines, and take it; all ranks call it."""

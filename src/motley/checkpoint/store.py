@@ -211,14 +211,15 @@ class Checkpoints:
         """Rename the checkpoints of later steps to ``aside_...``: those of a branch that a
         resume from ``step`` leaves, or damaged ones. Else the next resume would take them."""
         left = self.found(step)
-        for folder in set(self.found()) - set(left):
+        later = set(self.found()) - set(left)
+        if later and left:
+            self._point_to(left[0])
+        elif later:
+            (self.path / "latest").unlink(missing_ok=True)
+        for folder in later:
             aside = folder.with_name(f"aside_{folder.name}")
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-            if left:
-                self._point_to(left[0])
-            else:
-                (self.path / "latest").unlink(missing_ok=True)
 
     def found(self, until: int | None = None) -> list[Path]:
         """Folders of checkpoints, newest first, whole or not.

@@ -74,7 +74,7 @@ class Look:
         return seeded(whole) if self.auto or self.erase else whole
 
     def of_evaluation(self, images: Images) -> Transform:
-        """The same of a held-out image: timm's own transform, bit by bit, but of small images."""
+        """Return the transform of a held-out image: timm's own, bit by bit, unless it is small."""
         if images.native_size is not None and images.native_size <= self.size:
             return v2.ToImage()  # type: ignore[no-any-return]
         usual = timm.data.create_transform(

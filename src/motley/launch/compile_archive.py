@@ -106,11 +106,14 @@ class CompileArchive:
 
     Args:
         place: that folder. below: where in ``folder``, the node's own, compilers keep their files.
+        is_damaged: the archive that is there is to be replaced, whatever is in it.
     """
 
-    def __init__(self, place: Path, kind: str, folder: Path, below: Sequence[str]) -> None:
+    def __init__(
+        self, place: Path, kind: str, folder: Path, below: Sequence[str], is_damaged: bool = False
+    ) -> None:
         self._place, self._kind, self._folder, self._below = place, kind, folder, below
-        self._is_damaged = False
+        self._is_damaged = is_damaged
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -127,7 +130,7 @@ class CompileArchive:
         try:
             return self._unpack()
         except DAMAGE:
-            self._is_damaged = True  # so that it is replaced, whatever is in it
+            self._is_damaged = True
             raise
 
     def _unpack(self) -> Carried | None:
@@ -261,8 +264,7 @@ def main(since: str, is_damaged: str, place: str, kind: str, folder: str, *below
     """
     die_with_parent()
     os.nice(5)
-    archive = CompileArchive(Path(place), kind, Path(folder), below)
-    archive._is_damaged = is_damaged == "1"
+    archive = CompileArchive(Path(place), kind, Path(folder), below, is_damaged == "1")
     try:
         archive.save(float(since))
     except ERRORS as error:

@@ -108,7 +108,7 @@ class Recorder:
         self._tells_sync = tells_sync
         self._pending: _Taken | None = None
         self._due: tuple[_Taken, tuple[float, ...]] | None = None
-        run.training_s()
+        run.trains_since = run.trains_since or time.monotonic()
         self._scale: float | None = None  # of the last step
         self._compiles = compiles
         self._first_steps = first_steps or FirstSteps()
@@ -288,7 +288,7 @@ class Recorder:
             epoch_samples: that are trained on in an epoch.
             peaks: of memory, MiB, of each rank; empty where it was not foreseen.
         """
-        seconds = self._run.training_s()
+        seconds = time.monotonic() - self._run.trains_since
         return {
             **evaluated.metrics, "steps": evaluated.step,
             "seconds": seconds, "samples_per_s": self._run.samples / seconds,

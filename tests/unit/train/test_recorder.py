@@ -28,7 +28,7 @@ def write(
 ) -> None:
     """Two steps of a rank; with GPUs, only the first one's times are known to all in the end."""
     run: Any = SimpleNamespace(
-        folder=folder, event=lambda *_, **__: None, training_s=lambda: 1.0, samples=0
+        folder=folder, event=lambda *_, **__: None, samples=0, trains_since=0.0
     )
     workers = [SimpleNamespace(rank=launched) for launched in LAUNCHED]
     device = torch.device("cpu")
