@@ -103,22 +103,24 @@ def bind_process(cores: Collection[int]) -> None:
 
 
 def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
-    """Give this process all cores of its launcher where Open MPI's default took most of them.
+    """Give this process all cores of its launcher where Open MPI's default chose others.
 
     Open MPI binds each of up to two ranks to one core and each of more ranks to one memory node,
-    unless its configuration or the user says otherwise. On one core a rank shares its time with its
-    own loader processes: an H100 then made 0.65 to 0.73 of the images/s that it makes unbound. A
-    binding that somebody asked for stays, as far as this host can see the request: by a variable,
-    or by an option of the launcher here. A container's or a job's cores are the launcher's too.
+    unless its configuration or the user says otherwise. It counts from the machine's first core,
+    even where the launcher may not use that one: ``taskset -c 16-31 mpirun`` starts a rank on core
+    0. On one core a rank shares its time with its own loader processes: an H100 then made 0.65 to
+    0.73 of the images/s that it makes unbound. A binding that somebody asked for stays, as far as
+    this host can see the request: by a variable, or by an option of the launcher here. A
+    container's or a job's cores are the launcher's too.
 
     Returns:
-        True if the process may use more cores now.
+        True if the process may use other cores now.
     """
     launcher = _find_launcher()
     if launcher is None or not _BINDING_VARIABLES.isdisjoint(environ):
         return False
     wanted = os.sched_getaffinity(launcher)
-    if not os.sched_getaffinity(0) < wanted or _asks_for_binding(_command_line(launcher)):
+    if os.sched_getaffinity(0) >= wanted or _asks_for_binding(_command_line(launcher)):
         return False
     bind_process(wanted)
     return True
