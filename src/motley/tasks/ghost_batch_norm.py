@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MethodType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -97,8 +97,6 @@ class _Groups(_BatchNorm):
         if not self.training:
             return super().forward(x)
         if torch.compiler.is_compiling():
-            # One chain of reductions and pointwise operations, which torch.compile fuses with the
-            # neighbours for any memory format.
             y, mean, variance = _decomposed(self, x)
         else:
             if self.calls != _CLOSED and x.shape[0] != self.rows * self.samples:
@@ -366,28 +364,72 @@ def _unbiased(variance: Tensor, count: int) -> Tensor:
     return variance * (count / (count - 1)) if count > 1 else torch.zeros_like(variance)
 
 
-def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`_native` returns, by single operations of torch.
+class _Normalized(torch.autograd.Function):
+    """Batch norm over groups, by single operations of torch.
 
-    All reductions, forward and backward, are over the same dimensions, so that one kernel takes
-    them in one pass.
+    Forward and backward pass are a reduction and a pointwise operation each. Autograd's own
+    backward pass of these operations takes four sums where two are enough: a compiled ResNet-50
+    is 8 % slower with it on an H100.
     """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Groups
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, [rows, C, ...]; mean and biased variance, [1, groups, 1, C, 1, ...]."""
+        values, channels = _cut(layer, x), _wide(x)
+        over = (0, 2, *range(4, values.dim()))
+        variance, mean = torch.var_mean(values, over, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + layer.eps)
+        y = (values - mean) * scale
+        if weight is not None:
+            y = y * weight.view(channels)
+        if bias is not None:
+            y = y + bias.view(channels)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.layer, ctx.over = layer, over
+        ctx.mark_non_differentiable(mean, variance)
+        return _shaped(y.to(x.dtype), x), mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        grad = _cut(ctx.layer, grads[0])
+        unit = (_cut(ctx.layer, x) - mean) * scale
+        # The gradients of bias and weight, of each group.
+        of_bias, of_weight = (each.sum(ctx.over, keepdim=True) for each in (grad, grad * unit))
+        count = x.numel() // of_bias.numel()
+        to_x = (grad - of_bias / count - unit * (of_weight / count)) * scale
+        if weight is not None:
+            to_x = to_x * weight.view(_wide(x))
+        sums = (each.sum(1).flatten() for each in (of_weight, of_bias))
+        of_all = (
+            each.to(parameter.dtype) if parameter is not None else None
+            for each, parameter in zip(sums, (weight, bias), strict=True)
+        )
+        return _shaped(to_x.to(x.dtype), x), *of_all, None
+
+
+def _cut(layer: _Groups, x: Tensor) -> Tensor:
+    """Return x, [rows, C, ...], as [samples of a group, groups, rows of a sample, C, ...], in fp32
+    at least."""
     groups, each = _count_groups(layer, x)
-    channels, sizes = x.shape[1], x.shape[2:]
-    cut = x.view(each, groups, layer.rows, channels, *sizes)
-    values = cut.to(torch.promote_types(x.dtype, torch.float32))
-    over = (0, 2, *range(4, cut.dim()))
-    variance, mean = torch.var_mean(values, over, correction=0, keepdim=True)
-    y = (values - mean) * torch.rsqrt(variance + layer.eps)
-    shape = (1, 1, 1, channels, *[1] * len(sizes))
-    wide = (1, groups, *shape[2:])
-    if layer.weight is not None:
-        y = y * layer.weight.view(shape).expand(wide)
-    if layer.bias is not None:
-        y = y + layer.bias.view(shape).expand(wide)
-    count = each * layer.rows * sizes.numel()
-    mean, variance = (value.detach().reshape(groups, channels) for value in (mean, variance))
-    return y.to(x.dtype).view(x.shape), mean, _unbiased(variance, count)
+    cut = x.reshape(each, groups, layer.rows, *x.shape[1:])
+    return cut.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _wide(x: Tensor) -> tuple[int, ...]:
+    """Return the shape in which a value of each channel meets :func:`_cut`."""
+    return 1, 1, 1, x.shape[1], *[1] * (x.dim() - 2)
+
+
+def _decomposed(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`_native` returns, by operations that torch.compile fuses."""
+    groups, each = _count_groups(layer, x)
+    y, *found = _Normalized.apply(x, layer.weight, layer.bias, layer)
+    mean, variance = (value.detach().reshape(groups, x.shape[1]) for value in found)
+    return y, mean, _unbiased(variance, each * layer.rows * x.shape[2:].numel())
 
 
 def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -416,7 +458,12 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if rows > 1:
         y = y.view(each, groups, channels, *inner).transpose(2, 3).reshape(x.shape)
         return y, mean, variance
-    # No view for autograd: what changes a view in place, as ResNets' ReLU does, has the backward
-    # pass copy the whole. Nobody else has y, which is not kept for its own backward pass.
+    return _shaped(y, x), mean, variance
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """Return y in the shape of x, for autograd no view: what changes a view in place, as ResNets'
+    ReLU and sum do, has the backward pass copy the whole. Nobody else has y, which is not kept for
+    its own backward pass."""
     shaped: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
-    return shaped, mean, variance
+    return shaped
