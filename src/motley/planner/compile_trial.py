@@ -159,7 +159,8 @@ def compile_where_faster(
     if model is not None and own is not None:
         found = speeds[rank], ""
         if own.promise is not None:
-            found = _try(model, speeds[rank], sizes, own.kept, config.compile == "on")
+            is_equal = len(set(counts)) == 1  # a plan that need not change
+            found = _try(model, speeds[rank], sizes, own.kept, config.compile == "on", is_equal)
     all_found = [each for each in world.allgather(found) if each is not None]
     notes = [
         f"rank {worker.rank} on {worker.host}: {said}"
@@ -232,11 +233,11 @@ def _sizes(count: int, grain: int, most: int) -> set[int]:
 
 
 def _try(
-    model: TaskModel, speed: SpeedTable, sizes: set[int], kept: Path, anyway: bool
+    model: TaskModel, speed: SpeedTable, sizes: set[int], kept: Path, anyway: bool, is_equal: bool
 ) -> tuple[SpeedTable, str]:
     """A rank's speed, compiled if it is faster so, or ``anyway``; and what is to be said."""
     start = time.perf_counter()
-    model.compile_task()
+    model.compile_task(sizes if is_equal else ())
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
             timed = {size: time_micro_batch(model, size)[0] for size in sorted(sizes)}

@@ -134,22 +134,31 @@ class TaskModel(nn.Module):
             data: see motley.data.batch.Batch; n may be 0.
             scored: held-out samples: the task's scores in place of losses, [n] by name.
         """
+        samples = len(next(iter(data.values()), ()))
+        if self._compiled is not None and samples:
+            self._compiled.begin_pass(samples)
         if scored:
             return self._scores(data)
         if not data:
             return _Idle.apply(*(p for p in self.net.parameters() if p.requires_grad))
         if self.statistics is None or not self.training:
             return self._losses(data)
-        with self.statistics.of_pass(len(next(iter(data.values())))):
+        with self.statistics.of_pass(samples):
             return self._losses(data)
 
-    def compile_task(self) -> None:
-        """Have torch.compile do what is computed of a batch; see motley.tasks.compiled."""
+    def compile_task(self, counts: Collection[int] = ()) -> None:
+        """Have torch.compile do what is computed of a batch; see motley.tasks.compiled.
+
+        Args:
+            counts: samples of the micro-batches to come, where they are not going to change.
+        """
         if self._compiled is None:
             whole = self.task.compiles_whole
             blocks = set() if whole else set(self.task.blocks(self.net).values())
             around = parts_around(self.net, blocks)
-            self._compiled = Compiled(self, ("_losses", "_scores"), blocks, around)
+            self._compiled = Compiled(
+                self, ("_losses", "_scores"), blocks, around, counts if self._convolves else ()
+            )
 
     def compute_plainly(self) -> None:
         """Take :meth:`compile_task` back."""

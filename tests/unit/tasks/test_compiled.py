@@ -77,9 +77,8 @@ def test_what_is_around_blocks_is_found_in_stages_and_lists() -> None:
     assert parts_around(net, set(blocks)) == [net["stem"], stage, shared]
 
 
-def test_samples_of_all_stages_are_of_their_own_size_and_others_of_any(
-    model: TaskModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def watch_compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """Return a list that grows by what is variable of the first tensor of each compiled graph."""
     seen: list[list[bool]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -89,6 +88,13 @@ def test_samples_of_all_stages_are_of_their_own_size_and_others_of_any(
         return graph
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile.func, backend=backend))  # type: ignore[attr-defined]
+    return seen
+
+
+def test_samples_of_all_stages_are_of_their_own_size_and_others_of_any(
+    model: TaskModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch_compiler(monkeypatch)
     stages = [nn.ReLU(), nn.ReLU(), nn.ReLU()]
     Compiled(nn.Module(), (), stages, [])
     for count in (4, 3):
@@ -99,6 +105,26 @@ def test_samples_of_all_stages_are_of_their_own_size_and_others_of_any(
         assert stages[0](torch.ones(2, size)).shape == (2, size)
     assert seen[3:] == [[True, True]], "one for all sizes"
     assert torch._dynamo.config.automatic_dynamic_shapes, "of whoever compiles beside it"
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_foreseen_numbers_of_samples_are_compiled_each_and_rare_ones_not(
+    monkeypatch: pytest.MonkeyPatch, by_blocks: bool
+) -> None:
+    seen = watch_compiler(monkeypatch)
+    whole = nn.ReLU()
+    compiled = Compiled(whole, ("forward",), [whole] if by_blocks else [], [], {4, 6})
+    for counts, graphs in (
+        ((4, 6, 4, 4), [[False, False]] * 2),  # those of a step
+        ((3, 4, 3, 5, 4, 3, 6), []),  # the ends of epochs and evaluations
+        ((7, 8, 9, 10, 11, 12), [[True, False]]),  # another plan
+    ):
+        seen.clear()
+        for count in counts:
+            compiled.begin_pass(count)
+            assert whole(torch.ones(count, 2)).shape == (count, 2)
+        assert seen == graphs, counts
 
 
 def test_what_is_recomputed_is_so_again_once_it_is_not_compiled(model: TaskModel) -> None:
@@ -132,7 +158,7 @@ def test_a_model_that_cannot_be_compiled_computes_plainly(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile.func, backend=broken))  # type: ignore[attr-defined]
     speed = SpeedTable((1, 8), (0.01, 0.02), 0.001)
-    found, said = _try(model, speed, {8}, tmp_path / "kept", anyway=True)
+    found, said = _try(model, speed, {8}, tmp_path / "kept", anyway=True, is_equal=False)
     assert found == speed and "not compiled" in said and "no compiler is there" in said
     assert not model.is_compiled and losses(model, 4).isfinite().all()
 
@@ -141,10 +167,10 @@ def test_what_is_not_faster_is_not_taken_and_that_is_remembered(
     model: TaskModel, tmp_path: Path
 ) -> None:
     kept, fast = tmp_path / "kept", SpeedTable((1, 8), (1e-9, 1e-9), 0.001)
-    assert _try(model, fast, {8}, kept, anyway=False) == (fast, "")
+    assert _try(model, fast, {8}, kept, anyway=False, is_equal=False) == (fast, "")
     assert not model.is_compiled and Promise.read(kept).gain < 0
     slow = SpeedTable((1, 8), (10.0, 20.0), 0.001)
-    found, said = _try(model, slow, {8}, kept, anyway=False)
+    found, said = _try(model, slow, {8}, kept, anyway=False, is_equal=False)
     assert found.compiled and found.seconds[1] < 20 and not said and model.is_compiled
     assert found.seconds[0] / 10 == pytest.approx(found.seconds[1] / 20)
 
