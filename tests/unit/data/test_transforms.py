@@ -62,6 +62,19 @@ def test_a_random_crop_and_flip_is_torchvisions_bit_by_bit(
             assert torch.equal(drawn_with(seed, ours, tensor), expected)
 
 
+@pytest.mark.parametrize("native", [40, 64])
+def test_a_shift_and_flip_is_torchvisions_bit_by_bit(native: int) -> None:
+    usual = v2.Compose([
+        v2.ToImage(), v2.RandomCrop(native, padding=native // 8),
+        *([] if native == 40 else [v2.Resize((40, 40), antialias=True)]), v2.RandomHorizontalFlip(),
+    ])  # fmt: skip
+    ours, pixels = LOOK.of_training(images_of(native)), noise(native, native, 3)
+    for seed in range(200):
+        expected = drawn_with(seed, usual, pixels.permute(2, 0, 1))
+        for image in (pixels.permute(2, 0, 1), Image.fromarray(pixels.numpy())):
+            assert torch.equal(drawn_with(seed, ours, image), expected)
+
+
 def test_held_out_images_are_timms_bit_by_bit_for_every_model() -> None:
     seen = {(found["interpolation"], found["crop_pct"], found["crop_mode"])
             for found in map(data_config, timm.list_models())}  # fmt: skip
