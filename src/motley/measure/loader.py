@@ -31,17 +31,53 @@ def with_reading(
     """
     if not samples.needs_workers and not config.workers:
         return speed
-    cores = cores_per_rank(ranks_here())
-    on_cpu = device.type == "cpu"
-    with _threads(torch.get_num_threads() if on_cpu and not config.workers else 1):
+    with _threads(torch.get_num_threads() if device.type == "cpu" and not config.workers else 1):
         one_s = time_reading(samples, config.seed)
+    return _with_readers(speed, one_s, samples, config, device)
+
+
+def with_readers_of_compiled(
+    speed: SpeedTable, samples: Samples, config: Config, device: torch.device
+) -> SpeedTable:
+    """Return the speed of a rank with as many loader processes as its compiled model needs.
+
+    Args:
+        speed: compiled, with the loader processes that the plain model needs.
+    """
+    if not speed.input_s:
+        return speed
+    one_s = speed.input_s * _at_once(speed.readers or 0, device)
+    return _with_readers(speed, one_s, samples, config, device)
+
+
+def _with_readers(
+    speed: SpeedTable, one_s: float, samples: Samples, config: Config, device: torch.device
+) -> SpeedTable:
+    """Return the speed with its loader processes.
+
+    Args:
+        one_s: seconds that one of them takes for a sample.
+    """
     readers = math.ceil(_AHEAD * speed.rate * one_s)
     readers = workers_of(samples, config, device, min(_MOST, max(1, readers)))
-    spare = cores - (torch.get_num_threads() if on_cpu else 1)
-    ahead = readers > 0 and spare >= 1
+    return replace(
+        speed, input_s=one_s / _at_once(readers, device), readers=readers,
+        reads_ahead=readers > 0 and _spare(device) >= 1,
+    )  # fmt: skip
+
+
+def _at_once(readers: int, device: torch.device) -> float:
+    """Return how many of a rank's loader processes read at the same time."""
+    spare, cores = _spare(device), cores_per_rank(ranks_here())
+    if not readers:
+        return 1.0
     # What has no core of its own takes its time from what is computed.
-    at_once = min(readers, spare) if ahead else max(1.0, cores) if readers else 1.0
-    return replace(speed, input_s=one_s / at_once, reads_ahead=ahead, readers=readers)
+    return min(readers, spare) if spare >= 1 else max(1.0, cores)
+
+
+def _spare(device: torch.device) -> int:
+    """Return the number of a rank's cores that do not compute or feed its device."""
+    return cores_per_rank(ranks_here()) - (torch.get_num_threads() if device.type == "cpu" else 1)
 
 
 def time_reading(samples: Samples, seed: int) -> float:

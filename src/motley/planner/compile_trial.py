@@ -16,6 +16,7 @@ from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import PASSES, time_micro_batch
+from motley.measure.loader import with_readers_of_compiled
 from motley.plan.forecast import arrange
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
@@ -160,7 +161,12 @@ def compile_where_faster(
         found = speeds[rank], ""
         if own.promise is not None:
             is_equal = len(set(counts)) == 1  # a plan that need not change
-            found = _try(model, speeds[rank], sizes, own.kept, config.compile == "on", is_equal)
+            speed, said = _try(
+                model, speeds[rank], sizes, own.kept, config.compile == "on", is_equal
+            )
+            if speed.compiled:
+                speed = with_readers_of_compiled(speed, model.task, config, group.device)
+            found = speed, said
     all_found = [each for each in world.allgather(found) if each is not None]
     notes = [
         f"rank {worker.rank} on {worker.host}: {said}"

@@ -1,5 +1,6 @@
 """What a rank reads in a second: timed, and turned into what a plan is made from."""
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from motley.config.options import Config
-from motley.measure.loader import time_reading, with_reading
+from motley.measure.loader import time_reading, with_readers_of_compiled, with_reading
 from motley.plan.speed_table import SpeedTable
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -93,6 +94,29 @@ def test_its_rate_is_that_of_its_processes_as_far_as_it_has_cores(
     assert (speed.readers, speed.reads_ahead) == (readers, ahead)
     assert SAMPLE_S / at_once <= speed.input_s < 1.5 * SAMPLE_S / at_once
     assert speed.computing() == COMPUTES and speed.rate == COMPUTES.rate
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "host", "most"),
+    [
+        (GPU, None, (16, 1), 15),
+        (GPU, None, (8, 1), 7),  # as its cores allow
+        (GPU, 5, (16, 1), 5),  # a user's number stays
+        (CPU, None, (8, 1, 8), 0),
+    ],
+)
+def test_a_compiled_model_has_the_loader_processes_that_it_needs(
+    cores: Any, device: torch.device, workers: int | None, host: tuple[int, ...], most: int
+) -> None:
+    cores(*host)
+    plain = with_reading(COMPUTES, Slow(), config(workers), device)
+    one_s = plain.input_s * (plain.readers or 1)
+    compiled = plain.compiled_as({4: COMPUTES.seconds[-1] / 2})
+    speed = with_readers_of_compiled(compiled, Slow(), config(workers), device)
+    readers = min(most, math.ceil(2 * 400 * one_s))  # 400 samples a second, and as many more
+    assert speed.readers == readers
+    assert speed.input_s == pytest.approx(one_s / max(1, readers))
+    assert speed.reads_ahead == plain.reads_ahead
 
 
 def test_what_is_in_memory_is_not_timed() -> None:
