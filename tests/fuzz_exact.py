@@ -4,11 +4,12 @@
     python tests/fuzz_exact.py --seconds 600 --seed 7   # the same cases again
     python tests/fuzz_exact.py --case '{"segments":[{"engine":"zero1","ranks":3,"shares":[5,0,1]}]}'
 
-A case is a way to train (engine, ranks, shares, precisions, optimizer, ...) and a history (stops
-and resumes, on other ranks or through another engine; a kill between any two calls of the loop,
-memory that ends, an overflow, a flipped bit, a torn file). Its losses, gradient norms, learning
-rates, samples, evaluations and parameters are compared with those of a loop of a few lines on one
-process that has no history. What differs is made smaller and printed as a line that repeats it.
+A case is a model (with batch norms, tied weights, experts, numbers of several types, an average of
+its parameters, ...), a way to train it (engine, ranks, shares, precisions, optimizer, ...) and a
+history (stops and resumes, on other ranks or through another engine; a kill between any two calls
+of the loop, memory that ends, an overflow, a flipped bit, a torn file). Its losses, gradient norms,
+learning rates, samples, evaluations and parameters are compared with those of a loop of a few lines
+on one process that has no history, and an exported model with plain timm. What differs is made smaller and printed as a line that repeats it.
 The exit status is 1 if anything was found.
 """
 
@@ -58,6 +59,12 @@ class Found:
     problem: str
     times: int = 1
 
+    def has(self, case: Case, problem: str) -> bool:
+        """Return True if a case shows this kind: its model has the parts that do."""
+        own, others = (set(each.recipe.parts) for each in (self.case, case))
+        is_part = own == others or (own and own <= others)
+        return bool(is_part) and signature(problem) == signature(self.problem)
+
 
 @dataclass
 class Search:
@@ -65,14 +72,14 @@ class Search:
 
     Attributes:
         tried: cases so far. failed: what has ended a lane before its time.
-        found: by :func:`signature`.
+        found: kinds of problem.
     """
 
     seed: int
     deadline: float
     tried: int = 0
     failed: str = ""
-    found: dict[str, Found] = field(default_factory=dict)
+    found: list[Found] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def lane(self) -> None:
@@ -94,16 +101,16 @@ class Search:
                     self._keep(case, problems[0], ranks)
 
     def _keep(self, case: Case, problem: str, ranks: WarmRanks) -> None:
-        kind = signature(problem)
         with self.lock:
-            known = self.found.get(kind)
-            if known is not None:
-                known.times += 1
-                return
-            self.found[kind] = Found(case, problem)
+            for known in self.found:
+                if known.has(case, problem):
+                    known.times += 1
+                    return
+            found = Found(case, problem)
+            self.found.append(found)
         case, problem = shrink(case, problem, ranks, self.deadline + OVERTIME_S)
         with self.lock:
-            self.found[kind].case, self.found[kind].problem = case, problem
+            found.case, found.problem = case, problem
             print(f"found: {problem}\n  python tests/fuzz_exact.py --case '{case}'", flush=True)
 
 
@@ -142,7 +149,7 @@ def search(seconds: float, seed: int, lanes: int) -> int:
             passed = time.monotonic() - started
             print(f"  {passed:.0f} s: {here.tried} cases, {len(here.found)} kinds of problem",
                   flush=True)  # fmt: skip
-    for found in here.found.values():
+    for found in here.found:
         print(f"{found.times} x {found.problem.splitlines()[0]}\n"
               f"  python tests/fuzz_exact.py --case '{found.case}'")  # fmt: skip
     print(f"{here.tried} cases of seed {seed} in {time.monotonic() - started:.0f} s: "

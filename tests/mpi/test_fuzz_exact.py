@@ -112,6 +112,27 @@ CASES = {
         "shares":[1,1]}]}""",
     "a stranger": """{"segments":[{"ranks":2,"shares":[2,1],
         "faults":[{"kind":"stranger","step":1,"call":0}]}]}""",
+    # Parts that real models have.
+    "a batch norm in eval mode": """{"recipe":{"parts":["still"],"bn_group":4},"segments":[
+        {"ranks":2,"shares":[1,1]}]}""",
+    "a batch norm called twice, resumed elsewhere": """{"recipe":{"parts":["twice"],"bn_group":4,
+        "samples":22},"segments":[{"ranks":2,"shares":[3,1],"stop":2},
+        {"engine":"zero2","ranks":2,"shares":[1,1]}]}""",
+    "a batch norm of tokens": """{"recipe":{"batch_size":6,"parts":["tokens"],"bn_group":6}}""",
+    "experts through FSDP": """{"recipe":{"parts":["experts"],"batch_size":4},"segments":[
+        {"engine":"fsdp","ranks":2,"shares":[1,3]}]}""",
+    "experts at ZeRO 1": """{"recipe":{"parts":["experts"],"batch_size":4},"segments":[
+        {"engine":"zero1","ranks":3,"shares":[1,2,1]}]}""",
+    "the average of tied weights": """{"recipe":{"parts":["tied"],"model_ema_decay":0.5},
+        "segments":[{"ranks":2,"shares":[1,2]}]}""",
+    "two types at ZeRO 1": """{"recipe":{"parts":["wide"]},"segments":[{"engine":"zero1"}]}""",
+    "complex numbers without overlap": """{"recipe":{"parts":["turned"]},"segments":[
+        {"ranks":2,"shares":[]}]}""",
+    "means that a pass moves": """{"recipe":{"parts":["moving"]},"segments":[
+        {"ranks":2,"shares":[1,1]}]}""",
+    "images of odd sizes": """{"recipe":{"sides":[13,10],"parts":["scalar"]}}""",
+    "a resume without options": """{"recipe":{"lr":3e-4,"weight_decay":0.0,"seed":2},"segments":[
+        {"ranks":2,"shares":[2,1],"stop":4},{"ranks":2,"shares":[2,1],"brief":true}]}""",
     **{f"a resume after {damage}": json.dumps({"segments":[
         {"ranks": 2, "shares": [2, 1], "stop": 4, "after": [damage]},
         {"ranks": 2, "shares": [2, 1]}]}) for damage in AFTER},
@@ -122,9 +143,11 @@ KNOWN = {name: Case.parse(text) for name, text in {**CASES, **DEEPSPEED}.items()
 
 
 def words_of(name: str) -> set[str]:
-    """Engines, wires and faults of a case, and whether its run is resumed or its files damaged."""
+    """Engines, wires and faults of a case, parts of its model, and whether its run is resumed or
+    its files damaged."""
     segments = KNOWN[name].segments
     words = {"resumed"} if len(segments) > 1 else set()
+    words |= set(KNOWN[name].recipe.parts)
     for segment in segments:
         words |= {segment.engine, segment.wire.split(":")[0], *(f.kind for f in segment.faults)}
         words |= {"damaged"} if segment.after else set()
@@ -146,7 +169,6 @@ def right(ranks: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
-@pytest.mark.turns
 @pytest.mark.parametrize(
     ("recipe", "rule"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fuzz.model import NAME, PIXELS
+from fuzz.model import BY_BATCH, PARTS, PIXELS, name_of
 from timm.optim import list_optimizers
 
 from motley.errors import MotleyError
@@ -48,6 +48,7 @@ class Segment:
         shares: of the ranks; none: as the plan finds by measuring.
         stop: ``--max-steps`` of this job; None: it goes to the end.
         changed: options that are other than the recipe's from here on.
+        brief: a resume whose command line has no numbers but those that are changed.
         after: what happens to the files once it has ended.
     """
 
@@ -61,6 +62,7 @@ class Segment:
     recompute: str | None = None
     stop: int | None = None
     changed: dict[str, Any] = field(default_factory=dict)
+    brief: bool = False
     faults: tuple[Fault, ...] = ()
     after: tuple[str, ...] = ()
 
@@ -72,7 +74,10 @@ class Recipe:
     Attributes:
         batch_size: the largest one. ramp: the first one, by how many samples it grows, and over how
             many; empty: all are alike.
-        samples: of an epoch. bad_images: files among them that are no images; "digits" has none.
+        samples: of an epoch. sides: pixels of the images of a folder, width and height; empty:
+            digits. bad_images: files among them that are no images; "digits" has none.
+        parts: of the model; see fuzz.model. bn_group: samples of a batch norm's group.
+        model_ema_decay: of the average of the parameters; None: there is none.
     """
 
     opt: str = "adamw"
@@ -93,6 +98,20 @@ class Recipe:
     eval_images: int = 7
     seed: int = 0
     bad_images: tuple[str, ...] = ()
+    sides: tuple[int, ...] = ()
+    parts: tuple[str, ...] = ()
+    bn_group: int = 1
+    model_ema_decay: float | None = None
+
+    @property
+    def by_batch(self) -> bool:
+        """The model takes statistics of groups of samples."""
+        return not BY_BATCH.isdisjoint(self.parts)
+
+    @property
+    def of_folder(self) -> bool:
+        """The images are files."""
+        return bool(self.bad_images or self.sides)
 
     def sizes(self) -> list[list[int]]:
         """Samples of each epoch's steps."""
@@ -142,25 +161,21 @@ class Case:
         """The recipe's options as this segment has them."""
         return {**dataclasses.asdict(self.recipe), **segment.changed}
 
-    def arguments(self, number: int, logs: str, folder: str) -> list[str]:
+    def arguments(self, number: int, logs: str, folder: str, brief: bool = False) -> list[str]:
         """The command line of a segment.
 
         Args:
-            folder: of images, for a recipe with bad ones.
+            folder: of images, for a recipe with files. brief: see :class:`Segment`.
         """
         segment = self.segments[number]
-        given = self.options(segment)
-        samples, bad = given.pop("samples"), given.pop("bad_images")
-        if ramp := given.pop("ramp"):
-            given["batch_size"] = "{0}:{3}:{1}/{2}".format(*ramp, given["batch_size"])
-        words = ["--model", NAME, "--img-size", str(PIXELS), "--logs", logs, "--run", "run",
-                 "--keep", "99", "--gpu-log-interval", "100", "--workers", "0"]  # fmt: skip
-        if bad:
+        words = ["--logs", logs, "--run", "run", "--keep", "99", "--gpu-log-interval", "100",
+                 "--workers", "0"]  # fmt: skip
+        words += ["--model", name_of(self.recipe.parts), "--img-size", str(PIXELS)]
+        if self.recipe.of_folder:
             words += ["--dataset", "folder", "--data-dir", folder, "--bad-images", "skip",
                       "--no-augment"]  # fmt: skip
-        else:
-            words += ["--data-fraction", repr(samples / DIGITS)]
-        words += _flags(given)
+        given = {"samples": self.recipe.samples, "bn_group": self.recipe.bn_group}
+        words += self._words(given | segment.changed if brief else self.options(segment))
         if segment.shares:
             words += ["--shares", ",".join(map(str, segment.shares))]
         words += ["--precision", ",".join(segment.precision)]
@@ -174,6 +189,22 @@ class Case:
         if segment.engine.startswith("zero"):
             words += ["--stage", segment.engine.removeprefix("zero")]
         return words + (["--resume", "auto"] if number else [])
+
+    def _words(self, options: dict[str, Any]) -> list[str]:
+        """Return the words for options of a recipe."""
+        given, words = dict(options), list[str]()
+        for name in ("parts", "sides", "bad_images"):
+            given.pop(name, None)
+        samples = given.pop("samples", None)
+        if samples is not None and not self.recipe.of_folder:
+            words += ["--data-fraction", repr(samples / DIGITS)]
+        if ramp := given.pop("ramp", ()):
+            given["batch_size"] = "{0}:{3}:{1}/{2}".format(*ramp, given["batch_size"])
+        if not self.recipe.by_batch:
+            given.pop("bn_group", None)
+        if given.get("model_ema_decay") is not None:
+            words += ["--model-ema"]
+        return words + _flags(given)
 
 
 DIGITS = 1437  # training images
@@ -246,6 +277,8 @@ def _check(case: Case) -> None:
     one_of("optimizer", name, tuple(list_optimizers()))
     for kind in case.recipe.bad_images:
         one_of("bad image", kind, BAD_IMAGES)
+    for part in case.recipe.parts:
+        one_of("part of a model", part, tuple(PARTS))
     names = tuple(entry.name for entry in dataclasses.fields(Recipe))
     for segment in case.segments:
         one_of("engine", segment.engine, ENGINES)

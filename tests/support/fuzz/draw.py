@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from fuzz.cases import AFTER, BAD_IMAGES, Case, Fault, Recipe, Segment
+from fuzz.model import BY_BATCH, CHANGED_IN_FORWARD, PARTS
 
 MOST_STEPS = 14
 WHOLE = ("ddp", "zero0")  # engines in which each rank holds, and could repair, everything
@@ -29,13 +30,15 @@ def draw(dice: random.Random, most_ranks: int = 6) -> Case:
     """
     exact = dice.random() < 0.75
     recipe = _recipe(dice, exact)
+    if exact and dice.random() < 0.7:
+        recipe = _with_parts(dice, recipe)
     steps = sum(map(len, recipe.sizes()))
     first = _segment(dice, recipe, exact, most_ranks)
     segments = [first]
     for _ in range(dice.choice((0, 0, 1, 1, 1, 2))):
         alike = dice.random() < 0.4 or (not exact and dice.random() < 0.7)
         other = first if alike else _segment(dice, recipe, exact, most_ranks)
-        segments.append(replace(other, changed={}))
+        segments.append(replace(other, changed={}, brief=dice.random() < 0.5))
         if dice.random() < 0.3 and not alike:
             segments[-1] = replace(segments[-1], changed=_changed(dice, recipe))
     changed: dict[str, Any] = {}
@@ -76,16 +79,40 @@ def _recipe(dice: random.Random, exact: bool) -> Recipe:
         seed=dice.randint(0, 3),
         bad_images=tuple(dice.sample(BAD_IMAGES, dice.randint(1, 2)))
         if samples > 6 and dice.random() < 0.12 else (),
+        sides=(dice.randint(8, 30), dice.randint(8, 30)) if dice.random() < 0.15 else (),
     )  # fmt: skip
     many = sum(map(len, recipe.sizes())) > 2 * MOST_STEPS
     return replace(recipe, ramp=(), ramp_lr="none") if many else recipe
 
 
+def _with_parts(dice: random.Random, recipe: Recipe) -> Recipe:
+    """Return a recipe whose model has other parts than a plain one, or is averaged."""
+    usual = sorted(set(PARTS) - CHANGED_IN_FORWARD)
+    parts = tuple(dice.sample(usual, dice.choice((1, 1, 1, 2))))
+    if dice.random() < 0.1:  # nearly all of these are refused
+        parts = (dice.choice(sorted(CHANGED_IN_FORWARD)),)
+    recipe = replace(
+        recipe, parts=parts, model_ema_decay=dice.choice((None, 0.5, 0.9)), smoothing=0.0,
+        # Of a parameter that has had no gradient, each optimizer has its own idea of a first step.
+        opt="adamw" if "experts" in parts else recipe.opt,
+    )  # fmt: skip
+    if BY_BATCH.isdisjoint(parts):
+        return recipe
+    group = dice.choice((3, 4, 6))
+    most = max(1, 24 // group)
+    size = group * dice.randint(1, most)
+    samples = max(recipe.samples, size) if dice.random() < 0.7 else recipe.samples
+    return replace(
+        recipe, bn_group=group, batch_size=size, samples=min(samples, 60), ramp=(), ramp_lr="none"
+    )
+
+
 def _segment(dice: random.Random, recipe: Recipe, exact: bool, most: int) -> Segment:
     engine = dice.choice(("ddp", "ddp", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3"))
     ranks = min(most, dice.choice((1, 2, 2, 2, 3, 3, 3, 4, 5, 6)))
-    if ranks > recipe.batch_size and dice.random() < 0.9:
-        ranks = recipe.batch_size
+    groups = recipe.batch_size // recipe.bn_group
+    if ranks > groups and dice.random() < 0.9:
+        ranks = groups
     kind = dice.randrange(4)
     shares = [dice.randint(1, 5) for _ in range(ranks)]
     if kind == 0:
@@ -123,7 +150,13 @@ def _changed(dice: random.Random, recipe: Recipe) -> dict[str, Any]:
         "clip_grad": 0.5, "warmup_epochs": 0.25, "min_lr": 1e-6, "smoothing": 0.05,
         "weight_decay": 0.02,
     }  # fmt: skip
-    name = "batch_size" if dice.random() < 0.4 else dice.choice(tuple(others))
+    if recipe.by_batch:
+        del others["batch_size"]
+    name = (
+        "batch_size"
+        if "batch_size" in others and dice.random() < 0.4
+        else dice.choice(tuple(others))
+    )
     if getattr(recipe, name) == others[name]:
         return {}
     return {name: others[name], **({"ramp": ()} if name == "batch_size" and recipe.ramp else {})}
@@ -136,7 +169,7 @@ def _faults(
     shares = segment.shares or (1,) * segment.ranks
     busy = max(range(segment.ranks), key=lambda rank: shares[rank])
     inexact = segment.wire.startswith(("local", "powersgd"))
-    kinds = ["stranger", "oom"]
+    kinds = ["stranger"] if recipe.by_batch else ["stranger", "oom"]
     if not last:
         kinds += ["kill", "kill", "kill"]
     if segment.loss_scale != "auto" and not inexact:
@@ -145,6 +178,8 @@ def _faults(
         kinds += ["replan"]
         if segment.engine in WHOLE:
             kinds += ["flip"]
+    if recipe.by_batch:
+        kinds = [kind for kind in kinds if kind != "replan"]
     kind = dice.choice(kinds)
     if kind == "kill":
         return (Fault(kind, step, dice.choice((-1, -1, 0)), dice.randrange(24)),)
@@ -186,6 +221,8 @@ def smaller(case: Case) -> Iterator[Case]:
             yield replace(case, recipe=replace(case.recipe, **simple))
     if case.recipe.epochs > 1:
         yield replace(case, recipe=replace(case.recipe, epochs=1))
+    for part in case.recipe.parts if len(case.recipe.parts) > 1 else ():
+        yield replace(case, recipe=replace(case.recipe, parts=(part,)))
 
 
 def _without(items: tuple[Any, ...], number: int) -> tuple[Any, ...]:
@@ -209,7 +246,7 @@ def _simpler(segment: Segment) -> Iterator[Segment]:
                 precision=segment.precision[:1], wire=segment.wire.split("/")[0],
             )  # fmt: skip
     usual = Segment()
-    for name in ("engine", "micro", "precision", "wire", "loss_scale", "recompute"):
+    for name in ("engine", "micro", "precision", "wire", "loss_scale", "recompute", "brief"):
         if getattr(segment, name) != getattr(usual, name):
             yield replace(segment, **{name: getattr(usual, name)})
     if segment.shares != (1,) * segment.ranks:

@@ -85,7 +85,7 @@ def play(case: Case, ranks: WarmRanks, folder: Path) -> Played:
     """Run the jobs of a case in a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    if case.recipe.bad_images:
+    if case.recipe.of_folder:
         draw_images(folder / "images", case)
     played = Played(case, folder, [])
     for number, segment in enumerate(case.segments):
@@ -93,8 +93,11 @@ def play(case: Case, ranks: WarmRanks, folder: Path) -> Played:
         trace.mkdir()
         steps = [int(path.name.removeprefix("step_")) for path in whole_checkpoints(played)]
         argument = {
-            "arguments": case.arguments(number, str(folder / "logs"), str(folder / "images")),
+            "arguments": case.arguments(
+                number, str(folder / "logs"), str(folder / "images"), segment.brief and bool(steps)
+            ),
             "faults": [vars(fault) for fault in segment.faults], "trace": str(trace),
+            "deepspeed": segment.engine.startswith("zero"),
         }  # fmt: skip
         ended = ranks.run(segment.ranks, BODY, argument, folder / f"job{number}", LIMIT)
         job = Job(segment, ended, max(steps, default=0))
@@ -171,8 +174,9 @@ def draw_images(folder: Path, case: Case) -> None:
         for number in range(count):
             path = folder / part / str(number % 2) / f"{number:04d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = bytes(dice.randrange(256) for _ in range(3 * 64))
-            Image.frombytes("RGB", (8, 8), pixels).save(path)
+            width, height = case.recipe.sides or (8, 8)
+            pixels = dice.randbytes(3 * width * height)
+            Image.frombytes("RGB", (width, height), pixels).save(path)
             if part == "train" and number in bad:
                 spoil(path, bad[number])
 
@@ -222,9 +226,9 @@ def unbroken(case: Case) -> Case | None:
             ends = set(range(0, max(ends) + every, every))
         if any(segment.stop not in (None, *ends) for segment in case.segments):
             return None
-    whole = replace(first, stop=None, faults=(), after=())
+    whole = replace(first, stop=None, faults=(), after=(), brief=False)
     for segment in case.segments:
-        if replace(segment, stop=None, faults=(), after=()) != whole:
+        if replace(segment, stop=None, faults=(), after=(), brief=False) != whole:
             return None
         if any(fault.kind not in ("kill", "stranger") for fault in segment.faults):
             return None

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,14 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import motley.train.loop
+import motley.train.script
 import motley.train.setup
 import motley.train.start
+from motley.config.options import Config
 from motley.data.batch import Batch
-from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
+from motley.engines.protocol import LaunchedStep, StepResult
+from motley.engines.strategy import TORCH, ZERO
 from motley.launch.mpi import Launched
 from motley.launch.world import World, run
 from motley.plan.replan import Proposal, ReplanMonitor
-from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
 
 LOOP = {str(each.__file__) for each in (motley.train.loop, motley.train.start)}
@@ -71,7 +74,7 @@ class Probe:
         """Watch this engine."""
         self._engine, self._model = engine, model
         engine.accumulate = partial(self._accumulate, engine.accumulate)
-        engine.step = partial(self._step, engine.step)
+        engine.launch_step = partial(self._launch_step, engine.launch_step)
         engine.evaluate = partial(self._evaluate, engine.evaluate)
         first = next(part for name, part in model.net.named_modules() if name == "blocks.1")
         first.register_forward_hook(self._passes)
@@ -87,18 +90,24 @@ class Probe:
         self._sizes.append(len(batch))
         then(batch, *rest)
 
-    def _step(self, then: Callable[[], Any]) -> Any:
+    def _launch_step(self, then: Callable[[bool], LaunchedStep], late: bool) -> LaunchedStep:
         if stranger := self.due("stranger"):
             self._visit(STRANGERS[stranger["call"] % len(STRANGERS)])
-        result = then()
-        self.write(
-            step=self.world.supervisor.step, indices=self._indices, sizes=self._sizes,
-            overflow=result.overflow, again=bool(result.oom_ranks and result.retry),
-        )  # fmt: skip
+        launched, step = then(late), self.world.supervisor.step
+        indices, sizes = self._indices, self._sizes
         self._indices, self._sizes = [], []
-        if fault := self.due("flip"):
-            self._flip(fault["call"])
-        return result
+
+        def read() -> StepResult:
+            result = launched.read()
+            self.write(
+                step=step, indices=indices, sizes=sizes, overflow=result.overflow,
+                again=bool(result.oom_ranks and result.retry),
+            )  # fmt: skip
+            if fault := self.due("flip", step):
+                self._flip(fault["call"])
+            return result
+
+        return replace(launched, read=read)
 
     def _evaluate(self, then: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
         self.write(evaluates=len(batch), step=self.world.supervisor.step)
@@ -222,22 +231,23 @@ class Makers:
 
 
 def main(launched: Launched, argument: dict[str, Any]) -> None:
-    """Train as the argument's command line says."""
+    """Train as the argument's command line says, through the training script."""
     torch.set_num_threads(1)
     words = argument["arguments"]
     sys.argv = ["train_vit.py", *words]
-    strategies = known_strategies(ZERO if "--stage" in words else TORCH)
-    config = read_config(training_parser("a case of the fuzzer", strategies))
     faults = argument["faults"]
     probe = Probe(launched.rank, faults, Path(argument["trace"]) / f"{launched.rank}.jsonl")
     for fault in faults:
         if fault["kind"] == "kill" and fault["rank"] in (launched.rank, -1 - launched.rank):
             probe.kill_at(fault)
 
-    def work(world: World) -> None:
+    def watched(world: World, config: Config, engines: Any, **more: Any) -> None:
         probe.world = world
-        engines = Makers(engines_of(config, strategies), probe)
-        train(world, config, engines, monitor=lambda speeds, _: Told(probe, speeds))
+        train(world, config, Makers(engines, probe),
+              monitor=lambda speeds, _: Told(probe, speeds), **more)  # fmt: skip
         probe.digest()
 
-    run(work, launched)
+    script = motley.train.script
+    script.train = watched  # type: ignore[assignment]
+    script.run = lambda work, **_: run(work, launched)  # type: ignore[assignment]
+    script.train_script(ZERO if argument["deepspeed"] else TORCH, "a case of the fuzzer")

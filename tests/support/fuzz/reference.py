@@ -1,7 +1,9 @@
 """What a case should come to: one process, whole batches, no wrapper, no history but the user's.
 
-Only the data (which samples, how they look), the model and the optimizer are Motley's; the step,
-the schedule and the count of samples are written again here, in as few lines as they take.
+Only the data (which samples, how they look) and the optimizer are Motley's; the step, the schedule,
+the average of the parameters and the count of samples are written again here, in as few lines as
+they take. Batch norms are torch's own: the model computes each group of samples by itself, and the
+running statistics move towards the mean over all groups.
 """
 
 import copy
@@ -24,7 +26,6 @@ from motley.engines.optimizer import make_optimizer
 from motley.plan.plan import make_plan
 from motley.plan.ramp import ramp_of
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 
 
@@ -75,15 +76,17 @@ class Reference:
     def configure(self, config: Config) -> None:
         """Begin with these options, or go on with them."""
         self._config, self._task = config, task_of(config)
-        old = getattr(self, "_model", None)
-        net = build_net(self._task, config).to(self._dtype)
+        old = getattr(self, "_net", None)
+        net = in_type(build_net(self._task, config), self._dtype).to(self._device)
         if old is not None:
-            net.load_state_dict(old.net.state_dict())
-        self._model = TaskModel(self._task, net, "fp32", self._device)
+            net.load_state_dict(old.state_dict())
+        self._net = net.train()
         optimizer = make_optimizer(net, config)
         as_made = copy.deepcopy(optimizer.state_dict()["param_groups"])
         if old is not None:
-            _hand_over(old.net, self._optimizer, self._as_made, net, optimizer)
+            _hand_over(old, self._optimizer, self._as_made, net, optimizer)
+        else:
+            self.average = self._parameters()
         self._optimizer, self._as_made = optimizer, as_made
         # Which knows of no batch that grows.
         whole = dataclasses.replace(config, batch_size=int(config.batch_size))
@@ -98,8 +101,8 @@ class Reference:
         """Back to where ``step`` steps had been taken."""
         if step == len(self.trained.steps):
             return
-        model, optimizer, self._epoch, self._consumed = self._states[step]
-        self._model.net.load_state_dict(model)
+        model, optimizer, self.average, self._epoch, self._consumed = self._states[step]
+        self._net.load_state_dict(model)
         self._optimizer.load_state_dict(copy.deepcopy(optimizer))
         del self._states[step:], self.trained.steps[step:]
         self.trained.evaluations = {
@@ -118,8 +121,8 @@ class Reference:
             if config.max_steps is not None and step >= config.max_steps:
                 break
             self._states.append((
-                copy.deepcopy(self._model.net.state_dict()),
-                copy.deepcopy(self._optimizer.state_dict()), self._epoch, self._consumed,
+                copy.deepcopy(self._net.state_dict()), copy.deepcopy(self._optimizer.state_dict()),
+                self.average, self._epoch, self._consumed,
             ))  # fmt: skip
             self._step(step in skipped)
             if self.trained.steps[-1].end:
@@ -135,30 +138,77 @@ class Reference:
         ((batch, _),) = micro
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        logits = self._logits(batch)
-        loss = functional.cross_entropy(
-            logits, batch.data["labels"], label_smoothing=self._task.smoothing
-        )
         self._optimizer.zero_grad()
-        loss.backward()
+        before = copy.deepcopy(dict(self._net.named_buffers()))
+        loss = self._pass(batch, before)
         most = math.inf if config.clip_grad is None else config.clip_grad
-        norm = torch.nn.utils.clip_grad_norm_(self._model.net.parameters(), most)
-        for parameter in self._model.net.parameters() if self._noise else ():
-            assert parameter.grad is not None
+        trained = [each for each in self._net.parameters() if each.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(trained, most)
+        for parameter in trained if self._noise else ():
             noise = torch.empty_like(parameter.grad).normal_(generator=self._dice)
             parameter.grad.add_(noise * (self._noise * parameter.grad.abs().max()))
-        if not skip:
+        if skip:
+            self._set_buffers(before)
+        else:
             self._optimizer.step()
+            if config.model_ema:
+                weight = 1 - config.model_ema_decay
+                self.average = {name: torch.lerp(self.average[name], value, weight)
+                                for name, value in self._parameters().items()}  # fmt: skip
         self._consumed += part.global_batch
         end = self._consumed >= self.samples
-        self.trained.steps.append(
-            Step(self._epoch, float(loss.detach()), float(norm), lr, batch.indices, end)
-        )
+        self.trained.steps.append(Step(self._epoch, loss, float(norm), lr, batch.indices, end))
         if end:
             self._epoch, self._consumed = self._epoch + 1, 0
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        return self._task.logits(self._model.compute, batch.data["images"])
+    def _pass(self, batch: Batch, before: dict[str, torch.Tensor]) -> float:
+        """Forward and backward pass of a step; returns the loss.
+
+        Args:
+            before: the buffers, from which each group begins.
+        """
+        size, each = len(batch.indices), self._task.grain if before else len(batch.indices)
+        loss, after = 0.0, {name: torch.zeros_like(value) for name, value in before.items()}
+        for start in range(0, size, each):
+            group = slice(start, min(size, start + each))
+            self._set_buffers(before)
+            part = functional.cross_entropy(
+                self._logits(batch.data["images"][group]), batch.data["labels"][group],
+                label_smoothing=self._task.smoothing, reduction="sum",
+            ) / size  # fmt: skip
+            part.backward()
+            loss += float(part.detach())
+            for name, value in self._net.named_buffers():
+                if value.is_floating_point():
+                    after[name] += (group.stop - start) / size * value
+                else:
+                    after[name] = value.clone()
+        self._set_buffers(after)
+        return loss
+
+    @torch.no_grad()
+    def _set_buffers(self, values: dict[str, torch.Tensor]) -> None:
+        for name, buffer in self._net.named_buffers():
+            buffer.copy_(values[name])
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: each.detach().clone() for name, each in self._net.named_parameters()}
+
+    def _logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self._task.logits(lambda pixels: self._net(pixels.to(self._dtype)), images)
+
+    @torch.no_grad()
+    def averaged(self) -> nn.Module:
+        """Return a copy of the network in eval mode, with the average in place of parameters."""
+        net = copy.deepcopy(self._net).eval()
+        for name, parameter in net.named_parameters():
+            parameter.copy_(self.average[name])
+        return net
+
+    @property
+    def net(self) -> nn.Module:
+        """The network as it is now."""
+        return self._net
 
     def _size(self) -> int:
         """Samples of a whole step here."""
@@ -187,19 +237,27 @@ class Reference:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Top-1 and loss of the held-out images."""
-        self._model.eval()
+        self._net.eval()
         loss = right = count = 0.0
         for batch in self._loader.test_batches(make_plan(1, (1.0,), (10**6,), EXACT)):
-            logits = self._logits(batch)
+            logits = self._logits(batch.data["images"])
             loss += float(functional.cross_entropy(logits, batch.data["labels"], reduction="sum"))
             right += float((logits.argmax(dim=1) == batch.data["labels"]).sum())
             count += len(batch.data["labels"])
-        self._model.train()
+        self._net.train()
         self.trained.evaluations[len(self.trained.steps)] = right / count, loss / count
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
-        return {name: value.cpu() for name, value in self._model.net.state_dict().items()}
+        return {name: value.cpu() for name, value in self._net.state_dict().items()}
+
+
+def in_type(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a network whose numbers of 32 bits, real and complex, are of this type."""
+    if dtype == torch.float32:
+        return net
+    kinds = {torch.float32: dtype, torch.complex64: torch.complex128}
+    return net._apply(lambda tensor: tensor.to(kinds.get(tensor.dtype, tensor.dtype)))
 
 
 def _hand_over(
