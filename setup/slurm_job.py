@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from motley.faults import FaultKind
 from motley.text import did_you_mean
 
 _WORD = re.compile(r"[\w.-]+", re.ASCII)
+_REQUEST = re.compile(r"[\w.,:;=+*&|!()\[\]@%/-]+", re.ASCII)  # as in gpu:a100:2 and a&[b|c]
+_REQUESTS = ("account", "mem", "qos", "constraint", "gres", "exclude")  # sbatch's own options
 _PAUSED = FaultKind.PAUSED.code  # exit status of a job that has saved and may go on
 
 
@@ -29,8 +32,11 @@ class Job:
 
     Attributes:
         line: that srun is to start. name: of the job, and of the run.
-        ranks, gpus, cores: of a node. time: as Slurm writes it; None: the partition's own.
+        ranks, gpus: of a node. cores: of a rank; 0: as the cluster has it.
+        time: as Slurm writes it; None: the partition's own.
         before_s: of the end, that the ranks are told.
+        requests: other options of sbatch, as in ``mem=64G``. before: shell commands that precede
+            srun.
         array: of which each task measures a cell, at_once of them at the same time.
     """
 
@@ -45,7 +51,8 @@ class Job:
     before_s: int
     requeue: bool
     mpi: str
-    account: str | None = None
+    requests: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     container: Path | None = None
     array: Array | None = None
     at_once: int | None = None
@@ -57,8 +64,9 @@ _SCRIPT = """\
 {settings}
 set -uo pipefail
 cd {root}
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take from sbatch by itself
-{line}
+# srun does not take the cores of a task from sbatch by itself.
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+{before}{line}
 status=$?
 {after}exit $status
 """
@@ -76,7 +84,7 @@ def main(words: Sequence[str]) -> int:
     if not options.line:
         show(partitions())
         return 0
-    job = plan(options, partitions())
+    job = plan_on_cluster(options)
     script = text_of(job)
     if options.dry_run:
         print(script, end="")
@@ -105,8 +113,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     numbers = (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180), ("at-once", None))
     for name, usual in numbers:
         parser.add_argument(f"--{name}", type=int, default=usual)
-    for name in ("time", "partition", "account"):
+    for name in ("time", "partition", *_REQUESTS):
         parser.add_argument(f"--{name}")
+    for name in ("sbatch", "run-before"):
+        parser.add_argument(f"--{name}", action="append", default=[])
     parser.add_argument("--mpi", default="none")
     parser.add_argument("--container", type=Path)
     parser.add_argument("--array", action="store_true")
@@ -118,8 +128,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         given = getattr(options, name.replace("-", "_"))
         if given is not None and given < least:
             raise MotleyError(f"--{name} {given} is less than {least}")
-    for name in ("account", "mpi"):
-        check_word(f"--{name}", getattr(options, name))
+    check_word("--mpi", options.mpi)
+    for name in _REQUESTS:
+        word = getattr(options, name)
+        if word is not None and not _REQUEST.fullmatch(word):
+            raise MotleyError(f"--{name} {word!r}: give one word, as sbatch --{name} takes it")
+    for line in options.sbatch:
+        if not re.fullmatch(r"--?[a-zA-Z][^\n\r]*", line):
+            raise MotleyError(
+                f"--sbatch {line!r}: give one option of sbatch, as in --sbatch=--mail-type=END"
+            )
+    if any("\n" in line or not line.strip() for line in options.run_before):
+        raise MotleyError("--run-before: give one command, and the option again for the next")
     if options.container and options.array:
         raise MotleyError("--container: what --array measures is not run in an image; leave it out")
     if options.container and not options.container.exists():
@@ -133,6 +153,23 @@ def check_word(flag: str, word: str | None) -> None:
     """MotleyError if it would be more than one word, or none, in a batch script."""
     if word is not None and not _WORD.fullmatch(word):
         raise MotleyError(f"{flag} {word!r}: give letters, digits and . _ - alone")
+
+
+def plan_on_cluster(options: argparse.Namespace) -> Job:
+    """Return what is asked for, checked against the cluster; in a dry run also without one."""
+    try:
+        found = partitions()
+    except MotleyError as error:
+        if not options.dry_run:
+            raise
+        print(f"motley: {error}; the script is not checked against a cluster", file=sys.stderr)
+    else:
+        return plan(options, found)
+    ranks = options.gpus or options.ranks
+    assumed = Partition(
+        options.partition or "", True, True, options.nodes, ranks, options.gpus or 0, None, None
+    )
+    return replace(plan(options, [assumed]), cores=0)
 
 
 def show(found: Sequence[Partition]) -> None:
@@ -184,8 +221,11 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
         raise MotleyError(f"--ranks {ranks}: the nodes of {place.name} have {place.cores} cores")
     job = Job(
         (), "", place.name, options.nodes, ranks, gpus, max(1, place.cores // ranks), options.time,
-        options.before, options.requeue, options.mpi, options.account, options.container,
+        options.before, options.requeue, options.mpi,
+        tuple(f"{name}={word}" for name in _REQUESTS if (word := getattr(options, name))),
+        tuple(options.run_before), options.container,
     )  # fmt: skip
+    job = replace(job, requests=(*job.requests, *(each.lstrip("-") for each in options.sbatch)))
     return with_array(job, options, place) if options.array else with_line(job, options)
 
 
@@ -230,14 +270,15 @@ def text_of(job: Job) -> str:
     """The batch script."""
     logs, number = cn.ROOT / "logs", "%A_%a" if job.array else "%j"
     settings = {
-        "job-name": job.name, "partition": job.partition, "account": job.account,
-        "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores,
+        "job-name": job.name, "partition": job.partition or None,
+        "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores or None,
         "gpus-per-node": job.gpus or None, "time": job.time,
         "signal": None if job.array else f"USR2@{job.before_s}",
         "array": job.array.numbers(job.at_once) if job.array else None,
         "output": f'"{logs / job.name}.{number}.out"', "open-mode": "append",
     }  # fmt: skip
     lines = [f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None]
+    lines += [f"#SBATCH --{request}" for request in job.requests]
     lines.append(f"#SBATCH --{'' if job.requeue else 'no-'}requeue")
     inside = ()
     if job.container:
@@ -246,6 +287,7 @@ def text_of(job: Job) -> str:
     ranks = shlex.join((*srun_words(job.mpi), *inside, *job.line))
     return _SCRIPT.format(
         settings="\n".join(lines), root=shlex.quote(str(cn.ROOT)),
+        before="".join(f"{command}\n" for command in job.before),
         line=job.array.command() if job.array else ranks,
         after=_REQUEUE.format(paused=_PAUSED) if job.requeue and not job.array else "",
     )  # fmt: skip

@@ -24,13 +24,16 @@
 #   --ranks N          of a node without GPUs, default 1
 #   --time TIME        as Slurm writes it, 30, 4:00:00 or 1-12; default: the partition's own
 #   --partition NAME   default: the cluster's own; --account NAME: who pays
+#   --mem, --qos, --constraint, --gres, --exclude   as sbatch takes them
+#   --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END; may be repeated
+#   --run-before CMD   a command before srun, as in --run-before "module load cuda"; may be repeated
 #   --before SECONDS   of the end that the ranks are told, default 180
 #   --requeue          go on in the same job, until the training has finished
 #   --array            a task for each cell of a matrix; --at-once K: no more at a time
 #   --container IMAGE  run the ranks in an Apptainer image
 #   --mpi KIND         of srun's, default none: the ranks meet by themselves
 #   --submit           with sbatch; default: write the script and say how
-#   --dry-run          print the script, write nothing
+#   --dry-run          print the script, write nothing; also where there is no Slurm
 #
 # Exit status: 0 written or submitted, 2 nothing was.
 source "$(dirname -- "${BASH_SOURCE[0]}")/door.sh"

@@ -9,8 +9,8 @@ its parameters, ...), a way to train it (engine, ranks, shares, precisions, opti
 history (stops and resumes, on other ranks or through another engine; a kill between any two calls
 of the loop, memory that ends, an overflow, a flipped bit, a torn file). Its losses, gradient norms,
 learning rates, samples, evaluations and parameters are compared with those of a loop of a few lines
-on one process that has no history, and an exported model with plain timm. What differs is made smaller and printed as a line that repeats it.
-The exit status is 1 if anything was found.
+on one process that has no history, and an exported model with plain timm. What differs is made
+smaller and printed as a line that repeats it. The exit status is 1 if anything was found.
 """
 
 # ruff: noqa: E402

@@ -49,6 +49,9 @@ def test_a_place_with_spaces_is_one_value(monkeypatch: pytest.MonkeyPatch) -> No
         (("--account", "a\n#SBATCH --wrap=x"), "--account"),
         (("--mpi", "none; rm -rf /"), "--mpi"),
         (("--time", "soon"), "no time of Slurm's"),
+        (("--mem", "4G\n#SBATCH --wrap=x"), "--mem"),
+        (("--sbatch", "a\nb"), "--sbatch"),
+        (("--run-before", "true\nfalse"), "--run-before"),
     ],
 )
 def test_what_is_no_number_or_word_is_refused(words: tuple[str, ...], says: str) -> None:
@@ -65,6 +68,33 @@ def test_a_run_whose_name_is_not_a_word_is_refused(name: str) -> None:
 
 def test_no_gpus_are_as_many_as_there_are_asked_for() -> None:
     assert "--gpus-per-node=2\n" in written() and "gpus-per-node" not in written("--gpus", "0")
+
+
+def test_other_options_of_sbatch_and_commands_stand_before_srun() -> None:
+    script = written(
+        "--mem", "64G", "--qos", "long", "--constraint", "a100&[r1|r2]", "--gres", "gpu:a100:2",
+        "--exclude", "node[1-3,7]", "--sbatch=--mail-type=END", "--sbatch=--exclusive",
+        "--run-before", "module load cuda/12.4", "--run-before", "source ~/lab.sh",
+    )  # fmt: skip
+    head, _, rest = script.partition("\nset -uo pipefail")
+    for request in ("mem=64G", "qos=long", "constraint=a100&[r1|r2]", "gres=gpu:a100:2",
+                    "exclude=node[1-3,7]", "mail-type=END", "exclusive"):  # fmt: skip
+        assert f"\n#SBATCH --{request}\n" in head
+    assert "\nmodule load cuda/12.4\nsource ~/lab.sh\nsrun " in rest
+
+
+def test_a_dry_run_needs_no_slurm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    line = ["--gpus", "4", "--nodes", "2", "./entry_cn.sh", "--run", "a"]
+    assert slurm_job.main(["--dry-run", *line]) == 0
+    printed = capsys.readouterr()
+    assert "there is no Slurm here" in printed.err and "#SBATCH --partition" not in printed.out
+    assert "cpus-per-task" not in printed.out
+    assert "#SBATCH --nodes=2\n" in printed.out and "#SBATCH --gpus-per-node=4\n" in printed.out
+    with pytest.raises(MotleyError, match="there is no Slurm here"):
+        slurm_job.main(line)
 
 
 def in_array(folder: Path, *words: str) -> str:
