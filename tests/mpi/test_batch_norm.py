@@ -92,5 +92,5 @@ def test_a_batch_of_broken_groups_is_refused_before_anything_is_trained(jobs: Jo
     assert done.code != 0
     assert done.output.rstrip().endswith(
         "--batch-size 100 is no multiple of 32, and 32 samples share one batch norm (--bn-group); "
-        "take 96 or 128"
+        "take 96 or 128, or --bn-group 25"
     )

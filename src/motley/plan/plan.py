@@ -215,8 +215,9 @@ class Plan:
 
     def sentence(self, rank: int) -> str:
         """What one rank does in a step, for the log."""
-        steps = _count(len(self.micro_batches[rank]), "micro-step")
-        return f"{_count(self.counts[rank], 'sample')} in {steps}"
+        count, steps = self.counts[rank], _count(len(self.micro_batches[rank]), "micro-step")
+        groups = "" if count or self.grain == 1 else f" (a rank takes whole groups of {self.grain})"
+        return f"{_count(count, 'sample')} in {steps}{groups}"
 
 
 def whole_shares(global_batch: int, shares: Sequence[float], grain: int = 1) -> tuple[int, ...]:

@@ -83,8 +83,17 @@ def check_grain(task: Task, batch_size: int) -> int:
         raise MotleyError(
             f"--batch-size {said} is no multiple of {grain}, and {grain} samples "
             f"{task.grain_is}; take {f'{less} or ' if less else ''}{less + grain}"
+            + _other_group(task, global_batch)
         )
     return grain
+
+
+def _other_group(task: Task, batch_size: int) -> str:
+    """Return the option that cuts a batch into other groups of a batch norm, as part of a list."""
+    if "--bn-group" not in task.grain_is:
+        return ""
+    largest = max(size for size in range(1, task.grain + 1) if batch_size % size == 0)
+    return f", or --bn-group {largest}" if largest > 1 else ""
 
 
 def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTraits) -> None:

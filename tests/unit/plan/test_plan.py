@@ -142,3 +142,9 @@ def test_samples_of_unequal_cost_are_cut_by_it(costs: list[float], shares: list[
         assert count == 0 or share, "who is to do nothing does nothing"
         assert abs(own - sum(costs) * share / sum(shares)) <= max(costs) * (1 + 1e-9)
         start += count
+
+
+def test_a_rank_for_which_no_group_is_left_says_why() -> None:
+    plan = make_plan(64, (5.0, 1.0), (64, 64), EXACT, grain=32)
+    assert plan.sentence(0) == "64 samples in 1 micro-step"
+    assert plan.sentence(1) == "0 samples in 1 micro-step (a rank takes whole groups of 32)"
