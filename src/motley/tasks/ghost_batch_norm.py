@@ -192,10 +192,12 @@ class GroupStatistics:
         again what is in it."""
         for layer in self._all:
             layer.samples, layer.calls = samples, 0
-        yield
-        self._calls = [layer.calls for layer in self._layers]
-        for layer in self._all:
-            layer.calls = _CLOSED
+        try:
+            yield
+            self._calls = [layer.calls for layer in self._layers]
+        finally:  # memory may end in a pass
+            for layer in self._all:
+                layer.calls = _CLOSED
 
     def take(self, samples: int, n_global: int) -> None:
         """Count the last pass, after its backward pass.
