@@ -145,7 +145,7 @@ def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> F
     figure.suptitle(f"{title(training)}; {words}")
     ax = figure.subplots()
     draw_spans(ax, found, ranks)
-    hosts = [training.worker(rank).get("host") for rank in ranks]
+    hosts = [training.groups.worker(rank, end - 1).get("host") for rank in ranks]
     labels = [f"rank {rank}" + (f" - {host}" if host else "")
               for rank, host in zip(ranks, hosts, strict=True)]  # fmt: skip
     ax.set_yticks(range(len(ranks)), labels)

@@ -15,7 +15,7 @@ import numpy as np
 import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from run_steps import others, seat_label, title
+from run_steps import others, seat_label, title, usual_steps
 
 from motley.live.training import Training, column, mean, median, read_training
 from motley.records.costs import leak
@@ -124,18 +124,19 @@ def draw_memory(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     ax.set_title(f"memory {said}; colours as below", fontsize=8, loc="left")
 
 
-def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
-    """A bar per rank: the middle of each part of a step, in ms. Of many ranks, the first one's and
-    three of the others."""
-    # Of local steps, only some meet: a median would not show it.
-    local = bool(np.isnan(training.values("loss")).any())
-    middle, word = (mean, "mean") if local else (median, "median")
-    ranks, more = sorted(training.steps), others(training)
+def draw_split(ax: Axes, usual: Training, chosen: str, colours: dict[str, str]) -> None:
+    """Draw a bar per rank: the parts of a usual step, in ms. Of many ranks, the first one's and
+    three of the others.
+
+    Args:
+        usual, chosen: see :func:`run_steps.usual_steps`.
+    """
+    ranks, more = sorted(usual.steps), others(usual)
     ends, unknown = np.zeros(len(ranks) + len(more)), set()
     for part, look in style.PARTS.items():
         of_others = {"t_compute": "ready_s", "t_wait": "wait_s"}.get(part, "")
         ms = 1000 * np.array(
-            [middle(column(training.steps[rank], part)) for rank in ranks]
+            [mean(column(usual.steps[rank], part)) for rank in ranks]
             + [getattr(each, of_others, np.nan) for each in more]
         )
         if np.isnan(ms[: len(ranks)]).all():
@@ -148,9 +149,9 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     for row, end in enumerate(ends):
         ax.annotate(f"{end:,.0f}" if end >= 100 else f"{end:.3g}", (end, row), (3, 0), **note)
     for row, rank in enumerate(ranks):
-        if host := training.worker(rank).get("host"):
+        if host := usual.worker(rank).get("host"):
             ax.annotate("■", (0, row), (-9, 0), color=colours[host], ha="center", **note)
-    labels = [seat_label(training, rank) for rank in ranks] + [each.label for each in more]
+    labels = [seat_label(usual, rank) for rank in ranks] + [each.label for each in more]
     ax.set_yticks(range(len(labels)), labels)
     ax.tick_params(axis="y", length=0, pad=15)
     ax.margins(y=0.02)
@@ -158,7 +159,7 @@ def draw_split(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     ax.grid(False, axis="y")
     lost = "; communication not separable from compute" if {"t_wait", "t_comm"} & unknown else ""
     lost += "; of the others data is in compute, and the rest not told" if more else ""
-    style.label_axes(ax, f"one step (ms), {word} of each part{lost}", "")
+    style.label_axes(ax, f"one step (ms), mean of {chosen}{lost}", "")
     style.legend_above(ax)
 
 
@@ -166,7 +167,8 @@ def draw_run(training: Training, colours: dict[str, str]) -> Figure:
     """The picture of one run; a loss scale that is 1 throughout has no panel."""
     scaled = bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
     rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
-    curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(training.steps) + len(others(training)))
+    usual, chosen = usual_steps(training)
+    curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(others(usual)))
     figure = Figure(figsize=(11, curves + bars), layout="constrained")
     figure.suptitle(title(training))
     parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[curves, bars])[:, 0]
@@ -177,7 +179,7 @@ def draw_run(training: Training, colours: dict[str, str]) -> Figure:
     draw_memory(axes["memory"], training, colours)
     if scaled:
         draw_scale(axes["scale"], training)
-    draw_split(parts[1].subplots(), training, colours)
+    draw_split(parts[1].subplots(), usual, chosen, colours)
     return figure
 
 

@@ -1,15 +1,18 @@
 """What a picture of one training run calls the run and its ranks."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import command
 import numpy as np
 import style
 
 from motley.errors import MotleyError
-from motley.live.training import Training, column, median, read_training
+from motley.live.track import PARTS
+from motley.live.training import Training, column, mean, median, read_training
 from motley.records.gpu_csv import device_name
+from motley.records.lines import JsonDict
+from motley.records.rates import lead
 from motley.records.run_folder import RunFolder
 
 UNFINISHED = ("failed", "running", "stopped")
@@ -37,6 +40,36 @@ def title(training: Training) -> str:
     return f"{name}: {', '.join(filter(None, facts))}"
 
 
+def usual_steps(training: Training) -> tuple[Training, str]:
+    """Return the same steps of all ranks that train now, and in words which these are.
+
+    Of steps that are the same on all ranks, the means of the parts add up to one time: two bars
+    end together. Medians of the parts would not. Half of the steps, those of a usual length, stand
+    for all; of local steps, of which only some meet, all of them.
+    """
+    now = training.last_launch() or training
+    told = {rank: {line["step"]: line for line in lines if line.get("t_data") is not None}
+            for rank, lines in now.steps.items()}  # fmt: skip
+    common = sorted(set.intersection(*(set(lines) for lines in told.values())))
+    if not common:
+        return now, "each rank's own steps"
+    words = f"{len(common)} steps"
+    if not np.isnan(now.values("loss")).any() and len(common) > 3:
+        took = {step: max(_seconds(lines[step]) for lines in told.values()) for step in common}
+        by_length = sorted(common, key=lambda step: took[step])
+        cut = len(common) // 4
+        common = by_length[cut : len(common) - cut]
+        words = f"the {len(common)} steps of usual length"
+    chosen = set(common)
+    steps = {rank: [line for step, line in lines.items() if step in chosen]
+             for rank, lines in told.items()}  # fmt: skip
+    return replace(now, steps=steps, lead=lead(steps)), words
+
+
+def _seconds(line: JsonDict) -> float:
+    return sum(line.get(part) or 0.0 for part in PARTS)
+
+
 def seat_label(training: Training, rank: int) -> str:
     """``rank 0 - a``, and below it device, precision and samples a step."""
     worker, samples = training.worker(rank), median(column(training.steps[rank], "n_local"))
@@ -56,7 +89,7 @@ class Other:
 
     Attributes:
         label: which of how many, and below it the rank that it most often was.
-        ready_s, wait_s: medians over steps, seconds.
+        ready_s, wait_s: means over steps, seconds.
     """
 
     label: str
@@ -81,6 +114,6 @@ def others(training: Training) -> list[Other]:
         waits = [end - each["ready_s"] for end, each in zip(last, those, strict=True)]
         found.append(Other(
             f"{word} of {ranks} others\nmost often {who} ({times / len(those):.0%})",
-            median(column(those, "ready_s")), median(np.array(waits)),
+            mean(column(those, "ready_s")), mean(np.array(waits)),
         ))  # fmt: skip
     return found

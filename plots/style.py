@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import find_gpu_logs, read_gpu_log
+from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import find_runs
 
 Array = NDArray[np.float64]
@@ -111,9 +112,7 @@ def colours_under(paths: list[Path]) -> dict[str, str]:
             hosts |= {sample.host for sample in read_gpu_log(log)}
     for run in find_runs(paths):
         with contextlib.suppress(MotleyError, OSError, ValueError):
-            hosts |= {
-                worker["host"] for worker in run.read_run().get("ranks") or [] if "host" in worker
-            }
+            hosts |= {*RankGroups(run.read_run()).hosts}
     # The lab's old logs name no host, and "rank 0" may be another machine in each of them.
     nameless = {host for host in hosts if host.startswith("rank ")}
     return host_colours(hosts - nameless) | host_colours(nameless)

@@ -6,6 +6,11 @@ import pytest
 from jobs import Jobs, Trained
 from project import DDP, ZERO
 
+from motley import records
+from motley.live.follow import RunFollower
+from motley.live.snapshot import take_snapshot
+from motley.records.run_folder import RunFolder
+
 pytestmark = pytest.mark.mpi
 
 FAILING = "tests/support/drivers/failing.py"
@@ -55,38 +60,51 @@ def test_the_run_goes_on_from_the_last_finished_step(
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
-        (2, ()),
-        (1, ()),
-        (0, ()),
-        (2, ("--wire", "bf16")),
-        (2, ("--micro-batch", "40,20,9", "--hosts", "all", "--replan", "off")),
+        ((2,), ()),
+        ((1,), ()),
+        ((0,), ()),
+        ((2,), ("--wire", "bf16")),
+        ((2,), ("--micro-batch", "40,20,9", "--hosts", "all", "--replan", "off")),
+        ((1, 2), ()),
     ],
-    ids=["the last", "one between", "rank 0", "another wire", "values for each rank"],
+    ids=["the last", "one between", "rank 0", "another wire", "values for each", "two at once"],
 )
 def test_those_who_are_left_go_on_by_themselves(
-    module_jobs: Jobs, unbroken: Trained, lost: int, words: tuple[object, ...]
+    module_jobs: Jobs, unbroken: Trained, lost: tuple[int, ...], words: tuple[object, ...]
 ) -> None:
     name = f"without {lost} {len(words)} {time.monotonic_ns()}"  # it may be run again
     place = ("--logs", module_jobs.logs, "--run", name)
-    fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", lost)
+    fault = ("--survive", "--fail", "killed", "--step", STEP, "--on", ",".join(map(str, lost)))
     done = module_jobs.fork(3, FAILING, *fault, *place, *WORDS, *words)
-    assert done.code == -9 and "on with 2 of 3 ranks" in done.output, done.output
+    left = [rank for rank in range(3) if rank not in lost]
+    assert done.code == -9 and f"on with {len(left)} of 3 ranks" in done.output, done.output
     run = Trained(module_jobs.logs / name, done)
-    assert run.run["status"] == "finished" and len(run.run["ranks"]) == 2
-    assert [step["step"] for step in run.steps()] == list(range(30))
+    assert run.run["status"] == "finished"
+    # A rank keeps its number of the launch, and so its file.
+    assert [worker["rank"] for worker in run.run["ranks"]] == left
+    assert [each["step"] for each in run.run["groups"]] == [0, STEP]
+    for rank in range(3):
+        taken = range(STEP if rank in lost else 30)
+        assert [step["step"] for step in run.steps(rank)] == list(taken)
+    assert None not in records.load(run.folder).steps["host"]
+    followed = RunFollower(RunFolder(run.folder))
+    followed.look(0.0, time.time())
+    assert [row.rank for row in take_snapshot(followed, time.time()).rows] == left
     near = {"rel": 2e-6} if "--wire" not in words else {"rel": 1e-3}
-    assert run.losses == pytest.approx(unbroken.losses, **near)
+    losses = [step["loss"] for step in run.steps(left[0])]
+    assert losses == pytest.approx(unbroken.losses, **near)
     assert run.run["result"]["ema_loss"] == pytest.approx(
         unbroken.run["result"]["ema_loss"], **near
     )
-    (event,) = [event for event in run.events if event["event"] == "lost"]
-    assert event["rank"] == lost and event["step"] == STEP
-    before, after = [step for step in run.steps() if step["step"] in (STEP - 1, STEP)]
+    events = [event for event in run.events if event["event"] == "lost"]
+    assert sorted(event["rank"] for event in events) == list(lost)
+    assert {event["step"] for event in events} == {STEP}
+    before, after = [step for step in run.steps(left[0]) if step["step"] in (STEP - 1, STEP)]
     assert after["time"] - before["time"] < 5
     assert sum(run.run["plan"]["counts"]) == after["n_global"] == 96
     # The rates and the duration are of the whole job.
     result = run.run["result"]
-    counted = sum(step["n_global"] for step in run.steps())
+    counted = sum(step["n_global"] for step in run.steps(left[0]))
     assert result["samples_per_s"] * result["seconds"] == pytest.approx(counted, rel=1e-6)
     assert run.run["started"] < before["time"] < run.run["grouped"] < after["time"]
 

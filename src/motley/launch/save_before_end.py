@@ -26,9 +26,9 @@ def save_before_end(
     """Have the state saved, by rank 0 or another rank that can, while the others wait.
 
     Args:
-        others: all ranks but 0. lost: who cannot.
+        others: all ranks but 0. lost: who cannot, by its number in the launch.
     """
-    able = [line for line, each in others.items() if each.rescues and each.rank != lost]
+    able = [line for line, each in others.items() if each.rescues and each.number != lost]
     if not able and own.rescue is None:
         return
     tell_all({"hold": True})

@@ -40,7 +40,7 @@ class StopSignals:
             by = f"you{slurm} ({name} from the launcher, while {where})"
             return stopped(step, number, by, how_to_continue)
         return Fault(
-            status.rank, status.host, step,
+            status.number, status.host, step,
             f"stopped by {name}, which came to this rank alone, when {where}",
             "continue with --resume auto", echo=True, kind=FaultKind.KILLED, signal=number,
         )  # fmt: skip

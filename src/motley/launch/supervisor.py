@@ -127,7 +127,7 @@ class Supervisor:
         own.standby = own.rank == standby_of(machines)
         own.reaper = None
         if machines[own.rank] == own.rank:
-            own.reaper = LauncherReaper(own.rank, own.host)
+            own.reaper = LauncherReaper(own.rank, own.number, own.host)
         own.tell_reaper()
         own.catch_signals()
         own.say_request(LEAVE_SIGNAL)  # it may have come before
@@ -229,7 +229,7 @@ class Supervisor:
         if own.survivors is None and (own.keep is None or own.finished.is_set()):
             raise error
         if own.survivors is None:
-            fault = fault_of(error, own.rank, own.host, own.step)
+            fault = fault_of(error, own.number, own.host, own.step)
             own.say_of_group(_said(fault, own))
             if not own.regrouped.wait(3 * FIRST_CAUSE_S) and own.held.is_set():
                 own.regrouped.wait(HOLD_S)
@@ -261,7 +261,7 @@ class Supervisor:
         own = self._own
         if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks
-        fault = fault_of(error, own.rank, own.host, own.step)
+        fault = fault_of(error, own.number, own.host, own.step)
         if own.finished.is_set():  # nobody listens: what was told last could not be recorded
             traceback.print_exception(error)
             own.print(line_of(fault))

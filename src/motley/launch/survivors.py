@@ -150,10 +150,16 @@ class Regrouping:
         """A rank is lost, or not all have left the group that it has broken."""
         return bool(self._lost) or self._meeting is not None
 
-    def lose(self, fault: Fault, left: Collection[Status]) -> bool:
+    @property
+    def faults(self) -> list[Fault]:
+        """Faults of all ranks that were lost together, the first one first."""
+        return list(self._lost.values())
+
+    def lose(self, rank: int, fault: Fault, left: Collection[Status]) -> bool:
         """A rank is lost; whether the others can go on, as far as is known.
 
         Args:
+            rank: its number in the group that is left.
             left: all others, this one among them.
         """
         ready = all(status.regroups for status in left)
@@ -162,8 +168,8 @@ class Regrouping:
         self._since = time.monotonic()
         if not self._lost:
             self._keeping = {status.rank for status in left}
-        self._lost[fault.rank] = fault
-        self._keeping.discard(fault.rank)
+        self._lost[rank] = fault
+        self._keeping.discard(rank)
         return True
 
     def witness(self, rank: int) -> None:

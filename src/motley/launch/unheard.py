@@ -40,14 +40,15 @@ class Unheard:
             return []
         cut_off = self._cut_off() if first < soon else ()
         silent = {
-            each.rank: each for each in statuses
+            each.number: each for each in statuses
             if each.heard < late or (each.heard < soon and each.address in cut_off)
         }  # fmt: skip
-        again = [each for each in statuses if each.rank in self._silent - silent.keys()]
-        new = [each for rank, each in silent.items() if rank not in self._silent]
+        again = [each for each in statuses if each.number in self._silent - silent.keys()]
+        new = [each for number, each in silent.items() if number not in self._silent]
         self._silent = {*silent}
         return [
-            *({"kind": "silent", "rank": each.rank, "host": each.host, "step": each.heartbeat.step,
-               "seconds": round(now - each.heard, 1)} for each in new),
-            *({"kind": "heard_again", "rank": each.rank, "host": each.host} for each in again),
+            *({"kind": "silent", "rank": each.number, "host": each.host,
+               "step": each.heartbeat.step, "seconds": round(now - each.heard, 1)}
+              for each in new),
+            *({"kind": "heard_again", "rank": each.number, "host": each.host} for each in again),
         ]  # fmt: skip

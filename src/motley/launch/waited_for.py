@@ -51,9 +51,9 @@ class WaitedFor:
         if not clear or not all(self._is_at_work(each) for each in behind):
             return []
         self._told = True
-        first = min(behind, key=lambda each: each.rank)
+        first = min(behind, key=lambda each: each.number)
         return [
-            {"kind": "waited_for", "rank": first.rank, "host": first.host, "step": step,
+            {"kind": "waited_for", "rank": first.number, "host": first.host, "step": step,
              "seconds": round(quiet, 1), "doing": first.heartbeat.doing}
         ]  # fmt: skip
 

@@ -63,10 +63,10 @@ class AllRanksWatch:
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._standby, self._on_event = standby, on_event
         self._job_end = JobEnd(own, writer, on_fault, self._tell_all)
-        self._me = RankStatus(own.rank, own.host, address=handshakes.listening.address)
+        self._me = RankStatus(own.rank, own.number, own.host, address=handshakes.listening.address)
         self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
-        self._watchdog = Watchdog(own.awake, own.host)
+        self._watchdog = Watchdog(own.awake, own.number, own.host)
         self._unheard, self._waited_for = Unheard(own.awake), WaitedFor(own.awake)
         self._cause, self._signals = FirstCause(), StopSignals()
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
@@ -127,7 +127,8 @@ class AllRanksWatch:
             self._regroup.witness(~new.rank)
             return
         address = new.line.getpeername()[0]
-        status = RankStatus(new.rank, new.host, now, address=address, messages=new.messages)
+        number = self._own.numbers[new.rank]
+        status = RankStatus(new.rank, number, new.host, now, address=address, messages=new.messages)
         self._others[new.line] = status
         if new.rank == self._standby:
             self._tell_standby_of_crash()
@@ -136,7 +137,7 @@ class AllRanksWatch:
 
     def end_job(self, fault: Fault) -> NoReturn:
         """Record the first cause, say it, and end all ranks."""
-        phases = {status.rank: status.heartbeat.phase.key for status in self._statuses()}
+        phases = {status.number: status.heartbeat.phase.key for status in self._statuses()}
         self._job_end.end(fault, phases, self._others)
 
     def _regroup_or_end(self) -> None:
@@ -171,7 +172,7 @@ class AllRanksWatch:
             lowest = sorted(statuses, key=lambda status: -status.rank)
             self._own.reaper.tell(
                 fault=asdict(suspect) if suspect else None, step=self._last_step(),
-                hosts={name: s.rank for s in lowest for name in (s.address, s.host)},
+                hosts={name: s.number for s in lowest for name in (s.address, s.host)},
             )  # fmt: skip
         watchdog = self._watchdog
         fault = watchdog.silent(statuses[1:]) or watchdog.dead_link(statuses)
@@ -200,18 +201,18 @@ class AllRanksWatch:
             if status.left:
                 del self._others[line]
                 return
-            spoke = self._cause.fault is not None and self._cause.fault.rank == status.rank
+            spoke = self._cause.fault is not None and self._cause.fault.rank == status.number
             if not spoke and status.rank not in self._signals:
                 # Ranks are within a step of each other, and rank 0's own is not half a second old.
                 trains = status.regroups or status.heartbeat.step is not None
                 step = self._last_step() if trains else None
                 said = status.messages.last_words
                 del self._others[line]
-                self._lose(died(status.rank, status.host, step, said))
+                self._lose(status.rank, died(status.number, status.host, step, said))
 
-    def _lose(self, fault: Fault) -> None:
+    def _lose(self, rank: int, fault: Fault) -> None:
         """Have all others go on without a rank, if they can; else end the job."""
-        if not self._regroup.lose(fault, self._statuses()):
+        if not self._regroup.lose(rank, fault, self._statuses()):
             self.end_job(fault)
         self._cause.forget()  # an echo of it
 
@@ -220,7 +221,7 @@ class AllRanksWatch:
         others = self._others.values()
         if len(others) == self._own.size - 2 and all(status.regroups for status in others):
             self._first_lost, self._me.regroups = None, True
-            self._lose(fault)
+            self._lose(0, fault)
         elif time.monotonic() - self._since > ARRIVE_S:
             self.end_job(fault)
 
@@ -249,7 +250,7 @@ class AllRanksWatch:
         elif "left" in message:
             status.left = True
         elif "leave" in message or "pause" in message:
-            self._pause.want(status.rank, status.host, message.get("leave"))
+            self._pause.want(status.number, status.host, message.get("leave"))
         elif "begun" in message:
             if self._pause.answer(status.rank, message["begun"]):
                 self._pause_all()

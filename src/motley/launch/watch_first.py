@@ -83,7 +83,7 @@ class FirstRankWatch:
                 with contextlib.suppress(OSError):
                     self._hear()
                 said = self._messages.last_words  # of rank 0, where it has crashed
-                fault = died(0, self._host, own.step, said)
+                fault = died(own.numbers[0], self._host, own.step, said)
                 if self._goes_on():
                     return fault
                 self.end(self._silent if self._silent and not said else fault)
@@ -128,9 +128,9 @@ class FirstRankWatch:
         known = {self._line.getpeername()[0], self._line.getsockname()[0]}
         others = [each for each in own.listening if each.address not in known][:_ASKED]
         if not own.standby or not others or any(map(_answers, others)):
-            return silent(0, self._host, own.step, seconds)
+            return silent(own.numbers[0], self._host, own.step, seconds)
         named = ", ".join(dict.fromkeys([self._host, *(each.host for each in others)]))
-        return alone(own.rank, own.host, own.step, seconds, named)
+        return alone(own.number, own.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
         """Whether this rank can, without rank 0, as far as it knows."""

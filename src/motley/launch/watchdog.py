@@ -111,6 +111,7 @@ class RankStatus:
     """Rank 0's view of one rank.
 
     Attributes:
+        rank: its number in the group that is left. number: the one in the launch.
         heard: when it last said something, in rank 0's waking seconds.
         wrote: when it wrote anything, as a process does that lives (motley.launch.fault_handler).
         rescues: it can save the state, for rank 0 cannot.
@@ -120,6 +121,7 @@ class RankStatus:
     """
 
     rank: int
+    number: int
     host: str
     heard: float = 0.0
     wrote: float = 0.0
@@ -151,11 +153,11 @@ class Watchdog:
     """Rank 0's judgement.
 
     Args:
-        awake: this process's waking time. host: name of its machine.
+        awake: this process's waking time. number: of this rank in the launch. host: its machine.
     """
 
-    def __init__(self, awake: AwakeClock, host: str) -> None:
-        self._awake, self._host = awake, host
+    def __init__(self, awake: AwakeClock, number: int, host: str) -> None:
+        self._awake, self._number, self._host = awake, number, host
         self._moved = 0.0
         self._unsettled = -SETTLED_S
 
@@ -183,9 +185,10 @@ class Watchdog:
         first, others = quiet[0], quiet[1:]
         away = {status.host for status in statuses} - {self._host}
         if len(away) > 1 and away <= {status.host for status in quiet}:
-            return alone(0, self._host, first.heartbeat.step, now - first.lived, _hosts(quiet))
+            name, step = _hosts(quiet), first.heartbeat.step
+            return alone(self._number, self._host, step, now - first.lived, name)
         like = f", and so {_are(others)} {_ranks(others)} on {_hosts(others)}" if others else ""
-        return silent(first.rank, first.host, first.heartbeat.step, now - first.lived, like)
+        return silent(first.number, first.host, first.heartbeat.step, now - first.lived, like)
 
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
         """The fault of two machines that do not reach each other, though this one hears both.
@@ -202,7 +205,7 @@ class Watchdog:
         for status in ranks:
             other = next((hosts[a] for a in status.heartbeat.unanswered if a in hosts), status.host)
             if other != status.host:
-                return link_lost(status.rank, status.host, status.heartbeat.step, other)
+                return link_lost(status.number, status.host, status.heartbeat.step, other)
         return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
@@ -219,7 +222,7 @@ class Watchdog:
         if not at_work:
             return None
         first, where = whereabouts(at_work)
-        return stuck(first.rank, first.host, first.heartbeat.step, still, where)
+        return stuck(first.number, first.host, first.heartbeat.step, still, where)
 
 
 def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
@@ -238,7 +241,7 @@ def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
 
 
 def _ranks(statuses: Sequence[RankStatus]) -> str:
-    numbers = [str(status.rank) for status in statuses]
+    numbers = [str(status.number) for status in statuses]
     shown = ", ".join(numbers[:8]) + (", ..." if len(numbers) > 8 else "")
     return f"ranks {shown}" if len(numbers) > 1 else f"rank {shown}"
 

@@ -97,7 +97,7 @@ class Watching:
         """The same, now that rank 0 is lost and the next one takes its part."""
         own = self._own
         if own.rank == 1:
-            own.reaper = own.reaper or LauncherReaper(own.rank, own.host)
+            own.reaper = own.reaper or LauncherReaper(own.rank, own.number, own.host)
             return self._as_first(lost)
         try:
             connected = self._connected(1, ARRIVE_S)
@@ -118,7 +118,7 @@ class Watching:
             if isinstance(self._watch, AllRanksWatch):
                 self._watch.run()
         except Exception as error:
-            fault = fault_of(error, self._own.rank, self._own.host, self._own.step)
+            fault = fault_of(error, self._own.number, self._own.host, self._own.step)
             if isinstance(self._watch, AllRanksWatch):
                 self._watch.end_job(fault)
             self._own.print(line_of(fault))

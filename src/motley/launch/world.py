@@ -95,7 +95,9 @@ class World:
     """All launched ranks, seen from one of them.
 
     Attributes:
-        rank, size: 0-based number of this process, of how many.
+        rank, size: 0-based number of this process, of how many that are left of the launch.
+        numbers: the number in the launch of each rank, by rank. Records, messages and
+            :class:`motley.planner.worker.Worker` name a rank by it: it never changes.
         local_rank, local_size: the same among the ranks of this machine.
         host: name of this machine.
         machines: which machine each rank is on, by its lowest rank.
@@ -108,6 +110,7 @@ class World:
     def __init__(self, launched: Launched, clock: StartClock) -> None:
         self._launched, self.clock = launched, clock
         self.rank, self.size = launched.rank, launched.size
+        self.numbers = list(range(self.size))
         check_size(self.size, os.environ)
         here = launched.on_this_machine()
         self.local_rank = launched_local_rank(here.index(self.rank), os.environ)
@@ -132,6 +135,11 @@ class World:
     def first_here(self) -> bool:
         """This is the lowest rank of its machine."""
         return self.machines[self.rank] == self.rank
+
+    @property
+    def number(self) -> int:
+        """Number of this rank in the launch."""
+        return self.numbers[self.rank]
 
     def allgather(self, value: T) -> list[T]:
         """Every rank's value, by rank. All ranks must call it."""
@@ -189,6 +197,7 @@ class World:
         """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""
         ranks, world = survivors.ranks, copy.copy(self)
         world.rank, world.size = ranks.index(self.rank), len(ranks)
+        world.numbers = [self.numbers[rank] for rank in ranks]
         world.machines = machines_of(self.machines, ranks)
         world.nodes = [self.nodes[rank] for rank in ranks]
         own = world.machines[world.rank]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motley.errors import HostTrouble
-from motley.live.follow import RunFollower, hosts_elsewhere, workers
+from motley.live.follow import RunFollower, hosts_elsewhere
 from motley.live.tail import MOST
+from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Copies:
     ) -> None:
         self._folder, self._place = run.path.resolve(), place
         self._piece = _PIECE if whole else 0
-        mine = [worker["rank"] for worker in workers(about) if str(worker.get("host")) == host]
+        mine = RankGroups(about).ranks_of(host)
         paths = [*(run.step_file(rank) for rank in mine), run.gpu_file(host)]
         self._offsets = {path.name: 0 for path in paths}
 

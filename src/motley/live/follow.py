@@ -13,6 +13,7 @@ from motley.live.waiting import since_slower
 from motley.plan.links import Links
 from motley.records.gpu_csv import GpuRows, GpuSample
 from motley.records.lines import JsonDict
+from motley.records.rank_groups import read_workers
 from motley.records.run_folder import RunFolder, of_older_version
 
 _EVENTS, _SAMPLES = 100, 120  # that are kept; of a device
@@ -168,10 +169,10 @@ class RunFollower:
         was, are = trained_hosts(before), trained_hosts(now)
         if not was or not are:
             return
+        since = now.get("grouped", now.get("started"))
         for kind, hosts, word in (("back", are - was, "trains"), ("left", was - are, "has left")):
             self.events.extend(
-                {"event": kind, "time": now.get("started"), "text": f"{host} {word}"}
-                for host in sorted(hosts)
+                {"event": kind, "time": since, "text": f"{host} {word}"} for host in sorted(hosts)
             )
 
     # -- silence
@@ -260,12 +261,8 @@ def trained_hosts(about: Mapping[str, Any]) -> set[str]:
 
 
 def workers(about: Mapping[str, Any]) -> list[JsonDict]:
-    """run.json's ``ranks``, without what is damaged."""
-    found = about.get("ranks")
-    return [
-        each for each in (found if isinstance(found, list) else [])
-        if isinstance(each, dict) and isinstance(each.get("rank"), int)
-    ]  # fmt: skip
+    """Return the ranks that train now, by run.json."""
+    return read_workers(about.get("ranks"))
 
 
 def hosts_elsewhere(followed: RunFollower) -> list[str]:

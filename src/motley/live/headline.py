@@ -195,10 +195,12 @@ def _and_for(followed: RunFollower, waits: Waits) -> str:
 
 def _where_input(followed: RunFollower) -> str:
     """Which rank waits longest for its samples."""
+    trains = {worker["rank"] for worker in workers(followed.about)}
     input_s = {
         rank: mean_parts(last_steps(track))[0] or 0.0
-        for rank, track in followed.tracks.items() if track.last
-    }  # fmt: skip
+        for rank, track in followed.tracks.items()
+        if track.last and (rank in trains or not trains)  # others were lost, or of an earlier job
+    }
     if len(input_s) < 2:
         return ""
     most = max(input_s, key=lambda rank: input_s[rank])

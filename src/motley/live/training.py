@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from motley.errors import MotleyError
 from motley.records.lines import JsonDict
+from motley.records.rank_groups import RankGroups
 from motley.records.rates import lead, mean_rate, pauses, without_pauses
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
@@ -80,26 +82,39 @@ class Training:
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":
-        """Return the steps of the job that wrote run.json, since its ranks are those that are told
-        there; None where it has taken none. An old run that does not tell has all."""
-        began = self.run.get("grouped", self.run.get("started"))
-        if not isinstance(began, int | float):
-            return self
-        # By the clock of the lowest rank that is there: the first one's wrote run.json.
-        after = (line["step"] for _, lines in sorted(self.steps.items()) for line in lines
-                 if line["time"] > began)  # fmt: skip
-        first = next(after, None)
+        """Return the steps of the ranks that run.json tells as training now; None where they have
+        taken none. An old run that does not tell has all."""
+        first = self._first_step()
         if first is None:
             return None
         found = {rank: [line for line in lines if line["step"] >= first]
                  for rank, lines in self.steps.items()}  # fmt: skip
         steps = {rank: lines for rank, lines in found.items() if lines}
+        if not steps:
+            return None
         return replace(self, steps=steps, lead=lead(steps))
 
+    def _first_step(self) -> int | None:
+        """Return the first step of the ranks of now; None where they have taken none."""
+        if isinstance(self.run.get("groups"), list):
+            return max((group["step"] for group in self.groups.groups), default=0)
+        began = self.run.get("grouped", self.run.get("started"))
+        if not isinstance(began, int | float):
+            return 0
+        # By the clock of the lowest rank that is there: the first one's wrote run.json.
+        after = (line["step"] for _, lines in sorted(self.steps.items()) for line in lines
+                 if line["time"] > began)  # fmt: skip
+        return next(after, None)
+
+    @cached_property
+    def groups(self) -> RankGroups:
+        """Groups of ranks that trained one after another."""
+        return RankGroups(self.run)
+
     def worker(self, rank: int) -> JsonDict:
-        """What run.json says of a rank (host, device, precision); empty if nothing."""
-        workers = [worker for worker in self.run.get("ranks") or [] if worker.get("rank") == rank]
-        return workers[0] if workers else {}
+        """Return what run.json says of a rank (host, device, precision), also of one that was lost;
+        empty if nothing."""
+        return self.groups.worker(rank)
 
 
 def column(records: Sequence[JsonDict], field: str) -> Array:

@@ -67,9 +67,13 @@ class ProcessGroup:
             return "GPUs and CPUs"
         return " and ".join(f"{maker} GPUs" if maker else "CPUs" for maker in makers[::-1])
 
+    def ranks(self, world: World) -> list[int]:
+        """Return the rank of each worker among those that are left of the launch."""
+        return [world.numbers.index(worker.rank) for worker in self.workers]
+
     def machines(self, world: World) -> list[int]:
         """Which machine each rank is on; names of hosts may be alike."""
-        return [world.machines[worker.rank] for worker in self.workers]
+        return [world.machines[rank] for rank in self.ranks(world)]
 
     def who_is_left_out(self) -> list[str]:
         """In words, a line for each reason."""
@@ -81,21 +85,14 @@ class ProcessGroup:
             for reason, names in ranks.items()
         ]
 
-    def without_lost(self, ranks: Sequence[int]) -> "ProcessGroup":
-        """Those who are left of the launch, numbered anew; not joined yet.
+    def without_lost(self, numbers: Collection[int]) -> "ProcessGroup":
+        """Return the group of those that are left; not joined yet.
 
         Args:
-            ranks: their numbers so far, of which this one's is one; the place of each is its next.
+            numbers: of the ranks that are left, in the launch.
         """
-        workers = [
-            replace(worker, rank=ranks.index(worker.rank))
-            for worker in kept_workers(self.workers, ranks)
-        ]
-        left_out = [
-            replace(entry, rank=ranks.index(entry.rank))
-            for entry in self.left_out if entry.rank in ranks
-        ]  # fmt: skip
-        return replace(self, workers=tuple(workers), left_out=tuple(left_out))
+        left_out = tuple(entry for entry in self.left_out if entry.rank in numbers)
+        return replace(self, workers=kept_workers(self.workers, numbers), left_out=left_out)
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -188,7 +185,7 @@ def shrink_group(
 
 def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
     """Join a group of the same ranks anew; every rank of ``world``, which are those, calls it."""
-    rank = world.join_group([worker.rank for worker in group.workers])
+    rank = world.join_group(group.ranks(world))
     return replace(group, rank=rank, backend=_connect(world, rank, group.workers, group.device))
 
 
@@ -237,7 +234,11 @@ def gpu_logger(
     """
     if not world.first_here:
         return contextlib.nullcontext()
-    here = [worker for worker in group.workers if world.machines[worker.rank] == world.rank]
-    lowest = here[0].rank if here else world.rank  # nobody trains here
+    machines = group.machines(world)
+    here = [
+        worker for worker, machine in zip(group.workers, machines, strict=True)
+        if machine == world.rank
+    ]  # fmt: skip
+    lowest = here[0].rank if here else world.number  # nobody trains here
     ranks = {"": lowest} | {worker.uuid: worker.rank for worker in here if worker.uuid}
     return GpuLogger(folder.gpu_log(world.host), world.host, ranks, progress, interval)

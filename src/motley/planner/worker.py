@@ -21,8 +21,9 @@ class Worker:
     """One rank that trains, as run.json lists it.
 
     Attributes:
-        rank: in the launch, as errors and file names call it.
-        group_rank: in the process group; among all ranks, those that train are counted.
+        rank: in the launch, as errors and file names call it; it never changes.
+        group_rank: in the process group; among the ranks that are left, those that train are
+            counted.
         device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
         uuid: of its GPU; empty without one.
         why: why this precision.
@@ -42,7 +43,7 @@ class Worker:
 
 
 def kept_workers(workers: Sequence[Worker], ranks: Collection[int]) -> tuple[Worker, ...]:
-    """Those of these launched ranks, numbered anew."""
+    """Workers of these ranks of the launch, with new numbers in the process group."""
     kept = [worker for worker in workers if worker.rank in ranks]
     return tuple(replace(worker, group_rank=number) for number, worker in enumerate(kept))
 
@@ -88,7 +89,7 @@ def find_worker(rank: int, world: World, device: torch.device, wanted: str, core
         raise MotleyError(
             f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
         )
-    return Worker(world.rank, rank, world.host, name, uuid, precision, why, cores, maker)
+    return Worker(world.number, rank, world.host, name, uuid, precision, why, cores, maker)
 
 
 def promised_precision(device: torch.device) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from motley.live.snapshot import fraction_of_limit
 from motley.live.words import event, mapping, plain
 from motley.records.gpu_csv import GpuSample, device_name
 from motley.records.lines import JsonDict
+from motley.records.rank_groups import RankGroups
 from motley.records.training import EpochRecord
 
 Parameter = str | float | int | bool
@@ -63,12 +64,13 @@ def step_rows(about: Mapping[str, Any], new: NewRecords, known: int) -> list[Row
         known: the last step of which what is of all ranks is published already.
     """
     rows: dict[int, Row] = {}
-    ranks = workers(about)
-    hosts = {worker["rank"]: str(worker.get("host") or "") for worker in ranks}
-    width = len(str(max([*hosts, *new.steps], default=0)))
+    groups = RankGroups(about)
+    known_ranks = (worker["rank"] for group in groups.groups for worker in group["ranks"])
+    width = len(str(max([*known_ranks, *new.steps], default=0)))
     for rank, lines in sorted(new.steps.items()):
-        host = f"_{clean(hosts[rank])}" if hosts.get(rank) else ""
         for line in lines:
+            host = groups.worker(rank, line["step"]).get("host")
+            host = f"_{clean(str(host))}" if host else ""
             row = rows.setdefault(line["step"], Row(line["step"], line["time"], {}))
             row.time = max(row.time, line["time"])
             if line["step"] > known:

@@ -9,6 +9,7 @@ from motley.errors import MotleyError
 from motley.records.gpu_csv import GpuSample, read_gpu_log
 from motley.records.lines import JsonDict, to_json
 from motley.records.one_run import open_run
+from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
 
@@ -104,13 +105,9 @@ def load(path: str | Path) -> Run:
     """
     run = open_run(path)
     about = run.read_run()
-    ranks = about.get("ranks")
-    hosts = {
-        worker.get("rank"): worker.get("host")
-        for worker in (ranks if isinstance(ranks, list) else []) if isinstance(worker, dict)
-    }  # fmt: skip
+    groups = RankGroups(about)
     steps = (
-        {**line, "rank": rank, "host": hosts.get(rank)}
+        {**line, "rank": rank, "host": groups.worker(rank, _step(line)).get("host")}
         for rank, lines in run.read_steps().items() for line in lines
     )  # fmt: skip
     epochs = run.read_epochs()
@@ -131,6 +128,11 @@ def _samples(run: RunFolder) -> list[GpuSample]:
         except MotleyError as error:
             print(f"motley: {error}; left out")
     return found
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def _rest(line: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from motley.records.gpu_csv import find_gpu_logs, read_gpu_log
 from motley.records.lines import JsonDict
+from motley.records.rank_groups import RankGroups
 from motley.records.rates import lead
 from motley.records.run_folder import RunFolder
 
@@ -42,24 +43,39 @@ def leak(steps: Steps) -> float | None:
 
 
 def joules(folder: RunFolder, steps: Steps) -> float | None:
-    """Of the GPUs that trained, for a sample, while the steps that count ran; None where one of
-    them did not say."""
+    """Return the energy of the GPUs that trained, in joules for a sample, while the steps that
+    count ran; None where one of them did not say. A lost rank counts until its last step."""
     lines = lead(steps)
-    workers = folder.read_run().get("ranks") or ()
-    if not lines or not workers or any(not worker.get("uuid") for worker in workers):
+    groups = RankGroups(folder.read_run()).groups
+    ends = [group["step"] for group in groups[1:]] + [math.inf]
+    spans = list[tuple[set[tuple[str, str]], Sequence[JsonDict]]]()
+    for group, end in zip(groups, ends, strict=True):
+        taken = [line for line in lines if group["step"] <= line["step"] < end]
+        workers = group["ranks"]
+        if taken and not all(worker.get("uuid") for worker in workers):
+            return None
+        if taken:
+            spans.append(({(each["host"], each["uuid"]) for each in workers}, taken))
+    if not spans:
         return None
-    first_s = lines[0]["n_global"] / lines[0]["samples_per_s"]
-    start, end = lines[0]["time"] - first_s, lines[-1]["time"]
-    watts: dict[tuple[str, str], list[float]] = {
-        (worker["host"], worker["uuid"]): [] for worker in workers
-    }
+    watts: dict[tuple[str, str], list[float]] = {gpu: [] for gpus, _ in spans for gpu in gpus}
+    windows = [(gpus, taken[0]["time"] - _took(taken[:1]), taken[-1]["time"])
+               for gpus, taken in spans]  # fmt: skip
     for log in find_gpu_logs([folder.path]):
         for sample in read_gpu_log(log):
-            own = watts.get((sample.host, sample.uuid or ""))
-            if own is not None and start <= sample.time <= end and sample.power_w is not None:
-                own.append(sample.power_w)
+            gpu = sample.host, sample.uuid or ""
+            trains = any(
+                gpu in gpus and start <= sample.time <= end for gpus, start, end in windows
+            )
+            if trains and sample.power_w is not None:
+                watts[gpu].append(sample.power_w)
     if not all(watts.values()):
         return None
-    seconds = sum(line["n_global"] / line["samples_per_s"] for line in lines)
-    samples = sum(line["n_global"] for line in lines)
-    return float(sum(map(statistics.fmean, watts.values())) * seconds / samples)
+    mean_watts = {gpu: statistics.fmean(told) for gpu, told in watts.items()}
+    energy = sum(_took(taken) * sum(mean_watts[gpu] for gpu in gpus) for gpus, taken in spans)
+    return float(energy / sum(line["n_global"] for line in lines))
+
+
+def _took(lines: Sequence[JsonDict]) -> float:
+    """Return the seconds of some steps."""
+    return float(sum(line["n_global"] / line["samples_per_s"] for line in lines))

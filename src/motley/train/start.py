@@ -107,13 +107,14 @@ def train_with(
         world.clock.lap("model")
         group, planned = plan_batch(world, run, group, model, config, traits)
         world.clock.lap("plan")
-    run.check_leader(group.workers[0].rank)
+    run.check_leader(group.ranks(world)[0])
     begun = begin(run, group, planned, config, engine_factory, model, monitor, notes, kept)
     plan = begun.job.plan if begun else planned.plan
     job = begun.job if begun else None
-    last_step = max(world.allgather(begun.job.length.last_step(begun.state) if begun else 0))
+    own = (begun.job.length.last_step(begun.state), begun.state.step) if begun else (0, 0)
+    last_step, step = map(max, zip(*world.allgather(own), strict=True))
     world.clock.lap("engine")
-    run.start(records_of(world, config, group, plan, planned, traits, job, last_step))
+    run.start(records_of(world, config, group, plan, planned, traits, job, last_step), step)
     shared = run.is_shared()
     if continuation is None:
         print_summary(world, run, group, planned, plan, config)

@@ -95,10 +95,11 @@ class Survivor:
 
     def go_on(self, survivors: Survivors) -> Continuation:
         """Form a group with them; all of them call it, and again if one of them is lost here."""
-        ranks, workers = survivors.ranks, self._group.workers
-        stay = [at for at, worker in enumerate(workers) if worker.rank in ranks]
-        self.world, self.config = self.world.without_lost(survivors), config_of(self.config, stay)
-        self._group = self._group.without_lost(ranks)
+        self.world = self.world.without_lost(survivors)
+        numbers, workers = self.world.numbers, self._group.workers
+        stay = [at for at, worker in enumerate(workers) if worker.rank in numbers]
+        self.config = config_of(self.config, stay)
+        self._group = self._group.without_lost(numbers)
         self._places = [self._places[at] for at in stay]
         self._speeds = tuple(self._speeds[at] for at in stay if self._speeds)
         if dist.is_initialized():

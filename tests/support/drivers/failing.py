@@ -1,4 +1,4 @@
-"""Training that fails in the middle of a step, on the last rank or ``--on`` another.
+"""Training that fails in the middle of a step, on the last rank or ``--on`` others, as ``1,2``.
 
     mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh tests/support/drivers/failing.py --fail memory
 
@@ -52,7 +52,7 @@ class Failing(EngineBase):
 
     failure: str
     step_of_it: int
-    rank: int | None
+    on: tuple[int, ...]  # empty: the last rank
     pace_s: float
     ranks: int | None = None
     late = False  # as ranks with GPUs
@@ -63,7 +63,7 @@ class Failing(EngineBase):
     def _accumulate(self, batch: Batch, last: bool) -> torch.Tensor:
         ranks = self._context.size
         Failing.ranks = Failing.ranks or ranks
-        self._here = self._context.rank == (ranks - 1 if self.rank is None else self.rank)
+        self._here = self._context.rank in (self.on or (ranks - 1,))
         if ranks == Failing.ranks and self._taken >= self.step_of_it:
             if self.failure == "stepping":
                 if not self._steps_slowly:
@@ -135,7 +135,7 @@ def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--fail", choices=[*FAILURES, *_SPOILT], required=True)
     own.add_argument("--step", type=int, default=3)
-    own.add_argument("--on", type=int)
+    own.add_argument("--on", type=lambda text: tuple(map(int, text.split(","))), default=())
     own.add_argument("--pace", type=float, default=0, help="seconds of a step without the rank")
     own.add_argument("--survive", action="store_true", help="the others may go on")
     own.add_argument("--late", action="store_true", help="read outcomes as ranks with GPUs do")
@@ -143,7 +143,7 @@ def main() -> None:
     Failing.late = given.late
     if given.survive:
         os.environ |= SURVIVE
-    Failing.failure, Failing.step_of_it, Failing.rank = given.fail, given.step, given.on
+    Failing.failure, Failing.step_of_it, Failing.on = given.fail, given.step, given.on
     Failing.pace_s = given.pace
     config = read_config(training_parser(""), rest)
     run(lambda world: train(world, config, Engines(EngineTraits(), failing_engine)))

@@ -35,7 +35,7 @@ def nccl() -> Path:
 def world_of(devices: tuple[str, ...]) -> Any:
     """One rank."""
     return SimpleNamespace(
-        rank=0, nodes=[SimpleNamespace(devices=devices)], allgather=lambda value: [value],
+        rank=0, number=0, nodes=[SimpleNamespace(devices=devices)], allgather=lambda value: [value],
         from_first=lambda make: make(), once_per_node=lambda work: [work()],
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_all_stop_before_the_step_after_the_last_that_any_has_begun() -> None:
     rank0, rank1, pause = OwnPause(), OwnPause(), PauseAgreement(2)
     assert rank0.begin(7) and rank1.begin(7) and rank1.begin(8)
     here, there = socket.socketpair()
-    others = {here: RankStatus(1, "b")}
+    others = {here: RankStatus(1, 1, "b")}
     assert not pause.ask(others, rank0)  # nobody wants it
     pause.want(1, "b", "leaves as asked (leave_cn.sh)")
     for _ in range(2):  # each is asked once

@@ -33,8 +33,8 @@ class Hand:
 
 def world(*hosts: str) -> tuple[Hand, Watchdog, list[RankStatus]]:
     clock = Hand()
-    statuses = [RankStatus(rank, host) for rank, host in enumerate(hosts)]
-    watchdog = Watchdog(clock, hosts[0])  # type: ignore[arg-type]
+    statuses = [RankStatus(rank, rank, host) for rank, host in enumerate(hosts)]
+    watchdog = Watchdog(clock, 0, hosts[0])  # type: ignore[arg-type]
     for status in statuses:
         watchdog.hear(status, Heartbeat(17, Phase.FORWARD, 1, 120.0))
     return clock, watchdog, statuses

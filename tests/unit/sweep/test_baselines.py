@@ -217,7 +217,10 @@ def test_energy_is_that_of_the_gpus_that_trained(tmp_path: Path) -> None:
     ]
     run.write_run({"ranks": workers})
     steps = {
-        0: [{"n_global": 100, "samples_per_s": 50.0, "time": 1000.0 + 2 * n} for n in range(5)]
+        0: [
+            {"step": n, "n_global": 100, "samples_per_s": 50.0, "time": 1000.0 + 2 * n}
+            for n in range(5)
+        ]
     }
     for host, uuid, watt in (("a", "GPU-1", 300.0), ("a", "GPU-9", 999.0), ("b", "GPU-2", 100.0)):
         if host == "b":
