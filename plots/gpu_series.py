@@ -50,7 +50,7 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
     samples = []
     for log in logs:
         try:
-            found = read_gpu_log(log)
+            found = read_gpu_log(log, command.warn)
             if not found:
                 command.warn(f"{log} holds no sample; left out")
             samples += found

@@ -24,8 +24,8 @@ ROOMS = {
         "shell ssh fan_out orphans processes presence"
     ),
     "records": (
-        "lines json_file folder_lock gpu_csv training trace run_folder one_run rank_groups rates "
-        "costs gpu_logger columns"
+        "lines json_file folder_lock gpu_formats gpu_csv training trace run_folder one_run "
+        "rank_groups rates costs gpu_logger columns"
     ),
     "plan": (
         "per_rank precision speed_table split evidence back_off links wire engine_traits forecast "

@@ -40,6 +40,7 @@ class RunFollower:
         tracks: of each rank that writes its steps.
         devices: the last samples of each host's devices, by the device's number, empty for a CPU.
         troubles: why another host's records cannot be copied, by host.
+        unread: why a GPU log cannot be read, by host.
         events: the last ones. evaluation: the last one, or None.
     """
 
@@ -50,6 +51,7 @@ class RunFollower:
         self.tracks: dict[int, Track] = {}
         self.devices: dict[str, dict[str, deque[GpuSample]]] = {}
         self.troubles: dict[str, str] = {}
+        self.unread: dict[str, str] = {}
         self.events: deque[JsonDict] = deque(maxlen=_EVENTS)
         self.evaluation: JsonDict | None = None
         self._tails: dict[Path, Tail] = {}
@@ -137,11 +139,13 @@ class RunFollower:
         new = tail.look(self.clock, wall)
         if new.anew or path not in self._rows:
             self._rows[path] = GpuRows(path)
+            self.unread.pop(host, None)
         devices = self.devices.setdefault(host, {})
         for line in new.lines:
             try:
                 sample = self._rows[path].read(line.decode(errors="replace"))
-            except MotleyError:  # its first line is none of ours: nothing can be read of it
+            except MotleyError as error:  # its first line is none of ours
+                self.unread[host] = str(error)
                 return
             if sample is not None:
                 devices.setdefault(sample.gpu or "", deque(maxlen=_SAMPLES)).append(sample)

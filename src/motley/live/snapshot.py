@@ -49,7 +49,7 @@ class Snapshot:
         evaluation: the last one's metrics.
         link: on the slowest link. waits: see :class:`Waits`.
         rows: of ranks, ascending; ``hidden``: how many more there are.
-        elsewhere: on each host of which no file is here, a sentence.
+        elsewhere: on each host of which no file is here, or none can be read, a sentence.
         history: of the rank that was asked for.
     """
 
@@ -184,9 +184,10 @@ def left_s(lead: Track, steps: int) -> float | None:
 
 
 def elsewhere(followed: RunFollower) -> tuple[str, ...]:
-    """On each host of which no file is here."""
+    """Return a sentence on each host of which no file is here, or none that can be read."""
     usual = "python plots/watch.py --collect reads them by ssh"
-    return tuple(
-        plain(f"{host}: its own records are not here; {followed.troubles.get(host, usual)}")
+    absent = (
+        f"{host}: its own records are not here; {followed.troubles.get(host, usual)}"
         for host in hosts_elsewhere(followed)
     )
+    return tuple(map(plain, (*absent, *followed.unread.values())))

@@ -124,10 +124,14 @@ def _samples(run: RunFolder) -> list[GpuSample]:
     found = []
     for path in run.gpu_files().values():
         try:
-            found += read_gpu_log(path)
+            found += read_gpu_log(path, _say)
         except MotleyError as error:
-            print(f"motley: {error}; left out")
+            _say(f"{error}; left out")
     return found
+
+
+def _say(text: str) -> None:
+    print(f"motley: {text}")
 
 
 def _step(line: Mapping[str, Any]) -> int:

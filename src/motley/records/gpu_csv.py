@@ -1,16 +1,22 @@
 """The GPU log, ``gpu.<host>.csv``: its columns, its writer, and a reader that also takes
-the lab's own old files (``metrics.csv``, the first eleven columns alone)."""
+the lab's own old files (``metrics.csv``, the first eleven columns alone) and other tools' files."""
 
 import csv
-import math
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
+from motley.records.gpu_formats import (
+    TIME,
+    Header,
+    encoding_of,
+    is_clock_set,
+    read_number,
+    read_time,
+)
 from motley.records.lines import open_to_append
 
 csv.field_size_limit(2**30)  # a field of more than 128 KiB is one too; lines are read whole anyway
@@ -25,6 +31,14 @@ OUR_GPU_COLUMNS = (
     "Host", "GPU_UUID", "Power_W", "Others_Mem_MB", "Others", "Step", "Monotonic_s",
     "CPU_Name", "CPU_Load", "RAM_Used_MB", "RAM_Total_MB", "SHM_Used_MB", "SHM_Total_MB",
 )  # fmt: skip
+
+_CUT_SHORT = "cut short"
+_FIXES = {
+    _CUT_SHORT: "",
+    "more": "; write numbers with a point, not with a decimal comma",
+    "time": "; write it as 2024-03-01 10:00:00",
+    "clock": "",
+}
 
 
 class GpuLog:
@@ -63,7 +77,7 @@ def _columns(path: Path) -> list[str]:
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
         first = file.readline()
-    return _fields(first) if first.endswith("\n") else []
+    return next(csv.reader([first]), []) if first.endswith("\n") else []
 
 
 def find_gpu_logs(paths: list[Path]) -> list[Path]:
@@ -77,7 +91,11 @@ def find_gpu_logs(paths: list[Path]) -> list[Path]:
 
 
 def _is_gpu_log(path: Path) -> bool:
-    return path.name == "metrics.csv" or path.name.startswith("gpu.")
+    return path.name == "metrics.csv" or _is_ours(path)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name.startswith("gpu.")
 
 
 @dataclass(frozen=True)
@@ -111,80 +129,114 @@ class GpuSample:
 
 
 class GpuRows:
-    """Reads a GPU log line by line, ours or the lab's eleven-column one (load written like
-    ``88.0%``); the first line names the columns.
+    """Reads a GPU log line by line; see :mod:`motley.records.gpu_formats`. The first line names the
+    columns.
 
     Args:
-        path: of the log, for the error.
+        path: of the log, for errors; ``gpu.HOST.csv`` names the host where no column does.
 
-    Attributes:
-        columns: their names; empty before the first line.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.columns: list[str] = []
+        self._header: Header | None = None
+        self._host = path.name.removeprefix("gpu.").removesuffix(".csv") if _is_ours(path) else ""
+        self._line = self._rows = 0
+        self._causes: dict[str, tuple[int, str]] = {}  # rows that are no samples; of the first, why
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns; empty before the first line."""
+        return self._header.columns if self._header else []
 
     def read(self, line: str) -> GpuSample | None:
-        """A row's sample; None for the first line, and for a row that a crash cut short or that is
-        none.
+        """Return a row's sample. None for the first line, for the same line again, and for a row
+        that a crash cut short or that is none: :meth:`left_out` counts those.
 
         Raises:
             MotleyError: the first line is no GPU log's.
         """
-        row = _fields(line)
-        if not self.columns:
-            if LAB_GPU_COLUMNS[0] not in row:
-                raise _no_gpu_log(self._path)
-            self.columns = row
+        self._line += 1
+        if self._header is None:
+            self._header = Header(line, self._path)
             return None
-        if len(row) != len(self.columns):
-            return None  # cut short, or another row was appended to what was
-        return _sample(dict(zip(self.columns, row, strict=True)))
+        fields = self._header.fields(line)
+        if not line.strip("\0\r\n \t") or fields[:1] == self._header.names[:1]:
+            return None
+        self._rows += 1
+        if len(fields) != len(self.columns):
+            more = len(fields) > len(self.columns)
+            found = f"{len(fields)} fields where the first line names {len(self.columns)}"
+            self._leave_out("more" if more else _CUT_SHORT, found)
+            return None
+        row = self._header.row(fields)
+        when = read_time(row[TIME])
+        if when is None:
+            self._leave_out("time", f"the time is '{row[TIME][:40]}'")
+            return None
+        if not is_clock_set(when) and read_number(row[TIME]) is None:
+            self._leave_out("clock", f"the clock was not set, at '{row[TIME]}'")
+            return None
+        return _sample(row, when, self._host)
+
+    def _leave_out(self, cause: str, found: str) -> None:
+        count, first = self._causes.get(cause, (0, f"{found} in line {self._line}{_FIXES[cause]}"))
+        self._causes[cause] = count + 1, first
+
+    def left_out(self, none_read: bool) -> str:
+        """Return how many rows are no samples, and why the first ones are not; empty if all are,
+        but for rows that were cut short.
+
+        Args:
+            none_read: no row was a sample: then those that were cut short are told too.
+        """
+        told = {cause: each for cause, each in self._causes.items()
+                if none_read or cause != _CUT_SHORT}  # fmt: skip
+        if not told:
+            return ""
+        count = "none" if none_read else str(sum(number for number, _ in told.values()))
+        word = "can be read" if none_read else "are left out"
+        why = "; ".join(first for _, first in told.values())
+        return f"{self._path}: {count} of its {self._rows} rows {word}: {why}"
 
 
-def _no_gpu_log(path: Path) -> MotleyError:
-    """What is said of a file that is none."""
-    return MotleyError(f"{path} is not a GPU log: it has no column {LAB_GPU_COLUMNS[0]}")
+def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) -> list[GpuSample]:
+    """Return all samples of a GPU log; see :class:`GpuRows`.
 
+    Args:
+        warn: called with what is left out and why.
 
-def read_gpu_log(path: Path) -> list[GpuSample]:
-    """All samples of a GPU log; see :class:`GpuRows`."""
+    Raises:
+        MotleyError: it is no GPU log, or no row of it can be read.
+    """
     rows = GpuRows(path)
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding=encoding_of(path), errors="replace") as file:
         samples = [sample for line in file if (sample := rows.read(line)) is not None]
     if not rows.columns:
-        raise _no_gpu_log(path)
+        raise MotleyError(f"{path} is empty: it is no GPU log, or its logger has just begun")
+    if said := rows.left_out(none_read=not samples):
+        if not samples:
+            raise MotleyError(said)
+        warn(said)
     return samples
 
 
-def _fields(line: str) -> list[str]:
-    """Of one line alone: a quote that a crash left open must not reach into the next row."""
-    try:
-        return next(csv.reader([line]), [])
-    except csv.Error:
-        return []
-
-
-def _sample(row: Mapping[str, str]) -> GpuSample | None:
-    when = _timestamp(row.get("Timestamp"))
-    if when is None:
-        return None
+def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
     gpu = row.get("GPU_ID") or None
-    host = row.get("Host") or ""
     on_cpu = gpu is None
     rank = row.get("Rank") or "?"
+    load = read_number(row.get("CPU_Load" if on_cpu else "GPU_Load"))
     return GpuSample(
         time=when,
-        host=host or f"rank {rank}",
+        host=row.get("Host") or host or f"rank {rank}",
         gpu=gpu,
         name=(row.get("CPU_Name") if on_cpu else row.get("GPU_Name")) or "",
-        load=_number(row.get("CPU_Load" if on_cpu else "GPU_Load")),
-        memory_used_mib=_number(row.get("RAM_Used_MB" if on_cpu else "GPU_Used_Mem_MB")),
-        memory_total_mib=_number(row.get("RAM_Total_MB" if on_cpu else "GPU_Total_Mem_MB")),
-        temperature_c=_number(row.get("GPU_Temp_C")),
-        power_w=_number(row.get("Power_W")),
-        others_memory_mib=_number(row.get("Others_Mem_MB")),
+        load=None if load is None or load < 0 else load,  # -1: the tool does not know
+        memory_used_mib=read_number(row.get("RAM_Used_MB" if on_cpu else "GPU_Used_Mem_MB")),
+        memory_total_mib=read_number(row.get("RAM_Total_MB" if on_cpu else "GPU_Total_Mem_MB")),
+        temperature_c=read_number(row.get("GPU_Temp_C")),
+        power_w=read_number(row.get("Power_W")),
+        others_memory_mib=read_number(row.get("Others_Mem_MB")),
         epoch=_integer(row.get("Epoch")),
         step=_integer(row.get("Step")),
         uuid=row.get("GPU_UUID") or None,
@@ -198,35 +250,6 @@ def device_name(name: str) -> str:
     return re.sub(r"NVIDIA GeForce |\((R|TM)\)| CPU\b| @.*| [0-9]+-Core Processor", "", name)[:40]
 
 
-def _number(text: str | None) -> float | None:
-    """A number; ``88.0%`` is 0.88; None when empty or not a number."""
-    try:
-        percent = (text or "").strip().endswith("%")
-        value = float((text or "").strip().rstrip("%"))
-    except ValueError:
-        return None
-    if not math.isfinite(value):  # GPUtil writes nan for what a GPU does not tell
-        return None
-    return value / 100 if percent else value
-
-
 def _integer(text: str | None) -> int | None:
-    value = _number(text)
+    value = read_number(text)
     return None if value is None else int(value)
-
-
-def _timestamp(text: str | None) -> float | None:
-    """Seconds since the epoch, of a number or of a local ``2024-11-21 03:12:44[.120]``."""
-    value = _number(text)
-    if value is not None:
-        return value
-    for form in ("%Y-%m-%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f"):
-        try:
-            seconds = time.mktime(
-                time.strptime((text or "").partition(".")[0], form.removesuffix(".%f"))
-            )
-        except ValueError:
-            continue
-        fraction = (text or "").partition(".")[2]
-        return seconds + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
-    return None
