@@ -2,7 +2,9 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import style
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import GpuSample, device_name, read_gpu_log
+from motley.records.rates import without_pauses
 
 DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
 MANY = 150  # samples; noisy values are smoothed past that
@@ -19,13 +22,19 @@ MANY = 150  # samples; noisy values are smoothed past that
 
 @dataclass(frozen=True)
 class Series:
-    """One GPU, or the CPU of a host without one: its samples in order of time."""
+    """One GPU, or the CPU of a host without one: its samples in order of time.
+
+    Attributes:
+        seconds: since the first sample of all, without the pauses.
+        paused: such seconds at which all logs paused, as those of a resumed run do.
+    """
 
     host: str
     gpu: str
     look: dict[str, Any]
     seconds: style.Array
     samples: tuple[GpuSample, ...]
+    paused: tuple[float, ...] = ()
 
     @property
     def label(self) -> str:
@@ -60,10 +69,14 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
 
 
 def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]:
-    """One series a GPU, or a host without one, on one clock that starts with the first sample."""
+    """Return one series a GPU, or a host without one, on one clock. It starts with the first sample
+    and stands still while no machine wrote a sample: a resumed run has paused then."""
     groups: dict[tuple[str, str], list[GpuSample]] = defaultdict(list)
     for sample in samples:
         groups[sample.host, sample.gpu or ""].append(sample)
+    usual = max(map(usual_interval, groups.values()), default=0.0)
+    paused = find_pauses(samples, usual)
+    marks = tuple(without_pauses(at, paused) - samples[0].time - usual / 2 for at, _ in paused)
     with_gpu = {host for host, gpu in groups if gpu}
     series = []
     for host, color in colours.items():
@@ -71,10 +84,37 @@ def to_series(samples: list[GpuSample], colours: dict[str, str]) -> list[Series]
         for gpu in sorted((gpu for name, gpu in groups if name == host), key=style.natural):
             if gpu or host not in with_gpu:  # a GPU that did not answer once is no CPU host
                 group = tuple(groups[host, gpu])
-                seconds = np.array([sample.time - samples[0].time for sample in group])
+                seconds = np.array([
+                    without_pauses(sample.time, paused) - samples[0].time for sample in group
+                ])  # fmt: skip
                 look = {"color": color, "linestyle": next(dashes)}
-                series.append(Series(host, gpu, look, seconds, group))
+                series.append(Series(host, gpu, look, seconds, group, marks))
     return series
+
+
+def find_pauses(samples: Sequence[GpuSample], usual: float) -> list[tuple[float, float]]:
+    """Return when samples began again after a pause of all machines, seconds since 1970, and how
+    many seconds are left out for it.
+
+    Args:
+        samples: all, in order of time. usual: seconds between two of a device.
+    """
+    least = least_pause(usual)
+    return [
+        (after.time, after.time - before.time - usual)
+        for before, after in pairwise(samples) if after.time - before.time > least
+    ]  # fmt: skip
+
+
+def usual_interval(samples: Sequence[GpuSample]) -> float:
+    """Return the median of the seconds between two samples of a device; 0 of a single one."""
+    steps = [after.time - before.time for before, after in pairwise(samples)]
+    return float(np.median(steps)) if steps else 0.0
+
+
+def least_pause(usual: float) -> float:
+    """Return the seconds without a sample that are a pause, where ``usual`` seconds are usual."""
+    return max(10 * usual, 30.0)
 
 
 def epoch_starts(series: list[Series]) -> list[float]:

@@ -19,7 +19,7 @@ import style
 from baseline_logs import OldRun, old_runs
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plot_runs import Losses, draw_losses, losses
+from plot_runs import Curve, draw_curves, losses
 from style import PARTS, Part
 
 from motley.errors import MotleyError
@@ -166,13 +166,13 @@ def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
     style.legend_above(ax)
 
 
-def losses_of_cells(folder: BaselineFolder) -> dict[str, Losses]:
+def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
     """Of the first run of each cell that is done, where it tells any."""
     found = {}
     for cell in folder.matrix_cells():
         done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
-        told = losses(read_training(done[0])) if done else None
-        if told and len(told.loss):
+        told = losses(read_training(done[0])).loss if done else None
+        if told and len(told.values):
             found[cell.name] = told
     return found
 
@@ -190,7 +190,12 @@ def draw_folder(folder: BaselineFolder) -> Figure:
     draw_rates(parts[0].subplots(), rows)
     if series:
         draw_scaling(parts[1].subplots(), series)
-    draw_losses(parts[-1].subplots(1, 2, sharey=True), losses_of_cells(folder))
+    curves, axes = losses_of_cells(folder), parts[-1].subplots(1, 2, sharey=True)
+    draw_curves(axes[0], curves, over_time=False)
+    draw_curves(axes[1], curves, over_time=True)
+    axes[1].set_ylabel("")
+    if curves:
+        axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 

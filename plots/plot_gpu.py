@@ -9,13 +9,15 @@ folders of any depth. Exit code: 0, or 2 if there is nothing to draw.
 
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import command
 import numpy as np
 import style
-from gpu_series import Series, epoch_starts, read_folder, to_series
+from gpu_series import Series, epoch_starts, least_pause, read_folder, to_series, usual_interval
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -26,6 +28,7 @@ from motley.records.gpu_csv import find_gpu_logs
 
 FEW = 40  # samples: so few are shown as dots; epochs: more lines are a grey wall
 GREY, EPOCH = "0.55", "0.8"
+PAUSE: dict[str, Any] = {"color": "#D55E00", "linestyle": ":", "linewidth": 1.4}
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ PANELS = (
 
 
 def draw_series(ax: Axes, panel: Panel, one: Series, unit: float) -> None:
-    """One line; a pause in the log (of a resumed run) stays a gap."""
-    steps = np.diff(one.seconds)
-    pause = max(10 * np.median(steps), 30) if len(steps) else 0
+    """Draw one line. It ends where the device's log pauses, and begins again after that."""
+    steps = np.diff([sample.time for sample in one.samples])
+    pause = least_pause(usual_interval(one.samples))
     # A window wide, so that no mean reaches across.
     pauses = np.repeat(np.flatnonzero(steps > pause) + 1, one.window)
 
@@ -78,8 +81,8 @@ def draw_series(ax: Axes, panel: Panel, one: Series, unit: float) -> None:
         ax.fill_between(x, 0, others, color=color, alpha=0.2, linewidth=0)
 
 
-def add_legend(figure: Figure, series: list[Series], epochs: bool) -> None:
-    """One legend for all panels, below them."""
+def handles_of(series: list[Series], epochs: bool) -> list[Line2D | Patch]:
+    """Return what a legend of all panels explains."""
     handles: list[Line2D | Patch] = [Line2D([], [], label=one.label, **one.look) for one in series]
     samples = [sample for one in series for sample in one.samples]
     if any(sample.memory_total_mib for sample in samples):
@@ -88,38 +91,80 @@ def add_legend(figure: Figure, series: list[Series], epochs: bool) -> None:
         handles.append(Patch(color=GREY, alpha=0.4, label="memory held by other users"))
     if epochs:
         handles.append(Line2D([], [], color=EPOCH, label="an epoch starts"))
+    if series[0].paused:
+        handles.append(Line2D([], [], label="a pause, left out", **PAUSE))
     window = max(one.window for one in series)
     if window > 1:
         label = f"load, power: mean of {window} samples; faint: all"
         handles.append(Line2D([], [], color=GREY, label=label))
+    return handles
+
+
+def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
+    """Add one legend for all panels, below them."""
     widest = max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, min(4, 140 // (widest + 7)))
+    columns = max(1, min(4, int(15.5 * figure.get_figwidth()) // (widest + 7)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
-def draw_folder(name: str, series: list[Series]) -> Figure:
-    """The picture of one folder of logs; a quantity that nobody knows has no panel."""
+def draw_panel(ax: Axes, panel: Panel, series: list[Series], starts: list[float]) -> None:
+    """Draw one quantity of all machines.
+
+    Args:
+        starts: seconds at which epochs start; none where they are too many.
+    """
+    unit, seconds = style.time_unit(max(one.seconds[-1] for one in series))
+    ax.grid(not starts, axis="x")
+    for start in starts:
+        ax.axvline(start / seconds, color=EPOCH, linewidth=0.8, zorder=0)
+    for mark in series[0].paused:
+        ax.axvline(mark / seconds, zorder=0, **PAUSE)
+    for one in filter(panel.shows, series):
+        draw_series(ax, panel, one, seconds)
+    without = ", pauses left out" if series[0].paused else ""
+    style.label_axes(ax, f"time since the first sample{without} ({unit})", panel.label,
+                     zero=panel.zero)  # fmt: skip
+    if panel.field == "load":
+        ax.set_ylim(0, 105)
+
+
+def panels_of(name: str, series: list[Series]) -> list[Panel]:
+    """Return the panels of some logs; a quantity that nobody knows has none."""
     panels = [panel for panel in PANELS if any(panel.shows(one) for one in series)]
     if not panels:
         raise MotleyError(f"the GPU logs of {name} hold no value; left out")
+    return panels
+
+
+def few_starts(series: list[Series]) -> list[float]:
+    """Return when epochs start, where they are few enough to be shown."""
+    starts = epoch_starts(series)
+    return starts if len(starts) <= FEW else []
+
+
+def draw_folder(name: str, series: list[Series]) -> Figure:
+    """Return the picture of one folder of logs."""
+    panels, starts = panels_of(name, series), few_starts(series)
     figure = Figure(figsize=(9, 1.2 + 1.75 * len(panels) + 0.1 * len(series)), layout="constrained")
     figure.suptitle(f"Machines of {name}")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    unit, seconds = style.time_unit(max(one.seconds[-1] for one in series))
-    starts = epoch_starts(series)
-    starts = starts if len(starts) <= FEW else []
     for ax, panel in zip(axes, panels, strict=True):
-        ax.grid(not starts, axis="x")
-        for start in starts:
-            ax.axvline(start / seconds, color=EPOCH, linewidth=0.8, zorder=0)
-        for one in filter(panel.shows, series):
-            draw_series(ax, panel, one, seconds)
-        style.label_axes(ax, "", panel.label, zero=panel.zero)
-        if panel.field == "load":
-            ax.set_ylim(0, 105)
-    axes[-1].set_xlabel(f"time since the first sample ({unit})")
-    add_legend(figure, series, bool(starts))
+        draw_panel(ax, panel, series, starts)
+    for ax in axes[:-1]:
+        ax.set_xlabel("")
+    add_legend(figure, handles_of(series, bool(starts)))
     return figure
+
+
+def machine_panels(name: str, series: list[Series]) -> Iterator[tuple[str, Figure]]:
+    """Yield the same panel by panel, each with what it shows in words."""
+    starts = few_starts(series)
+    handles = handles_of(series, bool(starts))
+    for panel in panels_of(name, series):
+        figure, ax = style.panel(2.4 + 0.17 * len(handles))
+        draw_panel(ax, panel, series, starts)
+        add_legend(figure, handles)
+        yield f"{panel.label} of each machine", figure
 
 
 def draw(paths: list[Path], out: Path | None) -> int:

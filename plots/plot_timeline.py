@@ -29,6 +29,7 @@ from motley.records.run_folder import find_runs
 
 _AROUND = 2  # steps before the longest, and after it
 _WARM = 3  # steps, at most half of them, of which the longest says nothing
+_WIDE = 11.0  # inches
 _FEW_RANKS = 64
 
 Pauses = Sequence[tuple[float, float]]  # see motley.records.rates.pauses
@@ -122,11 +123,14 @@ def draw_spans(ax: Axes, found: Sequence[Span], ranks: Sequence[int]) -> None:
     style.legend_above(ax)
 
 
-def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> Figure:
+def draw_timeline(
+    training: Training, asked: tuple[int, int] | None = None, width: float = _WIDE
+) -> Figure:
     """The picture of some steps of a run.
 
     Args:
         asked: the first, and the one before which it ends; None: around the longest.
+        width: inches; a narrow one has no title.
     """
     if asked is None:
         middle = longest(training.lead)
@@ -141,8 +145,9 @@ def draw_timeline(training: Training, asked: tuple[int, int] | None = None) -> F
             f"{training.path} has no step from {first + 1} to {end}: its last one is {last}"
         )
     ranks = sorted({span.rank for span in found})
-    figure = Figure(figsize=(11, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS)), layout="constrained")
-    figure.suptitle(f"{title(training)}; {words}")
+    figure = Figure(figsize=(width, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS)), layout="constrained")
+    if width >= _WIDE:
+        figure.suptitle(f"{title(training)}; {words}")
     ax = figure.subplots()
     draw_spans(ax, found, ranks)
     hosts = [training.groups.worker(rank, end - 1).get("host") for rank in ranks]

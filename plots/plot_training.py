@@ -7,6 +7,8 @@ Exit code: 0, or 2 if there is nothing to draw.
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +165,14 @@ def draw_split(ax: Axes, usual: Training, chosen: str, colours: dict[str, str]) 
     style.legend_above(ax)
 
 
+def is_scaled(training: Training) -> bool:
+    """Return True if the loss scale is not 1 throughout."""
+    return bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
+
+
 def draw_run(training: Training, colours: dict[str, str]) -> Figure:
     """The picture of one run; a loss scale that is 1 throughout has no panel."""
-    scaled = bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
+    scaled = is_scaled(training)
     rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
     usual, chosen = usual_steps(training)
     curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(others(usual)))
@@ -180,6 +187,34 @@ def draw_run(training: Training, colours: dict[str, str]) -> Figure:
     if scaled:
         draw_scale(axes["scale"], training)
     draw_split(parts[1].subplots(), usual, chosen, colours)
+    return figure
+
+
+def run_panels(
+    training: Training, colours: dict[str, str]
+) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """Yield the same panel by panel: what it shows in words, and what draws it."""
+    usual, chosen = usual_steps(training)
+    bars = 1.4 + 0.42 * (len(usual.steps) + len(others(usual)))
+    panels: dict[str, tuple[float, Callable[[Axes], object]]] = {
+        "loss against steps": (3.2, lambda ax: draw_loss(ax, training)),
+        "loss against time": (3.2, lambda ax: draw_time(ax, training)),
+        f"{training.unit} a second": (3.2, lambda ax: draw_rate(ax, training)),
+        "memory of each rank": (3.2, lambda ax: draw_memory(ax, training, colours)),
+        "loss scale": (3.2, lambda ax: draw_scale(ax, training)),
+        "how each rank spends a step": (
+            bars, lambda ax: draw_split(ax, usual, chosen, colours)
+        ),
+    }  # fmt: skip
+    if not is_scaled(training):
+        del panels["loss scale"]
+    for words, (height, fill) in panels.items():
+        yield words, partial(_panel, height, fill)
+
+
+def _panel(height: float, fill: Callable[[Axes], object]) -> Figure:
+    figure, ax = style.panel(height)
+    fill(ax)
     return figure
 
 

@@ -9,10 +9,12 @@ nothing to show.
 """
 
 import base64
+import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,19 +25,20 @@ from gpu_series import read_folder, to_series
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from plot_baselines import draw_folder as draw_matrix
-from plot_gpu import draw_folder as draw_machines
-from plot_runs import draw_runs, losses_of
+from plot_gpu import machine_panels
+from plot_runs import losses_of, runs_panels
 from plot_timeline import draw_timeline
-from plot_training import draw_run
+from plot_training import run_panels
 from report_words import verdict
 from run_steps import read_or_say, title
-from traces import words
+from traces import words as words_of
 from verdict import add_co2
 
 from motley.errors import MotleyError
 from motley.live.training import Training, median
 from motley.live.verdict import run_verdict
 from motley.records.gpu_csv import find_gpu_logs
+from motley.records.lines import JsonDict
 from motley.records.run_folder import RunFolder, find_runs
 from motley.records.trace import read_trace, summarise
 from motley.sweep.outcome import DONE
@@ -44,15 +47,21 @@ from motley.sweep.rows import Row, read_rows
 from motley.sweep.table import HEAD, shown
 from motley.text import rate_in_words, step_in_words
 
-_DPI = 110
+_DPI, _DPI_WIDE = 150, 110
+_TROUBLES = (MotleyError, OSError, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An embedded PNG. alt: what it shows, in words."""
+    """An embedded PNG.
+
+    Attributes:
+        alt: what it shows, in words. is_wide: it has a line of the page for itself.
+    """
 
     data: str
     alt: str
+    is_wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,11 @@ class Details:
     """One run, folded away.
 
     Attributes:
-        title: its summary line. verdict: sentences. profiled: what its traces say, in lines.
+        name: by which the table leads here. title: its summary line. verdict: sentences.
+        profiled: what its traces say, in lines.
     """
 
+    name: str
     title: str
     verdict: list[str]
     pictures: list[Picture]
@@ -75,6 +86,7 @@ class Section:
 
     Attributes:
         verdict: sentences. facts: what was run, on what. head, rows: of the table.
+        status: the column that tells how a run ended.
         failed: name, how and where, error.
     """
 
@@ -83,52 +95,80 @@ class Section:
     facts: list[str]
     head: list[str]
     rows: list[list[str]]
+    status: int
     failed: list[tuple[str, str, str]]
     pictures: list[Picture]
     runs: list[Details]
 
 
-def picture(alt: str, draw: Callable[[], Figure]) -> list[Picture]:
+def picture(alt: str, draw: Callable[[], Figure], is_wide: bool = False) -> list[Picture]:
     """The picture, or none, and a word, where it cannot be drawn."""
     try:
-        buffer = io.BytesIO()
-        draw().savefig(buffer, format="png", dpi=_DPI)
-    except (MotleyError, OSError, ValueError, KeyError, TypeError) as error:
+        return [_embedded(alt, draw(), is_wide)]
+    except _TROUBLES as error:
         command.warn(f"{alt}: {error}")
         return []
-    return [Picture(base64.b64encode(buffer.getvalue()).decode(), alt)]
+
+
+def panels(alt: str, figures: Callable[[], Iterable[tuple[str, Figure]]]) -> list[Picture]:
+    """Return pictures of a panel each; those that can be drawn, and a word on the others.
+
+    Args:
+        alt: whose they are; empty: of all. figures: each with what it shows.
+    """
+    found = []
+    try:
+        for words, figure in figures():
+            found.append(_embedded(f"{alt}: {words}" if alt else words, figure))
+    except _TROUBLES as error:
+        command.warn(f"{alt or 'runs'}: {error}")
+    return found
+
+
+def _embedded(alt: str, figure: Figure, is_wide: bool = False) -> Picture:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI_WIDE if is_wide else _DPI)
+    return Picture(base64.b64encode(buffer.getvalue()).decode(), alt, is_wide)
 
 
 def details(
-    run: RunFolder, training: Training | None, colours: dict[str, str], co2: float, name: str = ""
+    run: RunFolder,
+    name: str,
+    training: Training | None,
+    colours: dict[str, str],
+    co2: float,
+    summary: str = "",
 ) -> Details:
-    """A run's pictures, and what was profiled."""
+    """A run's pictures, and what was profiled.
+
+    Args:
+        summary: its line; empty: as its records tell.
+    """
     pictures: list[Picture] = []
     said: list[str] = []
     if training is None:
-        summary = f"{run.path.name}: no training step"
+        summary = summary or f"{name}: no training step"
     else:
-        summary, said = title(training), run_verdict(training, co2).sentences()
+        summary = summary or title(training)
+        said = run_verdict(training, co2).sentences()
+        for words, draw_panel in run_panels(training, colours):
+            pictures += picture(f"{run.path.name}: {words}", draw_panel)
         pictures += picture(
-            f"training of {run.path.name}: loss and rate, and how each rank spends a step",
-            lambda: draw_run(training, colours),
-        )
-        pictures += picture(
-            f"what each rank of {run.path.name} did around the step that took longest",
-            lambda: draw_timeline(training),
+            f"{run.path.name}: what each rank did around the step that took longest",
+            lambda: draw_timeline(training, width=style.PANEL_WIDTH),
         )
     if logs := find_gpu_logs([run.path]):
-        pictures += picture(
-            f"load, memory, temperature and power of the machines of {run.path.name}",
-            lambda: draw_machines(run.path.name, to_series(read_folder(logs), colours)),
+        pictures += panels(
+            run.path.name,
+            lambda: machine_panels(run.path.name, to_series(read_folder(logs), colours)),
         )
     profiled: list[str] = []
     for path in run.traces():
         try:
-            profiled += words(summarise(read_trace(path)))
+            profiled += words_of(summarise(read_trace(path)))
         except MotleyError as error:
             command.warn(error)
-    return Details(name or summary, said, pictures, profiled)
+    return Details(name, summary, said, pictures, profiled)
 
 
 def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
@@ -140,11 +180,11 @@ def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Se
     return Section(
         name, verdict(rows),
         [line.removeprefix("- ") for line in folder.configuration().splitlines() if line],
-        HEAD, [shown(row) for row in rows],
+        HEAD, [shown(row) for row in rows], len(HEAD) - 1,
         [(row.name, ", ".join(filter(None, (row.outcome, row.when))), row.error)
          for row in rows if row.outcome != DONE],
-        picture(f"ways to train, {name}", lambda: draw_matrix(folder)),
-        [details(run, read_or_say(run), colours, co2, f"{cell}: {_rate(rows, cell)}")
+        picture(f"ways to train, {name}", lambda: draw_matrix(folder), is_wide=True),
+        [details(run, cell, read_or_say(run), colours, co2, f"{cell}: {_rate(rows, cell)}")
          for cell, run in runs.items()],
     )  # fmt: skip
 
@@ -165,47 +205,74 @@ def rates(training: Training) -> tuple[str, str, str]:
     return middle, mean, training.headline
 
 
+def started(run: RunFolder) -> float:
+    """Return when a run was started, seconds since 1970; of a damaged one, when it last changed."""
+    with contextlib.suppress(MotleyError):
+        at = run.read_run().get("started")
+        if isinstance(at, int | float):
+            return float(at)
+    return run.run_file.stat().st_mtime
+
+
+def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the name of each run's folder; with the folder above where two have the same."""
+    paths = [run.path.resolve() for run in runs]
+    count = Counter(path.name for path in paths)
+    return [path.name if count[path.name] == 1 else "/".join(path.parts[-2:]) for path in paths]
+
+
+def ranks_in_words(run: RunFolder, about: JsonDict) -> str:
+    """Return how many ranks train, and how many were lost since the start, as ``2 (1 lost)``."""
+    ranks, began = len(about.get("ranks") or []), about.get("started") or 0
+    lost = [event for event in run.read_events() if event.get("event") == "lost"]
+    count = sum(event["time"] > began for event in lost if about.get("grouped"))
+    return f"{ranks} ({count} lost)" if count else str(ranks)
+
+
 def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
-    """The section of runs that belong to no matrix."""
-    head = ["run", "status", "task", "ranks", "batch", "wire", "median rate", "mean rate",
-            "result"]  # fmt: skip
+    """The section of runs that belong to no matrix, the newest first."""
+    head = ["run", "status", "started", "result", "median rate", "mean rate", "ranks", "batch",
+            "wire", "task"]  # fmt: skip
     rows, failed = [], []
+    runs = sorted(runs, key=started, reverse=True)
+    names = distinct_names(runs)
     trainings = [read_or_say(run) for run in runs]
-    for run, training in zip(runs, trainings, strict=True):
+    for run, name, training in zip(runs, names, trainings, strict=True):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started(run)))
         try:
             about = run.read_run()
         except MotleyError as error:
             command.warn(error)
-            rows.append([run.path.name, "run.json is damaged", *[""] * (len(head) - 2)])
+            rows.append([name, "run.json is damaged", when, *[""] * (len(head) - 3)])
+            failed.append((name, "its records", str(error)))
             continue
         config, result = about.get("config") or {}, about.get("result") or {}
         failure = about.get("failure") or {}
         middle, mean, headline = rates(training) if training else ("", "", "")
         best = result.get(headline)
         rows.append([
-            run.path.name, str(about.get("status", "")),
-            str((about.get("task") or {}).get("title", "")), str(len(about.get("ranks") or [])),
-            str(config.get("batch_size") or ""), str((about.get("plan") or {}).get("wire") or ""),
-            middle, mean, "" if best is None else style.metric(headline, best),
+            name, str(about.get("status", "")), when,
+            "" if best is None else style.metric(headline, best), middle, mean,
+            ranks_in_words(run, about), str(config.get("batch_size") or ""),
+            str((about.get("plan") or {}).get("wire") or ""),
+            str((about.get("task") or {}).get("title", "")),
         ])  # fmt: skip
         if failure and about.get("status") != "stopped":
             where = f"rank {failure.get('rank')} on {failure.get('host')}"
             if failure.get("step") is not None:
                 where += f", {step_in_words(failure['step'])}"
-            failed.append((run.path.name, where, str(failure.get("error") or "")))
+            failed.append((name, where, str(failure.get("error") or "")))
     finished = sum(row[1] == "finished" for row in rows)
-    each = [details(*pair, colours, co2) for pair in zip(runs, trainings, strict=True)]
+    each = [details(*pair, colours, co2) for pair in zip(runs, names, trainings, strict=True)]
     said = [f"{finished} of {len(rows)} runs finished."]
+    heading = "runs"
+    pictures: list[Picture] = []
     if len(each) == 1:  # then the page is about it
-        (alone,) = each
-        said, pictures = alone.verdict or said, alone.pictures[:1]
-        each = [replace(alone, verdict=[], pictures=alone.pictures[1:])]
-        return Section(runs[0].path.resolve().name, said, [], head, rows, failed, pictures, each)
-    together = picture(
-        "loss of each run against samples and against time",
-        lambda: draw_runs(losses_of(filter(None, trainings))),
-    )
-    return Section("runs", said, [], head, rows, failed, together, each)
+        heading, said = runs[0].path.resolve().name, each[0].verdict or said
+        each = [replace(each[0], verdict=[])]
+    else:
+        pictures = panels("", lambda: runs_panels(losses_of(filter(None, trainings))))
+    return Section(heading, said, [], head, rows, 1, failed, pictures, each)
 
 
 def draw(paths: list[Path], out: Path | None, co2: float) -> int:

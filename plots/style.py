@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
@@ -44,6 +45,8 @@ matplotlib.rcParams.update(
 )
 
 _CHARACTER, _HANDLE = 0.062, 0.5  # inches that a label's letter takes in a legend, and its sample
+
+PANEL_WIDTH = 4.8  # inches; 343 CSS pixels of a phone then show letters of 9 points as 9 pixels
 
 # Okabe and Ito's colours for every kind of colour vision, less their yellow (too pale for
 # a line on white), plus Tol's wine.
@@ -133,20 +136,33 @@ def label_axes(ax: Axes, x: str, y: str, *, zero: bool = False) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
+def panel(height: float = 3.2) -> tuple[Figure, Axes]:
+    """Return a picture of one panel, which a page shows beside others, or alone on a phone."""
+    figure = Figure(figsize=(PANEL_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
 def legend_above(ax: Axes) -> None:
-    """A legend that hides no data, in as few rows as its axes are wide enough for."""
-    labels = [len(label) for label in ax.get_legend_handles_labels()[1]]
-    figure = ax.get_figure()
-    inches = figure.bbox.width / figure.dpi if figure else 1.0
-    inches *= ax.get_position().width / 0.775 - 0.05  # which part, before all is laid out
+    """A legend that hides no data, in as few rows as its axes are wide enough for; above a single
+    panel, as wide as that."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure = ax.figure
+    alone = ax.figure.bbox.width / ax.figure.dpi <= PANEL_WIDTH
+    inches = figure.bbox.width / figure.dpi
+    if not alone:
+        inches *= ax.get_position().width / 0.775 - 0.05  # which part, before all is laid out
+    lengths = [len(label) for label in labels]
 
     def fits(columns: int) -> bool:
-        widths = [column.max() for column in np.array_split(labels, columns)]  # as a legend does
+        widths = [column.max() for column in np.array_split(lengths, columns)]  # as a legend does
         return _CHARACTER * sum(widths) + _HANDLE * len(widths) <= inches
 
     columns = next((count for count in range(max(1, len(labels)), 1, -1) if fits(count)), 1)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, columnspacing=1.2,
-              borderpad=0)  # fmt: skip
+    look = {"ncols": columns, "columnspacing": 1.2, "borderpad": 0}
+    if alone and labels:
+        figure.legend(handles, labels, loc="outside upper left", **look)
+    elif labels:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), **look)
 
 
 def smooth(values: Array, window: int) -> Array:

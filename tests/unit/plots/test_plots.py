@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import plot_gpu
 import plot_training
 import pytest
 import style
 from forked import run_script
+from gpu_series import read_folder
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
@@ -56,6 +58,24 @@ def test_gpu_pictures_of_our_logs_and_of_the_labs(tmp_path: Path) -> None:
     assert_picture(run.path / "gpu.png")
     assert len(done.stderr.splitlines()) == 1
     assert "gpu.c.csv is not a GPU log" in done.stderr
+
+
+def test_a_pause_of_a_resumed_run_is_left_out_and_marked(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_gpu_log(run, "a", gpu=False)
+    log = run.gpu_file("a")
+    head, *rows = log.read_text().splitlines()
+    late = [row.replace("2025-11-21", "2025-11-23") for row in rows]  # of 20 s each
+    assert late != rows
+    log.write_text("\n".join([head, *rows, *late]) + "\n")
+    (series,) = plot_gpu.to_series(read_folder([log]), style.host_colours(["a"]))
+    assert series.seconds.tolist() == [2.0 * number for number in range(20)]
+    figure = plot_gpu.draw_folder("run", [series])
+    said = [text.get_text() for text in figure.findobj(Text)]
+    assert "a pause, left out" in said
+    assert "time since the first sample, pauses left out (s)" in said
+    line = next(line for line in figure.axes[0].lines if len(line.get_xdata()) > 10)
+    assert np.isnan(line.get_ydata()).sum() == 1  # no line leads over it
 
 
 def test_training_pictures_whole_failed_and_cut_short(tmp_path: Path) -> None:

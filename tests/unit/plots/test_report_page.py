@@ -36,13 +36,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.end(cell, 0, 0, 5.0)
     folder.output(matrix.cells[1], 0).write_text("motley: <b>& out of memory</b>")
     folder.end(matrix.cells[1], 0, 1, 5.0)
-    for name in ("one", "two"):
+    for number, name in enumerate(("one", "two")):
         run = write_run(root / "logs" / name)
         write_gpu_log(run, "a", gpu=True)
         advice = Advice("few bytes", "--wire powersgd:8", 1.5, "it is inexact")
         forecast = {"global_batch": 40, "limit_s": 0.1, "step_s": 0.155, "compute_s": [0.1, 0.1]}
         run.update_run(
-            advice=[advice.as_json()], plan={"wire": "exact", "forecast": forecast}
+            advice=[advice.as_json()], plan={"wire": "exact", "forecast": forecast},
+            started=START + number,
         )  # fmt: skip
     done = run_script("plots/report.py", root)
     assert done.returncode == 0, done.stderr
@@ -54,8 +55,11 @@ def test_it_is_one_page_that_says_what_won_and_what_failed(page: Path) -> None:
     assert "hosts1 is the fastest" in said and "hosts2 (out of memory)" in said
     assert "&lt;b&gt;&amp; out of memory" in said and "<b>&" not in said
     assert "GPT of 2 blocks, 30 steps a run" in said and " tokens/s" in said
-    assert "A step took 0.158 s." in said and said.count("data:image/png;base64,") == 12
+    assert "A step took 0.158 s." in said and said.count("data:image/png;base64,") > 30
     assert "2 of 2 runs finished" in said and "<p>0.63 of what these machines" in said
+    runs = said[said.index("2 of 2 runs finished") :]
+    assert runs.index(">two</a>") < runs.index(">one</a>") < runs.index("<img")  # the newest first
+    assert "held-out top-1 (%) of each run against time: vit_digits on digits" in runs
     for outside in ("http:", "https:", 'src="/', "@import"):
         assert outside not in said
 
@@ -68,8 +72,15 @@ def test_nothing_is_wrong_with_it_on_a_screen(page: Path, width: int) -> None:
         browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert "--wire powersgd:8: +50% images/s, as foreseen; it is inexact." in browser.text()
         assert browser.run("document.documentElement.scrollWidth") <= width
+        cut = browser.run("""[
+            ...document.querySelectorAll("h2:last-of-type ~ :is(.scroll, .pictures, details) *")
+          ].filter(each => each.scrollWidth > each.clientWidth + 1 && each.clientWidth > 0)
+          .map(each => each.outerHTML.slice(0, 80))""")
+        assert cut == []  # of the runs
+        browser.run("document.querySelector('details').open = false; location.hash = '#one'")
+        assert browser.run("document.getElementById('one').open")
         sizes = browser.run("[...document.images].map(each => [each.naturalWidth, each.alt])")
-        assert len(sizes) > 6 and all(wide > 500 and len(alt) > 20 for wide, alt in sizes)
+        assert len(sizes) > 6 and all(wide > 500 and len(alt) > 12 for wide, alt in sizes)
         assert browser.accessibility_faults() == []
         assert browser.said == []
 

@@ -77,7 +77,7 @@ def test_each_task_has_a_row_and_a_run_that_was_stopped_no_gap(tmp_path: Path) -
     RunFolder(tmp_path / "one").events_file.write_text(json.dumps(resumed) + "\n")
     found = losses_of(map(read_or_say, find_runs([tmp_path])))
     texts = {text.get_text() for text in draw_runs(found).findobj(Text)}
-    seconds = {name: run.seconds[-1] for name, run in found.items()}
+    seconds = {name: run.loss.seconds[-1] for name, run in found.items()}
     assert {"digits: 2 runs", "text: 1 run"} <= texts
     assert seconds["one"] <= seconds["two"] == pytest.approx(0.16 * 59)
 
