@@ -110,6 +110,12 @@ def warn(message: object) -> None:
     print(f"motley: {message}", file=sys.stderr)
 
 
+def say(message: str) -> None:
+    """Say what takes a while, to who looks on: on a terminal alone."""
+    if sys.stderr.isatty():
+        print(f"motley: {message}", file=sys.stderr)
+
+
 def nothing(what: str, paths: list[Path]) -> MotleyError:
     """The error for records that are not there."""
     return MotleyError(f"no {what} under {', '.join(map(str, paths))}: {TRAIN}")

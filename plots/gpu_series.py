@@ -17,6 +17,7 @@ from motley.records.gpu_csv import GpuSample, device_name, read_gpu_log
 from motley.records.rates import without_pauses
 
 DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
+_LARGE_MIB = 10.0  # a log whose reading takes seconds
 MANY = 150  # samples; noisy values are smoothed past that
 
 
@@ -59,6 +60,8 @@ def read_folder(logs: list[Path]) -> list[GpuSample]:
     samples = []
     for log in logs:
         try:
+            if (mib := log.stat().st_size / 2**20) > _LARGE_MIB:
+                command.say(f"reading {log} ({mib:,.0f} MiB)")
             found = read_gpu_log(log, command.warn)
             if not found:
                 command.warn(f"{log} holds no sample; left out")

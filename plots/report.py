@@ -244,7 +244,7 @@ def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Secti
         except MotleyError as error:
             command.warn(error)
             rows.append([name, "run.json is damaged", when, *[""] * (len(head) - 3)])
-            failed.append((name, "its records", str(error)))
+            failed.append((name, "its records cannot be read", str(error)))
             continue
         config, result = about.get("config") or {}, about.get("result") or {}
         failure = about.get("failure") or {}

@@ -182,6 +182,13 @@ def judge_room(report: HostReport) -> Iterator[Finding]:
             f"no file can be written to your home {report.home} ({report.home_write})",
             f"MPI and ssh keep files there: {fix}",
         )
+    if report.temporary_write not in (None, "yes"):
+        yield Finding(
+            "disk full" if _full(report.temporary_write) else "temporary folder not writable",
+            f"no file can be written to {report.temporary} ({report.temporary_write})",
+            "MPI keeps files there: free some (df -h, df -i), or set TMPDIR in that host's login "
+            "shell to a folder that can be written to",
+        )
     if report.shm_total_mib is not None and report.shm_total_mib < SHM_MIB:
         yield Finding(
             "/dev/shm small",

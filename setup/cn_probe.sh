@@ -57,6 +57,9 @@ say place "$place"
 try place_write "$place"
 say home "$HOME"
 try home_write "$HOME"
+temporary=${TMPDIR:-/tmp}
+say temporary "$temporary"
+try temporary_write "$temporary"
 
 if [ -d "$root/setup" ]; then
   say tree "$(stat -Lc '%d %i' "$root" 2>/dev/null) $(cat "$root"/setup/*.sh "$root"/setup/*.py 2>/dev/null | sha256sum | cut -d ' ' -f 1)"

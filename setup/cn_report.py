@@ -41,8 +41,9 @@ class HostReport:
         memory_*_mib, shm_*_mib, disk_*_mib: MiB; shm is /dev/shm, disk is where the
             repository is or would be. disk_free_inodes: files that can still be made there.
         place: the folder that was asked about: the repository, or its nearest parent.
-        place_write, home_write: "yes", or why no file can be written there, in the system's
-            words: "No space left on device", "Permission denied", "Read-only file system".
+        place_write, home_write, temporary_write: "yes", or why no file can be written there, in
+            the system's words: "No space left on device", "Permission denied", "Read-only file
+            system".
         repository: there is one at the path that it has here.
         same_folder: that is the very folder that this machine has; None where nobody knows.
         pythons: those >= 3.11, best first. newest_python: of any version.
@@ -79,6 +80,8 @@ class HostReport:
     place_write: str | None = None
     home: str | None = None
     home_write: str | None = None
+    temporary: str = ""
+    temporary_write: str | None = None
     repository: bool = False
     same_folder: bool | None = None
     pythons: tuple[Python, ...] = ()
@@ -159,6 +162,8 @@ def parse(text: str, chatter: str, asked: Asked) -> HostReport:
         place_write=only.get("place_write"),
         home=only.get("home"),
         home_write=only.get("home_write"),
+        temporary=only.get("temporary", ""),
+        temporary_write=only.get("temporary_write"),
         repository="tree" in only,
         same_folder=True if asked.here else _same(only, asked),
         pythons=tuple(each for each in pythons if each.version >= (3, 11) and each.able),

@@ -2,12 +2,17 @@
 
 import os
 import pwd
+import subprocess
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from project import ROOT, environment
 
 from motley.cluster import gpus, presence
+from motley.launch.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
 
 CASES = Path(__file__).parent
 
@@ -33,3 +38,68 @@ def test_user_without_a_name_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(pwd, "getpwuid", fail)
     assert presence._on_gpu() == ""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a small disk with some options."""
+    if os.getuid() != 0:
+        pytest.skip("only root may mount a disk")
+    mounted = list[Path]()
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "files", "said"),
+    [("size=64k", 16, "is full (0 KiB are free)"), ("nr_inodes=2", 0, "inodes are used up")],
+)
+def test_full_temporary_folder_is_named_before_mpi_begins(
+    disk: Callable[[str], Path], tmp_path: Path, options: str, files: int, said: str
+) -> None:
+    folder = disk(options)
+    (folder / "large").write_bytes(bytes(4096 * files))
+    note = temporary_note({"TMPDIR": str(folder)})
+    assert said in note and str(folder) in note and "export TMPDIR=" in note
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    done = subprocess.run(
+        [ROOT / "entry_cn.sh", script], cwd=ROOT, env=environment(TMPDIR=str(folder)),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and f"motley: {note}" in done.stderr, done.stderr
+    assert temporary_note({"TMPDIR": "/var/tmp"}) == ""
+    assert "No such file" in temporary_note({"TMPDIR": str(folder / "none")})
+
+
+def test_caches_are_where_compiled_code_can_be_loaded(
+    disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = disk("noexec")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert cache_folder().parent != folder and is_lasting(cache_folder())
+    assert f"no program can be run from {folder}" in cache_note()
+
+
+def test_cache_folder_of_another_user_is_named_and_replaced_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root may give a folder away")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache_note() == ""
+    usual = cache_folder()
+    os.chown(usual, 65534, 65534)
+    assert cache_folder() == cache_folder() != usual  # what is measured is found again
+    assert is_lasting(cache_folder())
+    assert "belongs to the user of number 65534" in cache_note() and str(usual) in cache_note()
+    assert len([*tmp_path.iterdir()]) == 2

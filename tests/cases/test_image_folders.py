@@ -2,6 +2,7 @@
 
 import errno
 import os
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,25 @@ def test_two_forms_of_one_name_are_refused(tmp_path: Path) -> None:
     folder(tmp_path, "caf\u00e9", "cafe\u0301")
     with pytest.raises(MotleyError, match="two folders for the class caf"):
         images_of(tmp_path)
+
+
+def test_names_in_another_form_are_the_same_list_in_the_same_order(tmp_path: Path) -> None:
+    """A host whose folder was copied from macOS has decomposed names: without care, zoe before
+    zo\u00eb's neighbour there and behind it here."""
+    lists = []
+    for form in ("NFC", "NFD"):
+        root = tmp_path / form
+        for part in PARTS:
+            for name in ("\u00e9t\u00e9", "hiver"):
+                for file in ("zoe9.png", "zo\u00eb.png", "zof.png"):
+                    picture(root / part / unicodedata.normalize(form, f"{name}/{file}"))
+        images = images_of(root)
+        lists.append([
+            (unicodedata.normalize("NFC", str(Path(path).relative_to(root / "train"))), label)
+            for path, label in images.train.samples  # type: ignore[attr-defined]
+        ])  # fmt: skip
+        lists.append([images.fingerprint()])
+    assert lists[:2] == lists[2:]
 
 
 def test_a_closed_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,12 @@ ROOMS = {
     "publish": "series tracker trackers/* publisher",
     "sweep": "cells matrix_file outcome results rows table",
     "launch": (
-        "process ports own_folder mpi same_code compile_archive messages handshakes job_faults "
-        "watchdog dead_links unheard waited_for fault_record job_files leftovers ssh_sessions "
-        "launcher_reaper survivors away pause own_rank regroup first_cause save_before_end "
-        "background_writer job_end fault_handler stop_signals start_clock start_watch tcp_ranks "
-        "ranks watch_first watch_all watching supervisor world give_way __main__"
+        "cache_folder process ports own_folder mpi same_code compile_archive messages handshakes "
+        "job_faults watchdog dead_links unheard waited_for fault_record job_files leftovers "
+        "ssh_sessions launcher_reaper survivors away pause own_rank regroup first_cause "
+        "save_before_end background_writer job_end fault_handler stop_signals start_clock "
+        "start_watch tcp_ranks ranks watch_first watch_all watching supervisor world give_way "
+        "__main__"
     ),
     "config": "option numbers optimization options parser",
     "data": (

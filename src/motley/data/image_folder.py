@@ -1,14 +1,13 @@
 """A folder of images with one folder a class, and an account of what is not read in it."""
 
 import os
-import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 
-from motley.data.images import image_endings, load_image
+from motley.data.images import composed, image_endings, load_image
 from motley.errors import MotleyError
 
 # Folders that file servers and archivers put among the classes, and files among the images.
@@ -18,8 +17,8 @@ _FOREIGN = ("#recycle", "$recycle.bin", "@eadir", "__macosx", "desktop.ini", "th
 class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
     """torchvision's ImageFolder without what other programs leave in a folder.
 
-    The names of classes are in Unicode's composed form (NFC), since file systems differ in it. A
-    link that leads back to a folder above is not followed.
+    The names of classes are in Unicode's composed form (NFC), and files are in its order, since
+    file systems differ in it. A link that leads back to a folder above is not followed.
 
     Attributes:
         left_out: how many files and folders of each kind are not read; ``8 .gif`` is
@@ -43,7 +42,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
             if not entry.is_dir():
                 self._leave_out(entry.name, "in no class folder")
                 continue
-            name = unicodedata.normalize("NFC", entry.name)
+            name = composed(entry.name)
             if name in self._folders:
                 raise MotleyError(
                     f"{directory} has two folders for the class {name}, whose names differ in "
@@ -80,8 +79,8 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
             inner[:] = [name for name in inner if not _is_foreign(name)]
             found.append((here, names))
         images = []
-        for here, names in sorted(found):
-            for name in sorted(names):
+        for here, names in sorted(found, key=lambda each: composed(each[0])):
+            for name in sorted(names, key=composed):
                 if name.lower().endswith(endings) and not _is_foreign(name):
                     images.append(f"{here}{os.sep}{name}")
                 else:

@@ -6,6 +6,7 @@ through worker processes and over the PCI bus.
 
 import hashlib
 import os
+import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,12 @@ def image_endings() -> tuple[str, ...]:
     """Return the endings, as ``.png``, of the image files that this Pillow reads."""
     known = Image.registered_extensions()
     return tuple(f".{name}" for name in _FORMATS if known.get(f".{name}") in Image.OPEN)
+
+
+def composed(name: str) -> str:
+    """Return a name in Unicode's composed form (NFC): file systems differ in it, and so would the
+    order of files on two hosts."""
+    return unicodedata.normalize("NFC", name)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,8 @@ class Images:
         for part in (self.train, self.test):
             if samples := getattr(part, "samples", None):  # torchvision's, of files
                 root = f"{part.root}{os.sep}"  # type: ignore[attr-defined]
-                digest.update("\0".join(path.removeprefix(root) for path, _ in samples).encode())
+                names = (composed(path.removeprefix(root)) for path, _ in samples)
+                digest.update("\0".join(names).encode())
             if (labels := getattr(part, "targets", None)) is not None:
                 digest.update(np.asarray(labels, dtype="<i8").tobytes())
         return (
@@ -150,7 +158,8 @@ def of_files(images: Images, folder: Path) -> Images:
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
     endings = image_endings()
-    files = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(endings))
+    found = (path for path in folder.rglob("*") if path.name.lower().endswith(endings))
+    files = sorted(found, key=lambda path: tuple(map(composed, path.parts)))
     if not files:
         raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
     return replace(

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from motley.cluster.binding import cores_per_rank, few_cores_note, leave_default_binding
 from motley.cluster.launcher import Launcher, launch_of
+from motley.errors import MotleyError
+from motley.launch.cache_folder import cache_note, temporary_note
 from motley.launch.mpi import finalize_mpi
-from motley.launch.process import die_with_parent, end_at_once, keep_caches_local
+from motley.launch.process import die_with_parent, end_at_once, keep_caches_local, stop_usage
 from motley.launch.start_watch import watch_imports
 
 if __name__ == "__main__":
@@ -29,11 +31,16 @@ if __name__ == "__main__":
     gc.disable()
     watch = watch_imports()
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
-    keep_caches_local(os.environ)
+    try:
+        keep_caches_local(os.environ)
+    except MotleyError as error:
+        stop_usage(str(error))
     leave_default_binding()
     ranks_here = launch_of().local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if launch_of().local_rank == 0 and (note := few_cores_note(ranks_here)):
-        print(f"motley: {note}", file=sys.stderr, flush=True)
+    if launch_of().local_rank == 0 or launch_of().size == 1:
+        notes = temporary_note(os.environ), cache_note(), few_cores_note(ranks_here)
+        for note in filter(None, notes):
+            print(f"motley: {note}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(ranks_here)))
     if launch_of().by is Launcher.MPI:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)

@@ -35,8 +35,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from motley.cluster.facts import NodeFacts
+from motley.launch.cache_folder import cache_folder
 from motley.launch.own_folder import create, open_own, own_folder
-from motley.launch.process import cache_folder, die_with_parent
+from motley.launch.process import die_with_parent
 from motley.launch.same_code import version
 
 MOST_BYTES = 512 << 20  # of files in an archive; newest first

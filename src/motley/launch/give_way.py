@@ -28,8 +28,8 @@ from motley.cluster.presence import who_is_here
 from motley.cluster.processes import is_alive, send
 from motley.errors import MotleyError
 from motley.launch.away import mark_away, read_away, remove_mark
+from motley.launch.cache_folder import SPEED_FILES, cache_folder
 from motley.launch.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
-from motley.launch.process import SPEED_FILES, cache_folder
 from motley.plan.speed_table import SpeedTable
 
 WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved

@@ -257,7 +257,10 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:
     """Unless somebody has; another host's rank, which lost the first one, knows less than this."""
     time.sleep(_RECORD_AFTER_S)
-    run = folder.read_run()
+    try:
+        run = folder.read_run()
+    except MotleyError:  # it is damaged: the next start says so
+        return
     failure = run.get("failure") or {}
     knows_less = (
         fault.kind is not FaultKind.KILLED

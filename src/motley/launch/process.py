@@ -8,15 +8,14 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.cluster.launcher import launch_of
 from motley.errors import MotleyError
+from motley.launch.cache_folder import cache_folder, is_lasting
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
@@ -37,8 +36,6 @@ _LEAST_FILES, _USUAL_FILES = 64, 1024
 _GROUPS = 4  # in which gloo connects each rank with each other one
 
 _FIRST_SAYS_S = 3.0  # that rank 0 may be behind the others, which mpirun ends with the first
-
-SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.planner.speed_cache
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -102,22 +99,6 @@ def allow_files(ranks: int, first: bool) -> None:
             )
 
 
-def cache_folder() -> Path:
-    """A folder of this machine that nobody else can write to."""
-    folder = _lasting_folder()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        # Somebody else's, or open to others: what is read from it could be theirs.
-        folder = Path(tempfile.mkdtemp(prefix="motley-"))
-    return folder
-
-
-def _lasting_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"motley-{os.getuid()}"
-
-
 def keep_caches_local(environ: Any) -> None:
     """Point caches to :func:`cache_folder`, before torch is imported: it sets inductor's then."""
     folder = cache_folder()
@@ -129,7 +110,7 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Where in :func:`cache_folder` compilers keep what they make; none of what the user has put
     elsewhere, or if that folder is not the one that a later start has."""
     folder = cache_folder()
-    if folder != _lasting_folder():
+    if not is_lasting(folder):
         return ()
     named = {below: environ.get(name) for name, below in _COMPILED.items()}
     return tuple(below for below, path in named.items() if path == str(folder / below))

@@ -16,7 +16,7 @@ from motley.config.option import Decides
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
 from motley.engines.optimizer_trial import try_optimizer
-from motley.launch.process import SPEED_FILES, cache_folder
+from motley.launch.cache_folder import SPEED_FILES, cache_folder
 from motley.measure.device import leaves_room, measure_speed, passes, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.speed_table import SpeedTable

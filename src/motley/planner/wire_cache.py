@@ -18,7 +18,7 @@ from typing import Any
 from motley.checkpoint.run import versions
 from motley.comm.modes import parse_wire
 from motley.errors import MotleyError
-from motley.launch.process import cache_folder
+from motley.launch.cache_folder import cache_folder
 from motley.launch.world import World
 from motley.plan.links import Flow
 from motley.plan.wire import AllReduceCost, FewerCost, WireMode

@@ -47,7 +47,7 @@ def joules(folder: RunFolder, steps: Steps) -> float | None:
     count ran; None where one of them did not say. A lost rank counts until its last step."""
     lines = lead(steps)
     groups = RankGroups(folder.read_run()).groups
-    ends = [group["step"] for group in groups[1:]] + [math.inf]
+    ends = [*(group["step"] for group in groups[1:]), math.inf][: len(groups)]
     spans = list[tuple[set[tuple[str, str]], Sequence[JsonDict]]]()
     for group, end in zip(groups, ends, strict=True):
         taken = [line for line in lines if group["step"] <= line["step"] < end]

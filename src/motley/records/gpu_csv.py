@@ -5,6 +5,7 @@ import csv
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +222,34 @@ def read_gpu_log(path: Path, warn: Callable[[str], object] = lambda text: None) 
     return samples
 
 
+def read_hosts(path: Path) -> set[str]:
+    """Return the hosts of a GPU log: the one that ``gpu.HOST.csv`` is of, of any other file all."""
+    rows = GpuRows(path)
+    with path.open(encoding=encoding_of(path), errors="replace") as file:
+        if _is_ours(path):
+            samples = filter(None, map(rows.read, file))
+            return {sample.host for sample in islice(samples, 1)}
+        header = Header(file.readline(), path)
+        names = [name for name in header.columns if name in ("Host", "Rank")]
+        places = [header.columns.index(name) for name in names]
+        found = {tuple(fields[place] for place in places) for line in file
+                 if len(fields := header.fields(line)) == len(header.columns)
+                 and fields[0] != header.names[0]}  # fmt: skip
+        told = (dict(zip(names, each, strict=True)) for each in found)
+        return {_host_of(row, "") for row in told}
+
+
+def _host_of(row: Mapping[str, str], usual: str) -> str:
+    return row.get("Host") or usual or f"rank {row.get('Rank') or '?'}"
+
+
 def _sample(row: Mapping[str, str], when: float, host: str) -> GpuSample:
     gpu = row.get("GPU_ID") or None
     on_cpu = gpu is None
-    rank = row.get("Rank") or "?"
     load = read_number(row.get("CPU_Load" if on_cpu else "GPU_Load"))
     return GpuSample(
         time=when,
-        host=row.get("Host") or host or f"rank {rank}",
+        host=_host_of(row, host),
         gpu=gpu,
         name=(row.get("CPU_Name") if on_cpu else row.get("GPU_Name")) or "",
         load=None if load is None or load < 0 else load,  # -1: the tool does not know

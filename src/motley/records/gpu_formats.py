@@ -56,7 +56,8 @@ class Header:
                 break
         else:
             raise MotleyError(_why_no_log(line, path))
-        self._percent = [name.endswith("[%]") for name in self.names]
+        self._percent = [ours for name, ours in zip(self.names, self.columns, strict=True)
+                         if name.endswith("[%]")]  # fmt: skip
 
     def fields(self, line: str) -> list[str]:
         """Return the fields of one line alone: a quote that a crash left open must not reach into
@@ -68,11 +69,11 @@ class Header:
 
     def row(self, fields: Sequence[str]) -> dict[str, str]:
         """Return the fields of a row by column; a column in percent has them in percent."""
-        signed = (
-            f"{field}%" if percent and field.strip()[-1:].isdigit() else field
-            for field, percent in zip(fields, self._percent, strict=True)
-        )
-        return dict(zip(self.columns, signed, strict=True))
+        row = dict(zip(self.columns, fields, strict=True))
+        for name in self._percent:
+            if row[name].strip()[-1:].isdigit():
+                row[name] += "%"
+        return row
 
 
 def _our_name(name: str) -> str:
@@ -94,13 +95,15 @@ def _why_no_log(line: str, path: Path) -> str:
 def read_number(text: str | None) -> float | None:
     """Return a number: ``88.0%``, ``88 %`` and ``88,0%`` are 0.88, ``4000 MiB`` is 4000. None where
     a tool says that it does not know (empty, ``[N/A]``, ``nan``)."""
-    found = _NUMBER.fullmatch((text or "").strip())
-    if not found:
-        return None
-    value = float(found[1].replace(",", "."))
-    if not math.isfinite(value):
-        return None
-    return value / 100 if found[2] == "%" else value
+    try:
+        value = float(text or "")
+    except ValueError:
+        found = _NUMBER.fullmatch((text or "").strip())
+        if not found:
+            return None
+        value = float(found[1].replace(",", "."))
+        return value / 100 if found[2] == "%" else value
+    return value if math.isfinite(value) else None
 
 
 def read_time(text: str | None) -> float | None:

@@ -35,6 +35,32 @@ from motley.records.lines import (
 )
 from motley.records.training import OWN_PART
 
+# What readers rely on in run.json, each null or absent where it is not known.
+_OBJECTS = ("config", "result", "failure", "plan", "task")
+_LISTS = ("ranks", "left_out", "facts", "groups", "advice")  # of objects
+_MEND = "; restore it, or write {} into it: all other records are read then"
+
+
+def _misshapen(content: Mapping[str, Any]) -> str:
+    """Return which part of run.json has a shape that no writer gave it; empty if all are right."""
+    plan = content.get("plan")
+    forecast = plan.get("forecast") if isinstance(plan, dict) else None
+    named = {**{name: content.get(name) for name in _OBJECTS}, "forecast": forecast}
+    for name, found in named.items():
+        if not isinstance(found, dict | None):
+            return f"its {name} is no object"
+    for name in _LISTS:
+        found = content.get(name)
+        objects = isinstance(found, list) and all(isinstance(each, dict) for each in found)
+        if found is not None and not objects:
+            return f"its {name} is no list of objects"
+    ranks = content.get("ranks") or []
+    if any(not isinstance(each.get("host", ""), str | None) for each in ranks):
+        return "one of its hosts is no name"
+    if any(isinstance(value, str) for value in (content.get("result") or {}).values()):
+        return "its result holds a text in place of a number"
+    return ""
+
 
 class RunFolder:
     """The folder of one run, ``DIR/NAME``: opens writers and finds files.
@@ -124,9 +150,10 @@ class RunFolder:
             content = read_json(self.run_file)
         except FileNotFoundError:
             return {}
-        for name in ("config", "result", "failure", "plan", "task"):
-            if not isinstance(content.get(name), dict | None):
-                raise MotleyError(f"{self.path / 'run.json'} is damaged: its {name} is no object")
+        except MotleyError as error:
+            raise MotleyError(f"{error}{_MEND}") from None
+        if found := _misshapen(content):
+            raise MotleyError(f"{self.run_file} is damaged: {found}{_MEND}")
         if content.get("status") == "running" and is_free(self.path):
             content["status"] = "stopped"
         model = (content.get("config") or {}).get("model")

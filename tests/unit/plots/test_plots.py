@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,9 @@ from matrices import KNOWN
 from project import ROOT
 from small_runs import START, write_gpu_log, write_lab_log, write_run
 
+from motley import records
 from motley.cluster.hostfile import Host
+from motley.errors import MotleyError
 from motley.live.training import read_training
 from motley.records.run_folder import RunFolder
 from motley.records.training import others_ready
@@ -230,6 +234,53 @@ def test_names_that_look_like_formulas_are_drawn_as_they_are(script: str, tmp_pa
     assert done.returncode == 0 and not done.stderr, done.stderr
     for path in (tmp_path / "out").glob("*.png"):
         assert_picture(path)
+
+
+def test_half_a_million_values_are_smoothed_at_once_and_as_by_a_convolution() -> None:
+    values = 1e6 + np.random.default_rng(3).normal(size=3000)
+    values[[5, 6, 7, 8, 9, 999]] = np.nan
+    known = np.isfinite(values)
+    ones = np.ones(5)
+    counts = np.convolve(known, ones, "same")
+    sums = np.convolve(np.where(known, values, 0.0), ones, "same")
+    due = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    assert style.smooth(values, 5) == pytest.approx(due, rel=1e-12, nan_ok=True)
+    begun = time.process_time()
+    style.smooth(np.ones(500_000), 12_501)
+    assert time.process_time() - begun < 1  # a convolution takes 5 s
+
+
+_READERS = (
+    "plot_training.py", "plot_runs.py", "plot_timeline.py", "report.py", "verdict.py",
+    "watch.py --once", "publish.py --to mlflow",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ('{"status": "fin', "is damaged: "), ({"ranks": [5]}, "its ranks is no list of objects"),
+        ({"facts": 7}, "its facts is no list"), ({"plan": {"forecast": 3}}, "its forecast is no"),
+        ({"result": {"top1": "high"}}, "its result holds a text"),
+    ],
+)  # fmt: skip
+def test_each_reader_names_a_damaged_run_json(
+    damage: str | dict[str, object], said: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run")
+    text = damage if isinstance(damage, str) else json.dumps(damage)
+    run.run_file.write_text(text)
+    with pytest.raises(MotleyError, match=re.escape(f"{run.run_file} is damaged")):
+        records.load(run.path)
+    for reader in _READERS if isinstance(damage, str) else ("watch.py --once",):
+        script, *words = reader.split()
+        done = run_script(f"plots/{script}", run.path, *words)
+        told = done.stdout + done.stderr
+        assert "Traceback" not in told, told
+        assert said in told and f"{run.run_file} is damaged" in told, (reader, told)
+        assert "write {} into it" in told
+    run.run_file.write_text("{}")
+    assert len(records.load(run.path).steps["step"]) == 120
 
 
 def test_a_damaged_run_hides_no_other_in_a_report(tmp_path: Path) -> None:

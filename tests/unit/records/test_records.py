@@ -187,7 +187,7 @@ def test_a_full_disk_is_said_and_the_status_is_written(tmp_path: Path) -> None:
     try:
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        folder.write_run({"status": "running", "facts": "x" * 5000}, keep_room=True)
+        folder.write_run({"status": "running", "facts": [{"host": "x" * 5000}]}, keep_room=True)
         lines = folder.steps(0)
         with pytest.raises(OSError, match="No space left"), (tmp_path / "other").open("wb") as file:
             while True:
@@ -200,7 +200,7 @@ def test_a_full_disk_is_said_and_the_status_is_written(tmp_path: Path) -> None:
         folder.update_run(status="failed", failure={"error": "e" * 10_000})
         assert shutil.disk_usage(tmp_path).free < 2**17
         assert folder.read_run()["status"] == "failed"
-        assert RunFolder(folder.path).read_run()["facts"] == "x" * 5000
+        assert RunFolder(folder.path).read_run()["facts"][0]["host"] == "x" * 5000
         assert {path.name for path in folder.path.iterdir()} == {"run.json", "steps.rank0.jsonl"}
     finally:
         subprocess.run(["umount", tmp_path], check=True)

@@ -40,6 +40,7 @@ WELL = HostReport(
         ({"disk_free_mib": 1000.0}, "disk full", "1,000 MiB are free"),
         ({"disk_free_mib": None, "place_write": "Disk quota exceeded"}, "disk full", "quota"),
         ({"disk_free_inodes": 3}, "disk full", "only 3 more files"),
+        ({"temporary": "/tmp", "temporary_write": "No space left on device"}, "disk full", "df -i"),
         ({"home_write": "Read-only file system"}, "home not writable", "mount it writable"),
         ({"shm_total_mib": 63.9}, "/dev/shm small", "64 MiB"),
         ({"chatter": "Welcome!\n"}, "chatty login", ".cshrc"),
