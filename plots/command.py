@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motley.errors import MotleyError
+from motley.text import escape_unprintable
 
 if TYPE_CHECKING:  # of what draws; watch.py begins sooner without it
     from matplotlib.figure import Figure
@@ -29,6 +30,7 @@ def run_script(
             what ``add_options`` adds; returns the exit code.
         add_options: adds what only this script has.
     """
+    escape_unprintable()
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

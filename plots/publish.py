@@ -26,6 +26,8 @@ from motley.publish.publisher import Publisher, Told
 from motley.publish.tracker import Tracker
 from motley.publish.trackers import trackers
 from motley.records.one_run import open_run
+from motley.signals import handle_unless_ignored
+from motley.text import escape_unprintable
 
 PROJECT = "motley"
 
@@ -49,6 +51,7 @@ def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
 
 def main() -> int:
     """Publish; return the exit code."""
+    escape_unprintable()
     kinds = trackers()
     args = parse(kinds)
     os.nice(19)  # a run on this machine comes first
@@ -121,7 +124,7 @@ def end_on_signals(publisher: Publisher) -> None:
         publisher.stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+        handle_unless_ignored(number, end)
 
 
 def say(args: argparse.Namespace, told: Told) -> None:

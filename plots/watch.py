@@ -25,6 +25,8 @@ from command import TRAIN, add_collect, warn
 from motley.errors import MotleyError
 from motley.live.collect import Collector
 from motley.live.runs import Runs
+from motley.signals import handle_unless_ignored
+from motley.text import escape_unprintable
 
 
 def parse() -> argparse.Namespace:
@@ -44,10 +46,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     """Watch; return the exit code."""
+    escape_unprintable()
     args = parse()
     os.nice(19)  # a run on this machine comes first
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+        handle_unless_ignored(number, end)
     try:
         if not args.path.is_dir():
             raise MotleyError(f"there is no folder {args.path}: {TRAIN}")

@@ -20,6 +20,7 @@ from typing import NoReturn, Protocol, TypeVar
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host, read_hosts
 from motley.errors import HostTrouble, MotleyError
+from motley.text import escape_unprintable
 
 T = TypeVar("T")
 
@@ -190,6 +191,7 @@ def width() -> int:
 
 def run(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Exit with what ``main(words)`` returns; 2 for what the user can put right."""
+    escape_unprintable()
     try:
         status = main(sys.argv[1:])
     except MotleyError as error:

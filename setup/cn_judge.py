@@ -176,10 +176,12 @@ def judge_room(report: HostReport) -> Iterator[Finding]:
             "Permission denied": "have its administrator give it to you (chown)",
             "Read-only file system": "have its administrator mount it writable (mount, dmesg)",
             "No such file or directory": "have its administrator make it",
+            "HOME is not set": "set it in that host's login shell, or have its administrator add "
+            "your user number to the list of users (getent passwd)",
         }.get(report.home_write, "free some, or ask for a larger quota")
         yield Finding(
             "disk full" if _full(report.home_write) else "home not writable",
-            f"no file can be written to your home {report.home} ({report.home_write})",
+            f"no file can be written to your home {report.home or 'folder'} ({report.home_write})",
             f"MPI and ssh keep files there: {fix}",
         )
     if report.temporary_write not in (None, "yes"):

@@ -55,8 +55,9 @@ until [ -d "$place" ]; do place=$(dirname -- "$place"); done
 room disk "$place"
 say place "$place"
 try place_write "$place"
-say home "$HOME"
-try home_write "$HOME"
+home=${HOME:-$(printf %s "$entry" | cut -d : -f 6)}
+say home "$home"
+if [ -n "$home" ]; then try home_write "$home"; else say home_write 'HOME is not set'; fi
 temporary=${TMPDIR:-/tmp}
 say temporary "$temporary"
 try temporary_write "$temporary"

@@ -21,6 +21,7 @@ from motley.cluster.launcher import WITHOUT_MPI
 from motley.launch.process import die_with_parent
 from motley.launch.survivors import SURVIVE, SURVIVES
 from motley.launch.tcp_ranks import SECRET_VARIABLE
+from motley.signals import ignores_hangup
 from motley.text import seconds_of
 
 TRIAL = "setup/trial_rank.py"
@@ -79,6 +80,7 @@ def try_line(line: LaunchLine, environ: Mapping[str, str], stop: Job) -> Outcome
     job = subprocess.Popen(
         line.trial(TRIAL), env={**environ, "MOTLEY_START_TIMEOUT": f"{_LIMIT_S / 2:.0f}"},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=ignores_hangup(),
         preexec_fn=partial(die_with_parent, signal.SIGTERM),
     )  # fmt: skip
     stop.job = job

@@ -25,6 +25,7 @@ from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
 from motley.records.folder_lock import is_free
 from motley.records.run_folder import RunFolder
+from motley.signals import ignores_hangup
 
 _LOOK_S = 0.5
 # That srun has to end after a fault, once rank 0 has ended or not: it waits for a lost node, for
@@ -52,8 +53,9 @@ class Stop:
 
     def __call__(self, number: int, _: object) -> None:
         self.number = number
-        # Ctrl-C reaches mpirun from the terminal; what is sent to this process alone is passed on.
-        if self.job is not None and number == signal.SIGTERM:
+        # Ctrl-C reaches mpirun from the terminal, if that has one; what is sent to this process
+        # alone is passed on.
+        if self.job is not None and (number == signal.SIGTERM or ignores_hangup()):
             self.job.send_signal(number)
 
 
@@ -253,6 +255,7 @@ class Keeper:
         self._figures.launched()
         job = subprocess.Popen(
             line.words, env=self._variables(self._environ, line),
+            start_new_session=ignores_hangup(),  # else mpirun ends with the terminal all the same
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )  # fmt: skip
         self._stop.job = job

@@ -9,11 +9,11 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from cn import ROOT, VENV
 from cn_report import HostReport
 
+from motley.cluster.account import home_folder
 from motley.cluster.network import Network, choose_networks
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
@@ -164,7 +164,7 @@ def _not_written(host: str, output: str, errors: str) -> HostTrouble:
         )
     way = "bash setup/make_env.sh, bash setup/install_cn.sh, then this"
     own = (
-        f"an environment of your own (export MOTLEY_VENV={Path.home()}/motley-env; {way})"
+        f"an environment of your own (export MOTLEY_VENV={home_folder()}/motley-env; {way})"
         if os.access(ROOT, os.W_OK) else f"a copy of this repository of your own (in it: {way})"
     )  # fmt: skip
     return HostTrouble(

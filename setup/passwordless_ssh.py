@@ -1,6 +1,5 @@
 """From a password to keys on all hosts; ``bash setup/passwordless_ssh.sh -h`` says the rest."""
 
-import getpass
 import shutil
 import socket
 from argparse import Namespace
@@ -17,10 +16,11 @@ from cn import (
     table,
     try_password,
 )
-from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
+from ssh_files import LIMIT_S, authorized, do, own_key, pinned, this_machine, try_ssh
 from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
+from motley.cluster.account import user_name
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.login import HostKey, UnknownHostKey
 from motley.cluster.ssh import Remote, connect, login_of
@@ -53,7 +53,7 @@ def look(host: str, known: HostKey | None = None) -> str:
         if trouble.kind not in ("key refused", "key locked"):
             raise
     try:
-        connect(host, key=KEY, known=known).close()
+        connect(host, key=own_key(), known=known).close()
         return KEYED  # but the block of ~/.ssh/config is gone
     except HostTrouble:
         return CLOSED
@@ -84,7 +84,7 @@ def install(remote: Remote, public: str) -> str:
     """Put our key into a host that let the password in, unless its home has it already."""
     host = remote.host
     try:
-        connect(host, key=KEY).close()
+        connect(host, key=own_key()).close()
         return KEYED  # its home is that of a host before
     except HostTrouble as trouble:
         if trouble.kind != "key refused":
@@ -92,7 +92,7 @@ def install(remote: Remote, public: str) -> str:
     for note in do(remote, "authorize", authorized(public)):
         print(f"{host}: {note}")
     try:
-        connect(host, key=KEY).close()
+        connect(host, key=own_key()).close()
     except HostTrouble as trouble:
         if trouble.kind != "key refused":
             raise
@@ -112,7 +112,7 @@ def install_all(states: States) -> str:
         Our public key.
     """
     here = this_machine()
-    public = do(here, "make_key", f"motley {getpass.getuser()}@{socket.gethostname()}")[-1]
+    public = do(here, "make_key", f"motley {user_name()}@{socket.gethostname()}")[-1]
     closed = [host for host, state in states.items() if state == CLOSED]
     remotes, troubles = split(log_in(closed) if closed else {})
     states |= troubles
@@ -136,8 +136,8 @@ def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
         print(f"would pin the host key of {host} in ~/.ssh/known_hosts: {key.fingerprint}")
     closed = [host for host, state in states.items() if state == CLOSED]
     named = [host for host, state in states.items() if state in (CLOSED, KEYED)]
-    if closed and not KEY.exists():
-        print(f"would make {KEY}")
+    if closed and not own_key().exists():
+        print(f"would make {own_key()}")
     if closed:
         print(f"would ask for the password on {', '.join(closed)}")
         print(f"would add the key to ~/.ssh/authorized_keys on {', '.join(closed)}")

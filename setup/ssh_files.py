@@ -4,13 +4,18 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from motley.cluster.account import home_folder
 from motley.cluster.login import HostKey
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
 
-KEY = Path("~/.ssh/id_ed25519_motley").expanduser()
 LIMIT_S = 20.0  # for all hosts together to answer, or to refuse
 _SCRIPT = Path(__file__).with_suffix(".sh").read_text()
+
+
+def own_key() -> Path:
+    """The private key that Motley makes for itself."""
+    return home_folder() / ".ssh/id_ed25519_motley"
 
 
 def this_machine() -> Remote:

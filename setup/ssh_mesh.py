@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cn import print_troubles, table
-from ssh_files import KEY, LIMIT_S, authorized, do, pinned, this_machine, try_ssh
+from ssh_files import LIMIT_S, authorized, do, own_key, pinned, this_machine, try_ssh
 
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.login import HostKey
@@ -86,12 +86,12 @@ def remove(dry_run: bool) -> int:
     hosts = do(here, "block_hosts")
     public = (do(here, "public_key") or [""])[-1]
     if not hosts and not public:
-        print(f"already done: there is neither {KEY} nor a block of ours in ~/.ssh/config")
+        print(f"already done: there is neither {own_key()} nor a block of ours in ~/.ssh/config")
         return 0
     if dry_run:
         for host in hosts:
             print(f"would remove our line from ~/.ssh/authorized_keys on {host}, and its mesh key")
-        print(f"would remove {KEY} and our block of ~/.ssh/config")
+        print(f"would remove {own_key()} and our block of ~/.ssh/config")
         return 0
     head, tag = (public.split()[1], tag_of(public)) if public else ("", "")
     states = run_on_all(hosts, connect, LIMIT_S)
@@ -113,7 +113,8 @@ def remove(dry_run: bool) -> int:
     print_troubles(troubles)
     if troubles:
         print(
-            f"\n{KEY} stays for these; when they are back: bash setup/passwordless_ssh.sh --remove"
+            f"\n{own_key()} stays for these; when they are back: "
+            "bash setup/passwordless_ssh.sh --remove"
         )
     return 1 if troubles else 0
 

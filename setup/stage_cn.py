@@ -1,7 +1,6 @@
 """The door of setup/stage_cn.sh; its -h explains it."""
 
 import argparse
-import getpass
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from cn_bar import Bar
 from stage_blocks import said, size_of
 from stage_copy import Copied, Source, Target, copy, full, look, read_source
 
+from motley.cluster.account import user_name
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.login import is_here
 from motley.data.packed_file import BEGIN, JPEG, PIXELS, SUFFIX, Packed, open_packed
@@ -57,7 +57,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options, checked before anything begins."""
     parser = Parser("stage_cn")
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--to", type=Path, default=Path(f"/var/tmp/motley-{getpass.getuser()}"))
+    parser.add_argument("--to", type=Path, default=Path(f"/var/tmp/motley-{user_name()}"))
     parser.add_argument("--longest", type=int)
     parser.add_argument("--keep", choices=(PIXELS, JPEG), default=PIXELS)
     parser.add_argument("--budget", type=size_of)

@@ -31,6 +31,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
 
+from motley.cluster.account import home_folder
 from motley.cluster.fan_out import split
 from motley.cluster.ssh import login_of
 from motley.errors import HostTrouble
@@ -74,7 +75,7 @@ def _names(requirements: Iterable[str]) -> list[str]:
 
 def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
     """What in this machine's ~/.ssh ssh refuses to use, though paramiko would not."""
-    folder = Path("~/.ssh").expanduser()
+    folder = home_folder() / ".ssh"
     keys: set[Path] = set()
     with contextlib.suppress(OSError):
         keys = {path for path in folder.glob("id_*") if path.suffix != ".pub"}

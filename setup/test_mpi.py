@@ -19,6 +19,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
+from motley.cluster.account import home_folder
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import Remote, connect
@@ -33,6 +34,7 @@ _TALK = 'python=$1/bin/python talk=$2/setup/cn_talk.py; shift 2; "$python" "$tal
 def main(words: Sequence[str]) -> int:
     """Settle MPI's parameters, then try pairs of hosts, then MPI."""
     options = Parser("test_mpi").parse_args(words)
+    home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
     with token_file() as token:
         found = probe_all([host.name for host in hosts], token=token)

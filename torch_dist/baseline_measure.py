@@ -31,13 +31,14 @@ from motley.config.option import flag_of, options_of
 from motley.config.options import GROUPS
 from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
+from motley.signals import handle_unless_ignored
 from motley.sweep.cells import Cell, Matrix, shorter
 from motley.sweep.matrix_file import PRESETS, Known, read_matrix
 from motley.sweep.outcome import DONE
 from motley.sweep.results import BaselineFolder
 from motley.sweep.rows import Row, read_rows
 from motley.sweep.table import HEAD, shown, write_rows
-from motley.text import did_you_mean
+from motley.text import did_you_mean, escape_unprintable
 from motley.train.command_line import read_config, training_parser
 from motley.train.progress import clock
 
@@ -48,6 +49,7 @@ _TASK_S = 60.0  # of a task besides its runs
 
 def main() -> int:
     """Run what has not ended yet, show the table; 0 if every cell is done, 1 if some failed."""
+    escape_unprintable()
     options = arguments()
     matrix = read_matrix(
         matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
@@ -74,7 +76,7 @@ def main() -> int:
     if todo:
         launcher.check()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        handle_unless_ignored(number, lambda number, _: sys.exit(128 + number))
     if options.task is not None:
         return run_task(matrix, folder, launcher, options.task, todo)
     with folder.claim(matrix):

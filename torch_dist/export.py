@@ -18,10 +18,12 @@ from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.infer.export import export
 from motley.infer.predictor import open_trained
+from motley.text import escape_unprintable
 
 
 def main() -> int:
     """Export what the command line names."""
+    escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")

@@ -16,10 +16,12 @@ from pathlib import Path
 from motley.checkpoint.verify import verify
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
+from motley.text import escape_unprintable
 
 
 def main() -> int:
     """Look at what the command line names."""
+    escape_unprintable()
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's"

@@ -1,12 +1,22 @@
 """What users write, and read: the nearest names, for errors about unknown ones; the first of many
 names; times, as 1h30m; steps, as they are counted; rates."""
 
+import io
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _MOST_S = 366 * 86400
+
+
+def escape_unprintable() -> None:
+    """Have this process print letters that its output's encoding lacks as ``\\xe9``. With
+    ``PYTHONIOENCODING=ascii``, say, a path with such a letter would end it otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:

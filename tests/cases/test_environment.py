@@ -3,6 +3,7 @@
 import os
 import pwd
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +11,15 @@ from pathlib import Path
 
 import pytest
 from project import ROOT, environment
+from ssh_files import own_key
+from test_cn_connection import judge_keys
 
 from motley.cluster import gpus, presence
+from motley.cluster.account import home_folder, user_name
+from motley.cluster.ssh import login_of
+from motley.errors import MotleyError
 from motley.launch.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
+from motley.launch.tcp_ranks import secret
 
 CASES = Path(__file__).parent
 
@@ -38,6 +45,43 @@ def test_user_without_a_name_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(pwd, "getpwuid", fail)
     assert presence._on_gpu() == ""
+
+
+def test_a_user_without_a_name_and_a_home_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", fail)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", "MOTLEY_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    assert user_name() == str(os.getuid())
+    no_home = r"no home folder is known.*HOME is not set.*export HOME="
+    for asked in (home_folder, lambda: login_of("other"), own_key, lambda: secret({})):
+        with pytest.raises(MotleyError, match=no_home):
+            asked()
+    with pytest.raises(MotleyError, match=no_home):
+        [*judge_keys([])]
+
+
+def test_letters_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None:
+    logs = tmp_path / "\u00e9t\u00e9"
+    variables = environment(PYTHONIOENCODING="ascii", PYTHONPATH=str(ROOT / "src"))
+
+    def ends(*words: object) -> str:
+        done = subprocess.run(
+            [str(word) for word in words], cwd=ROOT, env=variables, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == 0 and "Error" not in said, said
+        return said
+
+    said = ends("./entry_cn.sh", "--max-steps", 2, "--logs", logs, "--run", "\u00e0")
+    assert "\\xe9t\\xe9/\\xe0" in said
+    for script in ("plots/plot_training.py", "plots/verdict.py", "torch_dist/verify.py"):
+        assert "\\xe0" in ends(sys.executable, script, logs / "\u00e0")
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
 """Ending well: a failure anywhere ends all in seconds, with one line on the first cause."""
 
+import contextlib
 import json
 import os
+import pty
 import random
 import re
+import select
 import shlex
 import signal
+import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from jobs import Jobs, processes_of, wait_until
-from long_runs import LONG, rank_process, start, status, steps_done
-from project import DDP, ZERO
+from long_runs import LONG, goes_on, rank_process, start, status, steps_done
+from project import DDP, ROOT, ZERO, environment
 
 from motley.checkpoint.run import find_run
 from motley.config.options import Config
@@ -124,6 +128,45 @@ def test_who_stops_a_run_is_told_how_to_continue(jobs: Jobs, stop: str) -> None:
     assert [e["event"] for e in RunFolder(jobs.logs / "long").read_events()].count("fault") == 1
     found = find_run(Config(logs=str(jobs.logs), resume="auto"))
     assert found[0] == jobs.logs / "long" and found[1]
+
+
+def test_a_closed_terminal_does_not_end_what_nohup_keeps(jobs: Jobs) -> None:
+    line = ("nohup", "bash", "setup/keep_training.sh", "mpirun", "-np", 2, "--hostfile",
+            "hosts.txt", "./entry_cn.sh", DDP, "--logs", jobs.logs, "--run", "long",
+            *LONG)  # fmt: skip
+    with subprocess.Popen(
+        [*map(str, line)], cwd=ROOT, env=environment(), start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as job:  # fmt: skip
+        wait_until(lambda: steps_done(jobs.logs / "long") > 3 or job.poll() is not None, 60)
+        os.killpg(job.pid, signal.SIGHUP)  # as a shell does to its jobs when it loses its terminal
+        goes_on(lambda: steps_done(jobs.logs / "long"))
+        job.send_signal(signal.SIGINT)  # mpirun has no terminal that would send it one
+        output, _ = job.communicate(timeout=15)
+    assert "stopped by you" in output and job.returncode == 130, output
+
+
+def test_last_words_come_to_the_terminal_where_ctrl_c_has_ended_tee(jobs: Jobs) -> None:
+    words = ("mpirun", "-np", 2, "--hostfile", "hosts.txt", "./entry_cn.sh", DDP,
+             "--logs", jobs.logs, "--run", "long", *LONG)  # fmt: skip
+    job = f"{shlex.join(map(str, words))} 2>&1 | tee {jobs.logs.parent / 'log'}"
+    line = f"trap : INT; {job}; sleep 2"  # the shell stays, as one does that somebody types into
+    pid, screen = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe("bash", ["bash", "-c", line], environment())
+    said, deadline = b"", time.monotonic() + 60
+    with contextlib.suppress(OSError):  # Linux's word for: nobody has it open any more
+        while time.monotonic() < deadline:
+            if b"\x03" not in said and steps_done(jobs.logs / "long") > 3:
+                os.write(screen, b"\x03")
+                said += b"\x03"
+            if select.select([screen], [], [], 0.1)[0]:
+                said += os.read(screen, 65536)
+    os.waitpid(pid, 0)
+    os.close(screen)
+    assert b"motley: stopped by you" in said.partition(b"\x03")[2], said.decode()
+    wait_until(lambda: not processes_of(str(jobs.logs)), 10)
 
 
 def test_a_signal_to_one_rank_is_not_the_users_stop(jobs: Jobs) -> None:

@@ -18,10 +18,10 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # Every module of the library, by its room. A room imports those above it, and nothing below.
 # In a folder with a star each file adds one thing, and needs no place of its own.
 ROOMS = {
-    "root": "__init__ __main__ errors extras faults registry text",
+    "root": "__init__ __main__ errors extras faults registry signals text",
     "cluster": (
-        "hostfile binding device_facts amd_smi gpus facts network slurm partitions launcher login "
-        "shell ssh fan_out orphans processes presence"
+        "account hostfile binding device_facts amd_smi gpus facts network slurm partitions "
+        "launcher login shell ssh fan_out orphans processes presence"
     ),
     "records": (
         "lines json_file folder_lock gpu_formats gpu_csv training trace run_folder one_run "

@@ -8,7 +8,6 @@ that we are in, where Slurm runs what is asked.
 
 import base64
 import contextlib
-import getpass
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 import paramiko
 
+from motley.cluster.account import home_folder, user_name
 from motley.cluster.login import (
     CONNECT_S,
     HostKey,
@@ -36,7 +36,7 @@ logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
 def login_of(host: str) -> Login:
     """Read ``~/.ssh/config`` for a host."""
-    path = Path("~/.ssh/config").expanduser()
+    path = home_folder() / ".ssh/config"
     found: dict[str, Any] = {}
     if path.exists():
         try:
@@ -54,7 +54,7 @@ def login_of(host: str) -> Login:
     return Login(
         address=address,
         port=port,
-        user=str(found.get("user", getpass.getuser())),
+        user=str(found.get("user", user_name())),
         known_as=address if port == 22 else f"[{address}]:{port}",
         keys=tuple(key for key in found.get("identityfile", ()) if Path(key).exists()),
     )
@@ -198,7 +198,7 @@ def connect(
 def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
     """One that talks to nobody but the hosts of known_hosts, and ``known``."""
     client = paramiko.SSHClient()
-    for path in (Path("/etc/ssh/ssh_known_hosts"), Path("~/.ssh/known_hosts").expanduser()):
+    for path in (Path("/etc/ssh/ssh_known_hosts"), home_folder() / ".ssh/known_hosts"):
         with contextlib.suppress(OSError):
             for name, held in _read_known(path):
                 client.get_host_keys().add(name, held.get_name(), held)

@@ -23,10 +23,12 @@ from motley.launch.cache_folder import cache_note, temporary_note
 from motley.launch.mpi import finalize_mpi
 from motley.launch.process import die_with_parent, end_at_once, keep_caches_local, stop_usage
 from motley.launch.start_watch import watch_imports
+from motley.text import escape_unprintable
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
+    escape_unprintable()
     faulthandler.enable()
     gc.disable()
     watch = watch_imports()

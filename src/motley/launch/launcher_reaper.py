@@ -182,14 +182,14 @@ def _gone(process: psutil.Process, limit_s: float) -> bool:
 def _main() -> None:
     with contextlib.suppress(psutil.NoSuchProcess, OSError):
         launcher = psutil.Process(int(sys.argv[1]))
-        sessions = SshSessions(launcher.pid)
+        sessions, terminal = SshSessions(launcher.pid), launcher.terminal()
         told, launcher_first = _listen(launcher.pid, sessions)
         if launcher_first and told.rank == 0 and not told.ended:
             told.fault = asdict(_why_gone(told, sessions))
         if told.supervisor and not (launcher_first or told.ended):
             _witness(told.rank, told.host, *told.supervisor)
         if told.line:  # before mpirun ends, and a shell says that it waits for the next command
-            print(told.line, file=sys.stderr, flush=True)
+            _say(told.line, terminal)
         with contextlib.suppress(psutil.NoSuchProcess):
             _end_unless_gone(launcher, told.timeout_s)
         fault = Fault.read(told.fault) if told.fault else None
@@ -197,10 +197,19 @@ def _main() -> None:
             known = fault or died(told.number, told.host, told.step)
             _record(RunFolder(told.folder), known, told.number)
         if fault and not told.line:
-            print(f"motley: {fault.line()}", file=sys.stderr, flush=True)
+            _say(f"motley: {fault.line()}", terminal)
         if _gone(launcher, 0):
             session = told.session or session_folder(launcher.pid, os.environ)
             remove(told.segments, session)
+
+
+def _say(line: str, terminal: str | None) -> None:
+    """Print a line where mpirun prints, or on its terminal: Ctrl-C has ended a ``tee`` between."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError), Path(terminal or os.devnull).open("w") as screen:
+            print(line, file=screen, end="\r\n")
 
 
 def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import TypeVar
 
+from motley.cluster.account import home_folder
 from motley.cluster.launcher import Launch, Launcher
 from motley.cluster.slurm import expand_nodes
 from motley.errors import MotleyError
@@ -115,9 +116,8 @@ def secret(environ: Mapping[str, str]) -> str:
     """
     if given := environ.get(SECRET_VARIABLE):
         return given
-    path = Path("~/.motley/secret")
+    path = home_folder() / ".motley/secret"
     try:
-        path = path.expanduser()
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if not path.exists():
             own = path.with_name(f"secret.{secrets.token_hex(8)}")
@@ -130,8 +130,8 @@ def secret(environ: Mapping[str, str]) -> str:
         if found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return path.read_text()
         wrong = "it belongs to another user, or others can read it"
-    except (OSError, RuntimeError) as error:  # nobody's home
-        wrong = str(getattr(error, "strerror", "") or error)
+    except OSError as error:
+        wrong = error.strerror or str(error)
     raise MotleyError(
         f"{path}: {wrong}; ranks know each other by it: remove it, or set {SECRET_VARIABLE} to the "
         "same on all"
