@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from motley.config.options import Config
+from motley.data.dataset import find_dataset
 from motley.data.images import Images, load_image
+from motley.data.packed_file import SUFFIX
+from motley.data.packer import Keep, list_folder, pack
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.find import task_of
@@ -145,6 +148,45 @@ def test_names_in_another_form_are_the_same_list_in_the_same_order(tmp_path: Pat
         ])  # fmt: skip
         lists.append([images.fingerprint()])
     assert lists[:2] == lists[2:]
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tif"])
+def test_a_photo_is_upright_as_its_exif_tag_says(tmp_path: Path, name: str) -> None:
+    pixels = np.kron(np.arange(6, dtype=np.uint8).reshape(2, 3, 1) * 40, np.ones((16, 16, 3)))
+    image = Image.fromarray(pixels.astype(np.uint8))
+    path = tmp_path / name
+    for orientation in range(10):  # 0 and 9 mean nothing
+        tags = Image.Exif()
+        tags[ExifTags.Base.Orientation] = orientation
+        image.save(path, exif=tags, lossless=True)
+        with Image.open(path) as opened:
+            opened.load()
+            due = ImageOps.exif_transpose(opened).convert("RGB")
+        assert due.size == ((48, 32) if orientation not in range(5, 9) else (32, 48))
+        assert np.array_equal(np.asarray(load_image(str(path))), np.asarray(due)), orientation
+    if name != "a.tif":
+        image.save(path, exif=b"Exif\0\0nonsense", lossless=True)
+    assert load_image(str(path)).size == image.size
+
+
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_a_packed_photo_is_upright_too(tmp_path: Path, kind: str) -> None:
+    folder(tmp_path / "images")
+    tags = Image.Exif()
+    tags[ExifTags.Base.Orientation] = 6
+    photo = tmp_path / "images" / "train" / "cat" / "0.png"
+    Image.fromarray(np.full((4, 12, 3), 99, np.uint8)).save(photo, exif=tags)
+    grey = tmp_path / "images" / "train" / "cat" / "1.png"
+    Image.fromarray(np.full((4, 12), 257 * 50, np.uint16)).save(grey)
+    packed = tmp_path / f"all{SUFFIX}"
+    listed = list_folder(tmp_path / "images")
+    assert pack(listed, Keep(kind), packed, 1, lambda count: None) == ()
+    images = find_dataset("packed").open(packed, 0).train
+    upright, scaled = (
+        each.permute(1, 2, 0).numpy() if kind == "pixels" else np.asarray(each)
+        for each in (images[0][0], images[1][0])
+    )
+    assert upright.shape == (12, 4, 3) and scaled.max() == 50  # as from the folder
 
 
 def test_a_closed_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from motley.data.source import Source
@@ -26,6 +26,12 @@ _FORMATS = (
     "png", "pnm", "ppm", "tga", "tif", "tiff", "webp",
 )  # fmt: skip
 _GREY_16 = ("PNG", "PPM")  # of these formats PIL gives 16 bits as 32
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM, 5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE, 8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 
 # What is too large to be an image is an error; PIL also warns of every photo of half that size.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -169,13 +175,14 @@ def of_files(images: Images, folder: Path) -> Images:
 
 
 def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
-    """Return an image that PIL has opened, read, in these colours; convert() would copy one that
-    has them, and cut 16 bits off at 255.
+    """Return an image that PIL has opened, read, in these colours, upright as its EXIF tag says;
+    convert() would copy one that has them, and cut 16 bits off at 255.
 
     Raises:
         ValueError: its pixels are numbers of an unknown range.
     """
     image.load()
+    turn = _turn_of(image)
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _GREY_16):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -183,7 +190,17 @@ def decoded(image: Image.Image, colours: str = "RGB") -> Image.Image:
             f"its pixels are {'floats' if image.mode == 'F' else '32-bit integers'}, whose range "
             "no file tells; convert it to 8 or 16 bits"
         )
-    return image if image.mode == colours else image.convert(colours)
+    image = image if image.mode == colours else image.convert(colours)
+    return image if turn is None else image.transpose(turn)
+
+
+def _turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return what makes a loaded image upright. Cameras store photos as their sensor lies, and how
+    it lay in a tag; of a TIFF, PIL has done it when it loads."""
+    try:
+        return _TURNS.get(int(image.getexif().get(ExifTags.Base.Orientation, 1)))
+    except Exception:  # of any type: metadata that is damaged makes no image unreadable
+        return None
 
 
 def load_image(path: str) -> Image.Image:

@@ -19,9 +19,9 @@ from typing import IO
 
 import numpy as np
 from PIL import Image
-from torchvision.datasets.folder import default_loader  # type: ignore[import-untyped]
 
 from motley.data.dataset import find_dataset
+from motley.data.images import load_image
 from motley.data.packed_file import BEGIN, PIXELS, About, finish
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
@@ -134,9 +134,9 @@ def _pixel_bytes(path: Path, longest: int | None) -> int:
 
 
 def _kept(path: Path, keep: Keep) -> _Image:
-    """One image, as it is kept; read as torchvision's ImageFolder reads it."""
+    """One image, as it is kept; read as from its folder."""
     try:
-        image = default_loader(str(path))
+        image = load_image(str(path))
     except MemoryError:
         raise
     except Exception as error:  # of any type, see motley.data.source.read
