@@ -7,6 +7,10 @@ Reads this product's gpu.<host>.csv and the lab's older eleven-column metrics.cs
 folders of any depth. Exit code: 0, or 2 if there is nothing to draw.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import sys
 from collections import defaultdict
 from collections.abc import Iterator

@@ -6,6 +6,10 @@
 Exit code: 0, or 2 if there is nothing to draw.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import os
 import sys
 from collections import defaultdict

@@ -7,6 +7,10 @@ Reads the steps that every run records; what a step's operators did is in --prof
 Exit code: 0, or 2 if there is nothing to draw.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import re
 import sys

@@ -10,6 +10,10 @@ tracker run; to publish all of it anew, remove logs/RUN/published.*.json. No net
 the tracker's own variables say so. Exit code: 0, or 2 if it cannot be published.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import os
 import signal

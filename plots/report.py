@@ -8,6 +8,10 @@ Opens from disk, needs no network; its tables can be sorted. Exit code: 0, or 2 
 nothing to show.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import base64
 import contextlib
 import io

@@ -7,6 +7,10 @@
 Exit code: 0, or 2 if there is nothing to judge.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 import sys

@@ -11,6 +11,10 @@ ssh -L 8080:127.0.0.1:8080 HEAD. Bound to another address, the page wants the to
 address which is printed. Exit code: 0, or 2 if there is nothing to watch.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import os
 import signal

@@ -10,6 +10,12 @@ for argument in "$@"; do
     -h | --help) sed -n '2,/^source /{/^source /d; s/^# \{0,1\}//p}' "$door"; exit 0 ;;
   esac
 done
+case $root in
+  *[:,]*)
+    echo "motley: the folder $root has a ':' or ',' in its name, which separate folders in PYTHONPATH" \
+      "and in MPI's options; give it another name" >&2
+    exit 2 ;;
+esac
 make="bash $root/setup/make_env.sh"
 if [ -n "${MOTLEY_VENV:-}" ]; then
   why=", where MOTLEY_VENV says it is; make it with: MOTLEY_VENV=$MOTLEY_VENV $make"
@@ -21,5 +27,6 @@ if ! [ -x "$MOTLEY_VENV/bin/python" ]; then
   echo "motley: no environment at $MOTLEY_VENV$why" >&2
   exit 2
 fi
+unset PYTHONHOME PYTHONPLATLIBDIR PYTHONOPTIMIZE PYTHONSAFEPATH # of another Python
 export PATH=$MOTLEY_VENV/bin:$PATH PYTHONPATH=$root/src PYTHONUNBUFFERED=1
 exec "$MOTLEY_VENV/bin/python" "${door%.sh}.py" "$@"

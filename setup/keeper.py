@@ -167,13 +167,19 @@ class Keeper:
         gone = asked.missing - self._missing
         if self._faults > self._restarts or (not content and not gone):
             return "gives up: " + (
-                "it ended before it had begun, and all hosts answer" if not content
+                f"it ended before it had begun, and {self._who_answers()}" if not content
                 else f"{self._faults} faults in a row, and no step in between" if self._restarts
                 else "--restarts 0"
             )  # fmt: skip
         what = f"rank {failure['rank']} on {failure['host']}" if failure else "the launcher"
         say(f"{what} was lost ({kind or 'without a word'}); it goes on {where}")
         return ""
+
+    def _who_answers(self) -> str:
+        """Return what is known of the hosts once none of them is missing."""
+        if self._line.hosts:
+            return "all hosts answer"
+        return "no host was asked, for the line names none (--hostfile FILE or -H HOSTS)"
 
     def _ask(self) -> Asked:
         return ask(self._line.hosts, self._line.folder, self._unwanted)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from srun_line import hosts_of_step, on_hosts
 
-from motley.cluster.hostfile import Host, read_hosts
+from motley.cluster.hostfile import Host, check_name, read_hosts
 from motley.errors import MotleyError
 
 _MPI = ("mpirun", "mpiexec", "prterun", "orterun")
@@ -14,6 +14,7 @@ _SLURM = "srun"
 _LAUNCHERS = (*_MPI, _SLURM)
 _RANKS = ("-np", "--np", "-n", "--n")
 _HOSTFILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile")
+_LISTS = ("-H", "--host", "-host")  # of hosts in the line itself, as in a:2,b
 _ENTRY = "entry_cn.sh"
 _BY_RANK = ("--shares", "--precision", "--micro-batch")  # options with one value a rank
 _EXAMPLE = "mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh"
@@ -24,7 +25,8 @@ class LaunchLine:
     """The line.
 
     Attributes:
-        words: it. hosts: of its hostfile, or of Slurm's allocation; empty: it names none.
+        words: it. hosts: of its hostfile or its list of hosts, or of Slurm's allocation; empty: it
+            names none.
     """
 
     words: tuple[str, ...]
@@ -47,8 +49,20 @@ class LaunchLine:
         found = cls(tuple(line), ())
         if found.under_slurm:
             return replace(found, hosts=hosts_of_step(line[: found._entry]))
-        hostfile = found._launcher_value(_HOSTFILES)
+        found = found._with_split_options()
+        hostfile, named = found._launcher_value(_HOSTFILES), found._launcher_value(_LISTS)
+        if named:
+            return replace(found, hosts=_hosts_of_list(named))
         return replace(found, hosts=read_hosts(hostfile)) if hostfile else found
+
+    def _with_split_options(self) -> "LaunchLine":
+        """Return the line with ``--hostfile=F`` as two words, and so with each option read here."""
+        own = list[str]()
+        for word in self.words[: self._entry]:
+            flag, joined, value = word.partition("=")
+            known = joined and flag in (*_HOSTFILES, *_LISTS, *_RANKS)
+            own += [flag, value] if known else [word]
+        return replace(self, words=(*own, *self.words[self._entry :]))
 
     @property
     def _entry(self) -> int:
@@ -127,7 +141,8 @@ class LaunchLine:
         if self.under_slurm:
             own = [*on_hosts(own[:-1], hosts), own[-1]]
             return replace(self, words=(*own, *self.words[self._entry :]))
-        for flags, value in ((_HOSTFILES, str(hostfile)), (_RANKS, str(ranks))):
+        named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        for flags, value in ((_HOSTFILES, str(hostfile)), (_LISTS, named), (_RANKS, str(ranks))):
             for at, word in enumerate(own):
                 if word in flags:
                     own[at + 1] = value
@@ -167,6 +182,18 @@ class LaunchLine:
         if len(self.words) > self._entry:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
+
+
+def _hosts_of_list(text: str) -> tuple[Host, ...]:
+    """Return the hosts of ``a:2,b``; a host that is named twice has two slots. Empty for a list
+    of places in an allocation (``+n0``) or of as many slots as there are cores (``a:*``)."""
+    slots = dict[str, int]()
+    for word in filter(None, text.split(",")):
+        name, _, count = word.partition(":")
+        if name.startswith("+") or not (count or "1").isdigit():
+            return ()
+        slots[check_name(name)] = slots.get(name, 0) + int(count or "1")
+    return tuple(Host(name, number) for name, number in slots.items())
 
 
 def _name(launcher: str) -> str:

@@ -31,6 +31,14 @@ venv=${MOTLEY_VENV:-$root/.venv}
 wanted=("$root/requirements.txt")
 dry_run=false own=false archive='' wheels='' torch='' lock=''
 
+case $root in
+  *[:,]*)
+    echo "motley: the folder $root has a ':' or ',' in its name, which separate folders in PYTHONPATH" \
+      "and in MPI's options; give it another name" >&2
+    exit 2 ;;
+esac
+unset PYTHONHOME PYTHONPATH PYTHONPLATLIBDIR PYTHONOPTIMIZE PYTHONSAFEPATH # of another Python
+
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;

@@ -110,7 +110,8 @@ def parameters(
         settings.append("NCCL_IB_DISABLE=1")
     return (
         [f"btl_tcp_if_include = {shared.subnet}", f"oob_tcp_if_include = {shared.subnet}"],
-        [f"prte_if_include = {shared.subnet}"],
+        # Else hosts whose names differ behind the first dot alone are one node to mpirun.
+        [f"prte_if_include = {shared.subnet}", "prte_keep_fqdn_hostnames = 1"],
         settings,
     )
 
@@ -123,13 +124,18 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
         ours: NAME=VALUE.
     """
     lines = text.splitlines()
-    written = [line.partition("=")[2].split(",") for line in lines if line.startswith(f"{_OURS}=")]
-    old = {_OURS, *(name for names in written for name in names)}
-    kept = [line for line in lines if line.partition("=")[0] not in old]
-    users = {line.partition("=")[0] for line in kept}
-    new = [line for line in ours if line.partition("=")[0] not in users]
-    names = ",".join(line.partition("=")[0] for line in new)
+    written = [line.partition("=")[2].split(",") for line in lines if _variable(line) == _OURS]
+    old = {_OURS, *(name.strip() for names in written for name in names)}
+    kept = [line for line in lines if _variable(line) not in old]
+    users = {_variable(line) for line in kept}
+    new = [line for line in ours if _variable(line) not in users]
+    names = ",".join(_variable(line) for line in new)
     return [*kept, *new, *([f"{_OURS}={names}"] if names else [])]
+
+
+def _variable(line: str) -> str:
+    """Return the name that a line of .deepspeed_env sets, as entry_cn.sh reads it."""
+    return line.partition("=")[0].removeprefix("\ufeff").strip().removeprefix("export ").strip()
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:

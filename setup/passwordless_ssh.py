@@ -22,8 +22,8 @@ from ssh_mesh import make_mesh, remove
 
 from motley.cluster.account import user_name
 from motley.cluster.fan_out import run_on_all, split
-from motley.cluster.login import HostKey, UnknownHostKey
-from motley.cluster.ssh import Remote, connect, login_of
+from motley.cluster.login import HostKey, UnknownHostKey, read_login
+from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
 
 HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"
@@ -76,7 +76,7 @@ def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
 def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
     """Ask for the password and log in with it, to all at once."""
     print("The password goes to these hosts alone, once, and is kept nowhere.")
-    users = {host: login_of(host).user for host in hosts}
+    users = {host: read_login(host).user for host in hosts}
     return try_password(users, lambda password, host: connect(host, password), LIMIT_S)
 
 
@@ -197,7 +197,7 @@ def main(words: Sequence[str]) -> int:
     if CLOSED in states.values():
         need_terminal("the password", "nothing was changed; run this from one")
     if pins:
-        lines = pinned({login_of(host).known_as: key for host, key in pins.items()})
+        lines = pinned({read_login(host).known_as: key for host, key in pins.items()})
         for note in do(this_machine(), "pin", *lines):
             print(f"here: {note}")
     if options.mesh or CLOSED in states.values() or KEYED in states.values():

@@ -23,6 +23,7 @@ fi
 cd "$root"
 echo "== 1/4 environment"
 bash setup/make_env.sh
+unset PYTHONHOME PYTHONPATH PYTHONOPTIMIZE PYTHONSAFEPATH # of another Python
 export PATH=${MOTLEY_VENV:-$root/.venv}/bin:$PATH
 python -m motley.cluster.hostfile "$hostfile" >/dev/null
 

@@ -7,8 +7,8 @@ from cn import ask, need_terminal, table
 from ssh_files import LIMIT_S
 
 from motley.cluster.fan_out import run_on_all
-from motley.cluster.login import HostKey
-from motley.cluster.ssh import host_key, known_keys, login_of
+from motley.cluster.login import HostKey, read_login
+from motley.cluster.ssh import host_key, known_keys
 from motley.errors import HostTrouble, MotleyError
 
 
@@ -41,7 +41,7 @@ def _match(host: str, shown: HostKey, path: Path) -> HostKey:
         raise HostTrouble(
             "host key not listed",
             f"{host} shows the key {shown.fingerprint}, and {path} has none for "
-            f"{login_of(host).known_as}",
+            f"{read_login(host).known_as}",
             "add its line there, or leave out --known-hosts to be asked",
         )
     if shown.kind not in [key.kind for key in held]:

@@ -6,8 +6,8 @@ from cn import print_troubles, table
 from ssh_files import LIMIT_S, authorized, do, own_key, pinned, this_machine, try_ssh
 
 from motley.cluster.fan_out import run_on_all, split
-from motley.cluster.login import HostKey
-from motley.cluster.ssh import Remote, connect, host_key, login_of
+from motley.cluster.login import HostKey, read_login
+from motley.cluster.ssh import Remote, connect, host_key
 from motley.errors import HostTrouble
 
 
@@ -33,7 +33,7 @@ def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
     # One by one, here and below: homes may be shared.
     for host, remote in remotes.items():
         try:
-            comment = f"motley {login_of(host).user}@{host} {tag_of(public)}"
+            comment = f"motley {read_login(host).user}@{host} {tag_of(public)}"
             keys[host] = do(remote, "make_key", comment)[-1]
         except HostTrouble as trouble:
             troubles[host] = trouble

@@ -33,7 +33,7 @@ from cn_show import show
 
 from motley.cluster.account import home_folder
 from motley.cluster.fan_out import split
-from motley.cluster.ssh import login_of
+from motley.cluster.login import read_login
 from motley.errors import HostTrouble
 
 _HERE = "this machine"
@@ -81,7 +81,7 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
         keys = {path for path in folder.glob("id_*") if path.suffix != ".pub"}
     for host in hosts:
         with contextlib.suppress(HostTrouble):
-            keys |= {Path(key) for key in login_of(host).keys}
+            keys |= {Path(key) for key in read_login(host).keys}
     by_ssh, by_sshd = "ssh and mpirun refuse to use it", "its sshd takes none of the keys in it"
     for path, others, refused in [
         (folder, "w", by_sshd), (folder / "config", "w", by_ssh),

@@ -13,6 +13,10 @@ wrong one shows. What has ended stays, and the same command goes on after a brea
 presets are in torch_dist/presets/. On a cluster, setup/slurm_job.sh --array gives each cell a job.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 import shlex

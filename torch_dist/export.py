@@ -10,6 +10,10 @@ its parameters by name. The ONNX model takes any number of samples, and is compa
 onnxruntime. What images are to be normalised with is in config.json. Needs no GPU.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import sys
 from pathlib import Path

@@ -12,6 +12,10 @@ stays done: run the same line again, on any ranks, and it computes what is missi
 order are then in OUT/predictions.csv. OUT has to be on a disk that all hosts share.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import csv
 import json

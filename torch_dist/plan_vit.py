@@ -8,6 +8,10 @@ Takes the options of train_vit.py, but for --strategy and --offload. Measures ea
 to do it.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 from collections.abc import Sequence
 
 from rich.table import Table

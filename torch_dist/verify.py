@@ -9,6 +9,10 @@ damaged file; --resume auto takes the newest checkpoint that is whole. Needs no 
 all is whole, 1 if something is damaged, 2 if there is nothing to look at.
 """
 
+import own_python  # noqa: F401
+
+# isort: split
+
 import argparse
 import sys
 from pathlib import Path

@@ -39,6 +39,52 @@ def test_nvidia_smi_that_hangs_has_a_time_limit(
     assert capfd.readouterr().err.count("nvidia-smi") == 1
 
 
+# Load, memory in all and in use (MiB), temperature; no device; and what is printed.
+ANSWERS = {
+    "ok": ([(0.12, 8192, 100, 40)], ""),
+    "comma_name": ([(0.12, 8192, 100, 40)], ""),
+    "err": ([(None, 8192, None, None)], ""),
+    "na": ([(None, 8192, None, None)], ""),
+    "requires": ([(None, None, None, None)], ""),
+    "unknown": ([(None, 8192, 100, None)], ""),
+    "failed": ([], "status 9 (NVIDIA-SMI has failed because"),
+    "lost": ([], "status 15 (Unable to determine the device handle"),
+    "mismatch": ([], "status 18 (Failed to initialize NVML: Driver/library version mismatch)"),
+    "none": ([], ""),
+    "garbage": ([], ""),
+    "noexec": ([], ""),
+}
+
+
+@pytest.mark.parametrize(("name", "answer"), ANSWERS.items())
+def test_what_nvidia_smi_does_not_know_is_unknown_and_a_failure_is_named(
+    name: str,
+    answer: tuple[list[tuple[float | None, ...]], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", f"{CASES / 'nvidia_smi' / name}:/usr/bin:/bin")
+    monkeypatch.setattr(gpus, "_nvml_devices", lambda of_gputil: None)  # a machine without NVML
+    monkeypatch.setattr(gpus.LimitedSmi, "has_timed_out", False)
+    monkeypatch.setattr(gpus.LimitedSmi, "has_failed", False)
+    with gpus.GpuSampler(gputil_every_s=0) as sampler:
+        sampler.sample()
+        found = sampler.sample()
+    expected, said = answer
+    assert expected == [
+        (each.load, each.memory_total_mib, each.memory_used_mib, each.temperature_c)
+        for each in found
+    ]
+    if name == "comma_name":
+        assert found[0].name == "NVIDIA Weird,Card"
+    errors = capfd.readouterr().err
+    assert said in errors and errors.count("nvidia-smi") == bool(said)
+
+
+def test_every_stand_in_has_its_right_result() -> None:
+    assert {path.name for path in (CASES / "nvidia_smi").iterdir()} == {*ANSWERS, "hang"}
+
+
 def test_user_without_a_name_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)

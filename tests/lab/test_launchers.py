@@ -178,6 +178,14 @@ def test_slurm(who: Path, slurm: dict[str, str]) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert said(done.stdout) == expected(2)
 
+    shell = f"srun -n 2 --overcommit --pty bash -c './entry_cn.sh {who}; true'"
+    done = subprocess.run(
+        ["script", "-qec", shell, "/dev/null"], cwd=ROOT, env=slurm, capture_output=True,
+        text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert said(done.stdout) == expected(1), done.stdout
+    assert "this shell is one of srun --pty" in done.stdout
+
 
 KILLED = "a rank is killed under keep_training.sh"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

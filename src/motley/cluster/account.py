@@ -27,6 +27,11 @@ def home_folder() -> Path:
         ) from None
 
 
+def expand_home(path: str) -> Path:
+    """Return a path with the home folder in place of a first ``~/``."""
+    return home_folder() / path[2:] if path.startswith("~/") else Path(path)
+
+
 def user_name() -> str:
     """Return the name of the user, or the number of one without a name."""
     try:

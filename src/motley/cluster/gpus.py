@@ -21,19 +21,25 @@ import pynvml  # type: ignore[import-untyped]
 from motley.cluster.amd_smi import AmdSmi
 from motley.cluster.binding import node_of_device
 from motley.cluster.device_facts import MIB, DeviceFacts, GpuProcess, others_among, user_of
+from motley.cluster.launcher import launch_of
 
 GPUTIL_EVERY_S = 300.0  # 0.225 s in these are 0.08 % of the time
 NVIDIA_SMI_LIMIT_S = 20.0  # it takes seconds to start where no process keeps the driver loaded
+
+
+_NO_GPUS = b"No devices were found"  # which nvidia-smi prints in place of a table
+_COLUMNS, _NAME_COLUMN = 12, 7  # of the table that GPUtil asks for
 
 
 class LimitedSmi(subprocess.Popen[bytes]):
     """The nvidia-smi that GPUtil starts, with a time limit.
 
     GPUtil takes an OSError for a machine without GPUs. A process that has seen nvidia-smi hang
-    does not start it again.
+    does not start it again. A process that has seen it fail prints that once.
     """
 
     has_timed_out = False
+    has_failed = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         if LimitedSmi.has_timed_out:
@@ -43,9 +49,15 @@ class LimitedSmi(subprocess.Popen[bytes]):
     def communicate(
         self, input: bytes | None = None, timeout: float | None = None
     ) -> tuple[bytes, bytes]:
-        """Return the output; kill nvidia-smi and raise OSError if it does not end in time."""
+        """Return the output; kill nvidia-smi and raise OSError if it does not end in time.
+
+        A comma in a GPU's name loses the blank behind it, at which GPUtil would split.
+        """
         try:
-            return super().communicate(input, timeout or NVIDIA_SMI_LIMIT_S)
+            output, errors = super().communicate(input, timeout or NVIDIA_SMI_LIMIT_S)
+            if self.returncode != 0 and not output.startswith(_NO_GPUS):
+                self._report_failure(output)
+            return b"\n".join(map(_join_name, output.split(b"\n"))), errors
         except subprocess.TimeoutExpired:
             LimitedSmi.has_timed_out = True
             self.kill()  # without a wait: a process that hangs in the driver cannot end
@@ -56,6 +68,29 @@ class LimitedSmi(subprocess.Popen[bytes]):
                 file=sys.stderr,
             )
             raise OSError("nvidia-smi did not end in time") from None
+
+    def _report_failure(self, output: bytes) -> None:
+        """Print the first words of nvidia-smi, once on a host."""
+        if not LimitedSmi.has_failed and launch_of().local_rank in (None, 0):
+            LimitedSmi.has_failed = True
+            words = output.decode(errors="replace").partition("\n")[0].strip() or "no message"
+            print(
+                f"motley: nvidia-smi on {platform.node()} ended with status {self.returncode} "
+                f"({words}), so its GPUs may be missing; have its administrator restart the "
+                "machine or reinstall the driver",
+                file=sys.stderr,
+            )
+        raise OSError("nvidia-smi failed")
+
+
+def _join_name(line: bytes) -> bytes:
+    """Return a line of the table with as many columns as GPUtil expects."""
+    fields = line.split(b", ")
+    end = len(fields) - _COLUMNS + _NAME_COLUMN + 1
+    if end <= _NAME_COLUMN + 1:
+        return line
+    name = b",".join(fields[_NAME_COLUMN:end])
+    return b", ".join([*fields[:_NAME_COLUMN], name, *fields[end:]])
 
 
 GPUtil.GPUtil.Popen = LimitedSmi
@@ -114,7 +149,7 @@ class GpuSampler:
 
     def _ask_gputil(self) -> None:
         self._of_gputil = {}
-        with contextlib.suppress(ValueError):  # it takes nvidia-smi's "has failed" for numbers
+        with contextlib.suppress(ValueError, IndexError):  # it takes any words for numbers
             self._of_gputil = {gpu.uuid: gpu for gpu in GPUtil.getGPUs()}
         self._asked = time.monotonic()
 

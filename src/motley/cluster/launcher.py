@@ -21,11 +21,11 @@ MPIRUN = frozenset({
 })  # fmt: skip
 # In the order in which they count: torchrun may be started by srun, and mpirun in an allocation.
 _TORCHRUN, _MPI, _SLURM = "ROLE_RANK", ("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), "SLURM_PROCID"
-RANKS = (_TORCHRUN, *_MPI, _SLURM)
+_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and its kin
+RANKS = (_TORCHRUN, *_MPI, _SLURM, _OTHER_MPI[0])
 SIZES = ("ROLE_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-_OTHER_MPI = ("PMI_RANK", "PMI_ID", "MPI_LOCALRANKID")  # of MPICH and its kin
 # Slurm's PMIx plugin ends the step when a process dies that is in MPI. keep_training.sh sets this
 # variable, and the ranks of srun meet without MPI.
 WITHOUT_MPI = "MOTLEY_WITHOUT_MPI"

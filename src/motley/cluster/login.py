@@ -3,12 +3,16 @@
 import ipaddress
 import shlex
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from motley.cluster.account import expand_home
 from motley.cluster.facts import read_interfaces
 from motley.errors import HostTrouble
 
+ASK_SSH_S = 10.0  # for ssh to print its configuration, which may run commands
 CONNECT_S = 4.0  # to accept a connection; then as long again to speak, and to log in
 
 
@@ -39,11 +43,12 @@ class UnknownHostKey(HostTrouble):
 
 @dataclass(frozen=True)
 class Login:
-    """How ssh would log in to a host, from ``~/.ssh/config``.
+    """How ssh would log in to a host, as ``ssh -G`` prints it.
 
     Attributes:
         known_as: the host's name in known_hosts.
-        keys: private keys named there; none means ssh's default ones.
+        keys: private keys that are there.
+        known_files: files of host keys. uses_agent: keys of an agent are tried too.
     """
 
     address: str
@@ -51,6 +56,72 @@ class Login:
     user: str
     known_as: str
     keys: tuple[str, ...]
+    known_files: tuple[Path, ...]
+    uses_agent: bool = True
+
+
+def read_login(host: str) -> Login:
+    """Ask ssh itself how it would log in to a host: it alone reads its configuration right
+    (Include, Match).
+
+    Raises:
+        HostTrouble: ssh refuses its configuration, or reaches the host through another one.
+    """
+    settings = _ask_ssh(host)
+    for jump in ("proxyjump", "proxycommand"):
+        if settings.get(jump, ["none"])[-1] != "none":
+            raise HostTrouble(
+                "behind a jump",
+                f"~/.ssh/config reaches {host} through {settings[jump][-1]}",
+                "name hosts that this machine and each other reach directly, as MPI must",
+            )
+    address, port = settings["hostname"][0], int(settings["port"][0])
+    plain = address if port == 22 else f"[{address}]:{port}"
+    keys = [expand_home(key) for key in settings.get("identityfile", [])]
+    files = " ".join(settings.get("globalknownhostsfile", []) + settings["userknownhostsfile"])
+    return Login(
+        address=address,
+        port=port,
+        user=settings["user"][0],
+        known_as=settings.get("hostkeyalias", [plain])[0],
+        keys=tuple(str(key) for key in keys if key.exists()),
+        known_files=tuple(map(expand_home, files.split())),
+        uses_agent="none" not in settings.get("identityagent", [])
+        and settings.get("identitiesonly") != ["yes"],
+    )
+
+
+def _ask_ssh(host: str) -> dict[str, list[str]]:
+    """Return the values of each setting that ``ssh -G`` prints for a host."""
+    try:
+        done = subprocess.run(
+            ["ssh", "-G", "--", host], capture_output=True, text=True, check=False,
+            stdin=subprocess.DEVNULL, timeout=ASK_SSH_S,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise HostTrouble(
+            "no ssh",
+            f"{host} is reached by ssh, and this machine has no program ssh",
+            "have its administrator install OpenSSH's client (openssh-client)",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise HostTrouble(
+            "ssh configuration",
+            f"ssh -G {host} did not end within {ASK_SSH_S:.0f} s",
+            "see what ~/.ssh/config runs for it (Match exec)",
+        ) from None
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split("\n")[0].split())
+        raise HostTrouble(
+            "ssh configuration",
+            f"ssh refuses its own configuration for {host} ({said})",
+            f"correct it, and see what ssh reads with: ssh -G {host}",
+        )
+    settings: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        name, _, value = line.partition(" ")
+        settings.setdefault(name, []).append(value)
+    return settings
 
 
 def is_here(host: str) -> bool:

@@ -20,6 +20,9 @@ _LINGER_S = 2.0  # after an exit status: for what is still to come
 # line is ever in an argv.
 _LOADER = 'exec sh -c \'read -r n; s=$(dd bs=1 count="$n" 2>/dev/null); eval "$s"\' motley'
 
+# Variables of another Python, which a .bashrc may set; the scripts start that of the environment.
+_OTHER_PYTHON = "PYTHONHOME PYTHONPATH PYTHONOPTIMIZE PYTHONSAFEPATH"
+
 # Ends all that a script started when it ends, or when whoever asked is gone.
 _TIED = """exec 3<&0 </dev/null
 { trap '' HUP; cat <&3 >/dev/null; kill -TERM 0; } >/dev/null 2>&1 &
@@ -69,7 +72,8 @@ class Talk:
     ) -> None:
         mark = f"motley-{secrets.token_hex(8)}"
         self.tied = payload is None
-        start = f"export LC_ALL=C\nset -- {shlex.join(map(str, words))}\necho {mark}\n"
+        clean = f"export LC_ALL=C\nunset {_OTHER_PYTHON}\n"
+        start = f"{clean}set -- {shlex.join(map(str, words))}\necho {mark}\n"
         text = (start + (_TIED if self.tied else "") + script).encode()
         head = b"%d\n" % len(text) + text
         self.sent: Iterator[bytes]

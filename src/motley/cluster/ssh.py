@@ -1,9 +1,9 @@
 """ssh to one host; the only user of paramiko. :mod:`motley.cluster.fan_out` asks many.
 
-Asks as OpenSSH (and so ``mpirun``) would: ``~/.ssh/config``, ``~/.ssh/known_hosts``, the
-agent and the user's keys. A host whose key is unknown or changed is never talked to. This
-machine itself, however hosts.txt names it, needs no ssh; nor does a node of Slurm's allocation
-that we are in, where Slurm runs what is asked.
+Asks as OpenSSH (and so ``mpirun``) would: with what ``ssh -G`` prints for the host (address, user,
+port, keys, files of host keys), and the agent. A host whose key is unknown or changed is never
+talked to. This machine itself, however hosts.txt names it, needs no ssh; nor does a node of Slurm's
+allocation that we are in, where Slurm runs what is asked.
 """
 
 import base64
@@ -15,7 +15,6 @@ from typing import IO, Any
 
 import paramiko
 
-from motley.cluster.account import home_folder, user_name
 from motley.cluster.login import (
     CONNECT_S,
     HostKey,
@@ -24,40 +23,15 @@ from motley.cluster.login import (
     changed,
     is_here,
     open_socket,
+    read_login,
     refused,
 )
 from motley.cluster.shell import Finished, Talk, TooLong, run_here, run_over
 from motley.cluster.slurm import allocated_nodes, on_node
-from motley.errors import HostTrouble, MotleyError
+from motley.errors import HostTrouble
 
 # It prints each authentication failure, which are reported here as what they mean.
 logging.getLogger("paramiko").setLevel(logging.CRITICAL)
-
-
-def login_of(host: str) -> Login:
-    """Read ``~/.ssh/config`` for a host."""
-    path = home_folder() / ".ssh/config"
-    found: dict[str, Any] = {}
-    if path.exists():
-        try:
-            found = dict(paramiko.SSHConfig.from_path(str(path)).lookup(host))
-        except (OSError, paramiko.ConfigParseError, ImportError) as error:
-            raise MotleyError(f"{path} cannot be read: {error}") from None
-    for jump in ("proxyjump", "proxycommand"):
-        if found.get(jump, "none") != "none":
-            raise HostTrouble(
-                "behind a jump",
-                f"~/.ssh/config reaches {host} through {found[jump]}",
-                "name hosts that this machine and each other reach directly, as MPI must",
-            )
-    address, port = str(found.get("hostname", host)), int(found.get("port", 22))
-    return Login(
-        address=address,
-        port=port,
-        user=str(found.get("user", user_name())),
-        known_as=address if port == 22 else f"[{address}]:{port}",
-        keys=tuple(key for key in found.get("identityfile", ()) if Path(key).exists()),
-    )
 
 
 class Remote:
@@ -166,7 +140,7 @@ def connect(
         return Remote(host, None)
     if password is None and key is None and host in allocated_nodes():
         return Remote(host, None, on_node(host))
-    login = login_of(host)
+    login = read_login(host)
     client = _client(login, known)
     ways: dict[str, Any] = {"allow_agent": False, "look_for_keys": False}
     if key is not None:
@@ -174,7 +148,11 @@ def connect(
     elif password is not None:
         ways["password"] = password
     else:
-        ways = {"key_filename": list(login.keys), "look_for_keys": not login.keys}
+        ways = {
+            "key_filename": list(login.keys),
+            "look_for_keys": False,
+            "allow_agent": login.uses_agent,
+        }
     try:
         with _named_troubles(host, login, password is not None):
             client.connect(
@@ -198,7 +176,7 @@ def connect(
 def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
     """One that talks to nobody but the hosts of known_hosts, and ``known``."""
     client = paramiko.SSHClient()
-    for path in (Path("/etc/ssh/ssh_known_hosts"), home_folder() / ".ssh/known_hosts"):
+    for path in login.known_files:
         with contextlib.suppress(OSError):
             for name, held in _read_known(path):
                 client.get_host_keys().add(name, held.get_name(), held)
@@ -211,7 +189,7 @@ def _client(login: Login, known: HostKey | None) -> paramiko.SSHClient:
 
 def known_keys(host: str, path: Path) -> tuple[HostKey, ...]:
     """A host's keys in a known_hosts file; OSError if that cannot be read."""
-    file, name = paramiko.HostKeys(), login_of(host).known_as
+    file, name = paramiko.HostKeys(), read_login(host).known_as
     for listed, key in _read_known(path):
         file.add(listed, key.get_name(), key)
     found = file.lookup(name)
@@ -238,7 +216,7 @@ def host_key(host: str, kinds: Iterable[str] = ()) -> HostKey:
     Args:
         kinds: which of its keys are asked for first, for example ``ssh-rsa``.
     """
-    login = login_of(host)
+    login = read_login(host)
     sock = open_socket(host, login)
     transport = paramiko.Transport(sock)
     transport.banner_timeout = CONNECT_S

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -33,12 +34,21 @@ class OneVoice(argparse.ArgumentParser):
         """End with status 2; an unknown option is answered with the nearest known one."""
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
+            if word in _OF_OTHER_LAUNCHERS:
+                stop_usage(
+                    f"{word} comes from another launcher (DeepSpeed's, or torch.distributed.launch"
+                    "), which Motley's ranks do not meet through; start them as in: mpirun -np 2 "
+                    f"--hostfile hosts.txt ./entry_cn.sh {sys.argv[0]}"
+                )
             message = f"unknown option {word}{self.hint(word)}"
         stop_usage(f"{message}; see {self.prog} {self.all_of_it}")
 
     def hint(self, word: str) -> str:
         """Behind the name of an unknown option."""
         return did_you_mean(word, self._option_string_actions)
+
+
+_OF_OTHER_LAUNCHERS = ("--local_rank", "--local-rank")
 
 
 class _UsualHelp(argparse.Action):

@@ -15,23 +15,49 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import TracebackType
 
-from motley.cluster.binding import cores_per_rank, few_cores_note, leave_default_binding
-from motley.cluster.launcher import Launcher, launch_of
-from motley.errors import MotleyError
-from motley.launch.cache_folder import cache_note, temporary_note
-from motley.launch.mpi import finalize_mpi
-from motley.launch.process import die_with_parent, end_at_once, keep_caches_local, stop_usage
-from motley.launch.start_watch import watch_imports
-from motley.text import escape_unprintable
+LAST_FOLDERS = "MOTLEY_LAST_FOLDERS"  # set by entry_cn.sh: the user's PYTHONPATH
 
-if __name__ == "__main__":
+
+def report_failed_import(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an exception that nothing has caught, and name the host of an import that failed."""
+    sys.__excepthook__(kind, error, trace)
+    if isinstance(error, ImportError):
+        where = f" (found at {error.path})" if error.path else ""
+        print(
+            f"motley: {error.name or 'a package'} cannot be imported on {os.uname().nodename}"
+            f"{where}: {error}; if it is one of the environment's own, {sys.prefix}, make that "
+            "again there with: bash setup/make_env.sh",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run the script that the command line names."""
+    # Imported once a failure would name the host.
+    from motley.cluster.binding import cores_per_rank, few_cores_note, leave_default_binding
+    from motley.cluster.launcher import Launcher, launch_of
+    from motley.errors import MotleyError
+    from motley.launch.cache_folder import cache_note, temporary_note
+    from motley.launch.mpi import finalize_mpi
+    from motley.launch.process import (
+        die_with_parent,
+        end_at_once,
+        keep_caches_local,
+        stop_usage,
+    )
+    from motley.launch.start_watch import watch_imports
+    from motley.text import escape_unprintable
+
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
     escape_unprintable()
-    faulthandler.enable()
-    gc.disable()
-    watch = watch_imports()
+    sys.path += filter(None, os.environ.get(LAST_FOLDERS, "").split(":"))
+    watch = watch_imports()  # noqa: F841  (it lives as long as this process)
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
     try:
         keep_caches_local(os.environ)
@@ -51,3 +77,10 @@ if __name__ == "__main__":
         sys.path[0] = str(Path(sys.argv[0]).parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
     end_at_once(finalize_mpi)
+
+
+if __name__ == "__main__":
+    sys.excepthook = report_failed_import
+    faulthandler.enable()
+    gc.disable()
+    main()

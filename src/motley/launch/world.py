@@ -112,6 +112,7 @@ class World:
         self.rank, self.size = launched.rank, launched.size
         self.numbers = list(range(self.size))
         check_size(self.size, os.environ)
+        check_alone(self.size, os.environ)
         here = launched.on_this_machine()
         self.local_rank = launched_local_rank(here.index(self.rank), os.environ)
         self.local_size = len(here)
@@ -273,6 +274,18 @@ class World:
                 "another, or unset MASTER_PORT, and a free one is taken"
             )
         return address, port
+
+
+def check_alone(size: int, environ: Mapping[str, str]) -> None:
+    """Raise MotleyError if this process is alone, and an unknown launcher started several."""
+    others = environ.get("WORLD_SIZE", "")
+    if size == 1 and "RANK" in environ and others.isdigit() and int(others) > 1:
+        raise MotleyError(
+            f"the environment says WORLD_SIZE={others}, and this process sees no other rank: "
+            "another launcher (DeepSpeed's) started it, or somebody set it in this shell; start "
+            "all ranks with mpirun, srun or torchrun and ./entry_cn.sh, or unset RANK and "
+            "WORLD_SIZE"
+        )
 
 
 def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:

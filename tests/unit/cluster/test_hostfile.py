@@ -49,7 +49,7 @@ def test_what_passes_is_harmless(name: str) -> None:
         ("# nobody\n", "names no host"),
         ("a slots=0", "line 1"),
         ("a\nb slots=x", "line 2"),
-        ("a max_slots=2", "slots=N"),
+        ("a max_slots=0", "slots=N"),
         ("a\nb\na slots=2", "line 3: host a is named twice"),
     ],
 )

@@ -57,6 +57,30 @@ def test_as_many_ranks_are_left_as_were_on_the_other_hosts(
         assert left.words[-1] == kept
 
 
+@pytest.mark.parametrize(
+    "spelling",
+    ["--hostfile=FILE", "-hostfile FILE", "--machinefile=FILE", "-H a:2,b,c,c", "--host a,a,b,c:2",
+     "-host=a:2,b:1,c:2"],
+)  # fmt: skip
+def test_every_spelling_of_the_hosts_is_read(spelling: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text(HOSTS)
+    words = spelling.replace("FILE", str(tmp_path / "hosts.txt")).split()
+    line = LaunchLine.parse(["mpirun", "--np=5", *words, "./entry_cn.sh"])
+    assert [(host.name, host.slots) for host in line.hosts] == [("a", 2), ("b", 1), ("c", 2)]
+    alive = [host for host in line.hosts if host.name != "b"]
+    left = line.with_hosts(alive, tmp_path / "left.txt").words
+    assert left[:3] == ("mpirun", "--np", "4")
+    assert left[4] == (str(tmp_path / "left.txt") if "FILE" in spelling else "a:2,c:2")
+
+
+def test_nothing_is_said_of_hosts_that_were_not_asked(tmp_path: Path) -> None:
+    for words, says in ((["-H", "+n0"], "no host was asked"), ([], "no host was asked"),
+                        (["-H", "a"], "all hosts answer")):  # fmt: skip
+        line = LaunchLine.parse(["mpirun", *words, "./entry_cn.sh"]).named("now")
+        why = Keeper(line, 0, Stop())._gives_up({}, -1, Asked((), {}, {}, (), {}, {}, {}))
+        assert says in why
+
+
 def test_hosts_of_the_hostfile_without_a_rank_are_not_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
