@@ -13,6 +13,8 @@ from pathlib import Path
 
 from motley.errors import MotleyError
 
+LIMIT_S = 60.0  # for one change of the system
+
 
 class Changes:
     """Does changes to this machine, or prints them.
@@ -38,7 +40,7 @@ class Changes:
             return
         done = subprocess.run(
             command, input=stdin, text=True, capture_output=True, check=False,
-            pass_fds=self._lock,
+            pass_fds=self._lock, timeout=LIMIT_S,
         )  # fmt: skip
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]

@@ -14,6 +14,7 @@ from lab_profile import LabHost
 
 # What a cable may queue: about what a cheap switch holds, in ms of its rate; and at least so many
 # bytes, for packets are no smaller where links are, and of few that wait TCP loses too many.
+LIMIT_S = 60.0  # for a program that only answers
 QUEUE_MS, QUEUE_BYTES = 20, 64 * 1024
 
 
@@ -112,7 +113,7 @@ class Switch:
     def _links(self) -> list[dict[str, Any]]:
         listed = subprocess.run(
             ["nsenter", "-t", str(self._pid), "-n", "ip", "-json", "link"],
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, check=False, timeout=LIMIT_S,
         ).stdout  # fmt: skip
         links: list[dict[str, Any]] = json.loads(listed or "[]")
         return links

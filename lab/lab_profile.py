@@ -14,6 +14,7 @@ from motley.cluster.hostfile import check_name
 from motley.errors import MotleyError
 from motley.text import did_you_mean
 
+LIMIT_S = 60.0  # for a program that only answers
 SHELLS = ("bash", "tcsh", "zsh")
 PYTHONS = ("normal", "no-pip", "no-ensurepip", "none")
 HOMES = ("shared", "private")
@@ -90,7 +91,7 @@ def read_profile(path: Path) -> tuple[LabHost, ...]:
 def check_free(hosts: Iterable[LabHost]) -> None:
     """Raise MotleyError if this machine itself has an address that a host is to have."""
     listed = subprocess.run(
-        ["ip", "-json", "address"], capture_output=True, text=True, check=True
+        ["ip", "-json", "address"], capture_output=True, text=True, check=True, timeout=LIMIT_S
     ).stdout
     taken = {at["local"]: link["ifname"] for link in json.loads(listed) for at in link["addr_info"]}
     for host in hosts:

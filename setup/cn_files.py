@@ -1,5 +1,6 @@
 """Brings files of this machine to hosts with folders of their own: only what differs."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -10,8 +11,11 @@ from pathlib import Path
 
 from cn import ROOT
 
+from motley.child import run_child
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
+
+GIT_LIMIT_S = 30.0
 
 # Never sent, in a repository that git does not know: what each host makes for itself.
 _MADE = {".git", ".venv", ".venv-python", "__pycache__", ".pytest_cache", ".mypy_cache",
@@ -32,8 +36,10 @@ _UNPACK = 'mkdir -p -- "$1" && cd -- "$1" && tar -xf -'
 def tracked_files() -> list[str]:
     """The repository's files, relative to it: what git tracks, else all but what is made."""
     git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"]
-    listed = subprocess.run(git, capture_output=True, text=True, check=False)
-    if listed.returncode == 0:
+    listed = None
+    with contextlib.suppress(OSError):  # a machine without git
+        listed = run_child(git, GIT_LIMIT_S, f"see whether the disk of {ROOT} answers")
+    if listed is not None and listed.returncode == 0:
         names = [name for name in listed.stdout.split("\0") if name]
         return [name for name in names if (ROOT / name).is_file()]
     found = []

@@ -26,6 +26,7 @@ LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 STAGE = VENV.with_name(f"{VENV.name}-parcels")  # on a host, until its environment is there
 INSTALL_S, VERIFY_S = 3600, 300
+INSTALL_LIMIT_S = 7200  # for make_env.sh on this machine
 _printing = threading.Lock()
 
 
@@ -112,8 +113,20 @@ def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> 
     command = ["bash", str(ROOT / "setup/make_env.sh"), "--torch", build]
     if options.dry_run:
         print(f"would run: {' '.join(command)}")
-    elif subprocess.run(command, check=False).returncode != 0:
+    elif not _ends_well(command):
         raise MotleyError(f"the {build} build could not be installed here; see above")
+
+
+def _ends_well(command: Sequence[str]) -> bool:
+    """Return True if a program that prints its own progress ends with status 0."""
+    try:
+        return subprocess.run(command, check=False, timeout=INSTALL_LIMIT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        hours = INSTALL_LIMIT_S / 3600
+        raise MotleyError(
+            f"{command[1]} did not end within {hours:.0f} h; see whether the network and the disk "
+            "answer, then run the same command again"
+        ) from None
 
 
 def describe(report: HostReport) -> tuple[str, str, str]:

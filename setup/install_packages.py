@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = Path(sys.prefix)
 BUILDS = "https://download.pytorch.org/whl/"
 EVERY_S = 10
+LIMIT_S, ASK_LIMIT_S = 7200, 60  # for what installs, and for what answers a question
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 # Beside the environment's packages and not among them: nobody who installs the same needs it.
@@ -87,6 +88,10 @@ class Log:
         ):
             while True:
                 passed = time.monotonic() - self.began
+                if passed > LIMIT_S:
+                    job.kill()
+                    print(f"  {command[0]} did not end within {LIMIT_S / 3600:.0f} h", flush=True)
+                    return False
                 try:
                     return job.wait(timeout=EVERY_S - passed % EVERY_S) == 0
                 except subprocess.TimeoutExpired:
@@ -113,8 +118,9 @@ def get_uv(log: Log, wheels: Path | None) -> str:
 
 def _uv_runs() -> bool:
     try:
-        return subprocess.run([UV, "--version"], capture_output=True).returncode == 0
-    except OSError:
+        done = subprocess.run([UV, "--version"], capture_output=True, timeout=ASK_LIMIT_S)
+        return done.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
         return False
 
 
@@ -143,7 +149,16 @@ def steps(options: argparse.Namespace) -> Iterator[list[str]]:
 
 def pip_settings() -> dict[str, list[str]]:
     """What pip is configured with for ``pip install``: each name's values."""
-    listed = subprocess.run([*PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True)
+    asks = [*PIP, "config", "list"]
+    try:
+        listed = subprocess.run(
+            asks, stdout=subprocess.PIPE, text=True, check=True, timeout=ASK_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit(
+            f"motley: {' '.join(asks)} did not end within {ASK_LIMIT_S} s; see whether the disk of "
+            f"{VENV} answers"
+        )
     lines = [line.partition("=") for line in listed.stdout.splitlines()]
     return {
         name.removeprefix(section): ast.literal_eval(value).split()

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +9,11 @@ from pathlib import Path
 
 import cn
 
+from motley.child import run_child
 from motley.cluster.slurm import srun_words
 from motley.errors import MotleyError
 
+PREPARE_LIMIT_S = 600.0  # to read the matrix and what is measured of it
 _SCRIPT = "baseline_measure.py"
 _EXAMPLE = "slurm_job.sh --array torch_dist/baseline_measure.py --matrix strategies"
 
@@ -53,7 +54,8 @@ class Array:
         words = (sys.executable, *line[:at], "--nodes", f"{nodes}x{ranks}", "--mpirun", start)
         rest = tuple(line[at:])
         asks = [*words, "--prepare", *(["--dry-run"] if dry_run else []), *rest]
-        done = subprocess.run(asks, cwd=cn.ROOT, stdout=subprocess.PIPE, text=True)
+        done = run_child(asks, PREPARE_LIMIT_S, "see whether its disk answers", cn.ROOT)
+        print(done.stderr, end="", file=sys.stderr)
         if done.returncode:  # it has said why
             raise MotleyError(f"{_SCRIPT} cannot measure this matrix; nothing is submitted")
         told = json.loads(done.stdout)

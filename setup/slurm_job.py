@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,12 +13,14 @@ import cn
 from launch_line import LaunchLine
 from slurm_array import Array
 
+from motley.child import run_child
 from motley.cluster.partitions import Partition, partitions, seconds_of_slurm
 from motley.cluster.slurm import srun_words
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.text import did_you_mean
 
+SBATCH_LIMIT_S = 60.0
 _WORD = re.compile(r"[\w.-]+", re.ASCII)
 _REQUEST = re.compile(r"[\w.,:;=+*&|!()\[\]@%/-]+", re.ASCII)  # as in gpu:a100:2 and a&[b|c]
 _REQUESTS = ("account", "mem", "qos", "constraint", "gres", "exclude")  # sbatch's own options
@@ -96,7 +97,8 @@ def main(words: Sequence[str]) -> int:
     if not options.submit:
         print(f"submit it with: sbatch {path}")
         return 0
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    fix = "see whether Slurm answers (sinfo), and whether the job is there already (squeue --me)"
+    done = run_child(["sbatch", "--parsable", path], SBATCH_LIMIT_S, fix)
     if done.returncode:
         raise MotleyError(f"sbatch: {done.stderr.strip() or 'no word'}")
     number = done.stdout.strip().partition(";")[0]

@@ -19,6 +19,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
+from motley.child import run_child
 from motley.cluster.account import home_folder
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host
@@ -193,7 +194,7 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
             print(f"{made.parent} is not yours to write: hello_mpi.c is not tried")
         return made.exists()  # its owner has brought it to all hosts
     compiler = [str(VENV / "bin/mpicc"), "-o", str(made), str(ROOT / "setup/hello_mpi.c")]
-    done = subprocess.run(compiler, capture_output=True, text=True, check=False)
+    done = run_child(compiler, LIMIT_S, f"see whether the disk of {VENV} answers")
     if done.returncode != 0:
         raise MotleyError(f"hello_mpi.c does not compile: {done.stderr.strip()}")
 
@@ -249,7 +250,11 @@ def end_mpirun(job: subprocess.Popen[str]) -> str:
         return job.communicate(timeout=5)[0]
     except subprocess.TimeoutExpired:  # a signal while it launches makes Open MPI 5.0.11 hang
         os.killpg(job.pid, signal.SIGKILL)  # its daemons end when they miss it
-        return job.communicate()[0]
+    try:
+        return job.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired as late:  # an ssh to a host that is cut off has its output
+        output = late.output or b""
+        return output.decode(errors="replace") if isinstance(output, bytes) else output
 
 
 if __name__ == "__main__":

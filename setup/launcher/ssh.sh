@@ -6,6 +6,8 @@
 # understand it. Nobody is there to answer ssh's questions, and a host that is off must not
 # cost a minute. Where ssh fails, mpirun guesses why, at length, and names nobody: a process
 # beside it says whose it was, after mpirun's words; once ssh has connected, it ends that one.
+# mpirun takes status 0 for a daemon that lives on, and waits for it without end: also where the
+# login shell has ended before the daemon (exit 0 in .bashrc).
 bin=$(dirname -- "$(readlink -f -- "$0")")
 # A connection that others share would run no command of ours.
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlPath=none)
@@ -32,16 +34,36 @@ wait_for() { # PROCESS TENTHS: whether it ends within these tenths of a second
   return 1
 }
 
-say_failure() {
+say_last() { # WHY FIX: once mpirun has had its words
   exec >/dev/null # or who reads this would wait for its end
+  wait_for "$launcher" 50
+  echo "motley: ${to[-1]} takes no part: $1; $2" >&2
+}
+
+say_failure() {
+  exec >/dev/null
   local began=$SECONDS
   wait_for $$ 600 || exit
   # Unless it took its time, it may be mpirun that has ended it, for another host.
   ((SECONDS - began < 9)) && "${ssh[@]}" -n "${to[@]}" true 2>/dev/null && exit
-  wait_for "$launcher" 50
-  echo "motley: ${to[-1]} takes no part: $why; see all hosts with" \
-    "bash setup/test_cn_connection.sh, or leave it out of hosts.txt" >&2
+  say_last "$why" "see all hosts with bash setup/test_cn_connection.sh, or leave it out of hosts.txt"
 }
 
 watch=$(say_failure & echo $!)
-exec "${ssh[@]}" -o PermitLocalCommand=yes -o "LocalCommand=kill $watch" "${words[@]}"
+"${ssh[@]}" -o PermitLocalCommand=yes -o "LocalCommand=kill $watch" "${words[@]}" <&0 &
+session=$!
+trap 'kill "$session" 2>/dev/null' TERM INT HUP
+code=0
+while wait "$session" || code=$?; kill -0 "$session" 2>/dev/null; do code=0; done
+case $code in
+  77) exit 0 ;;
+  78 | 255) exit "$code" ;;
+  126 | 127)
+    say_last "it cannot start $bin/motley_prted (status $code)" \
+      "make the environment there with: bash setup/install_cn.sh" &
+    exit "$code" ;;
+esac
+((code < 128)) || exit "$code" # by a signal, such as mpirun sends
+say_last "its login shell ended with status $code before mpirun's daemon began" \
+  "look for 'exit' in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads: ssh -- ${to[-1]} echo hello prints nothing until then" &
+exit 1

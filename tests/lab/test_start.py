@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from jobs import Done
 from lab_door import Door, lab_up
 from project import DDP, ROOT, venv
 
@@ -41,6 +42,42 @@ def remembered(lab: Door) -> list[Path]:
     """What the first host keeps of links."""
     found = lab.on(NAMES[0], "bash", "-c", "ls /tmp/motley-*/wire-*.json 2>/dev/null || true")
     return [Path(line) for line in found.split()]
+
+
+BASHRC = ROOT / "tests" / "cases" / "bashrc"
+SAY = "import numpy, sys; print('well', sys.prefix in numpy.__file__)"
+
+
+def start_others(lab: Door, words: str) -> Done:
+    """Start a process on each host but the first, from there."""
+    others = ",".join(NAMES[1:])
+    line = (
+        f"export PATH={venv()}/bin:$PATH MOTLEY_VENV={venv()}; cd {ROOT} && "
+        f"timeout -k 1 30 mpirun -np 2 --host {others} -x MOTLEY_VENV {words} 2>&1"
+    )
+    return lab.run("exec", NAMES[0], "--", "bash", "-c", line)
+
+
+def test_a_bashrc_that_ends_the_shell_or_names_another_python(lab: Door) -> None:
+    home = lab.home(NAMES[0])
+    lab.give(NAMES[0], BASHRC / "ros", "ros")
+    (home / "say.py").write_text(SAY)
+    for case, says in (("pythonpath", ""), ("pythonhome", "PYTHONHOME=/usr/lib/python3.8 on")):
+        lab.give(NAMES[0], BASHRC / case, ".bashrc")
+        done = start_others(lab, "./entry_cn.sh ~/say.py")
+        assert done.code == 0 and done.output.count("well True") == 2 and says in done.output
+
+    for text in ("exit 0", "exit 3"):
+        lab.on(NAMES[0], "tee", ".bashrc", stdin=text)
+        done = start_others(lab, "hostname")
+        assert done.code not in (0, 124, 137) and done.seconds < 15, done.output
+        assert f"its login shell ended with status {text[-1]}" in done.output
+        assert "motley: start" in done.output and "~/.bashrc" in done.output
+    script = ROOT / "setup" / "test_cn_connection.sh"
+    done = lab.run("exec", NAMES[0], "--", "bash", script, "--hostfile", "hosts.txt", "--json")
+    troubles = [each["trouble"] for each in json.loads(done.output)["hosts"].values()]
+    assert troubles[0] is None and [each["kind"] for each in troubles[1:]] == ["no shell"] * 2
+    lab.on(NAMES[0], "rm", ".bashrc")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # Every module of the library, by its room. A room imports those above it, and nothing below.
 # In a folder with a star each file adds one thing, and needs no place of its own.
 ROOMS = {
-    "root": "__init__ __main__ errors extras faults registry signals text",
+    "root": "__init__ __main__ child errors extras faults registry signals text",
     "cluster": (
         "account hostfile binding device_facts amd_smi gpus facts network slurm partitions "
         "launcher login shell ssh fan_out orphans processes presence"
@@ -239,6 +239,19 @@ def test_what_is_no_command_says_what_there_is(module: str, says: str) -> None:
         env={"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert done.returncode and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_program_that_is_waited_for_has_a_time_limit() -> None:
+    folders = ("src", "setup", "plots", "torch_dist", "deepspeed", "lab")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert [
+        f"{path.name}:{node.lineno}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "subprocess.run"
+        and "timeout" not in {keyword.arg for keyword in node.keywords}
+    ] == []
 
 
 def test_script_folders_are_no_packages() -> None:

