@@ -5,7 +5,6 @@ between two marks, and .deepspeed_env in the repository, whose other lines stay.
 own parameter files go before those of the environment: they are read, never changed.
 """
 
-import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from cn import ROOT, VENV
 from cn_report import HostReport
 
 from motley.cluster.account import home_folder
-from motley.cluster.network import Network, choose_networks
+from motley.cluster.network import Network
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
 
@@ -70,17 +69,18 @@ class Shared:
     infiniband: bool
 
 
-def find_shared(reports: Mapping[str, HostReport]) -> Shared:
-    """The subnet on which each host has an address of its own; MotleyError if there is none."""
-    interfaces = {number: each.interfaces for number, each in enumerate(reports.values())}
-    networks = choose_networks(interfaces, dict(enumerate(reports)), {})
-    at = dict(zip(reports, networks.values(), strict=True))
+def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) -> Shared:
+    """Return the subnet of each host's address on the network that was chosen.
+
+    Args:
+        at: from :func:`cn_networks.try_networks`.
+    """
     infiniband = all(each.infiniband for each in reports.values())
     if len(reports) == 1:
         return Shared(None, at, infiniband)
     first = next(iter(reports.values())).interfaces
-    address = ipaddress.IPv4Address(networks[0].address)
-    subnet = next(each.network for each in first if str(address) == each.address)
+    address = next(iter(at.values())).address
+    subnet = next(each.network for each in first if each.address == address)
     return Shared(str(subnet), at, infiniband)
 
 
@@ -110,8 +110,7 @@ def parameters(
         settings.append("NCCL_IB_DISABLE=1")
     return (
         [f"btl_tcp_if_include = {shared.subnet}", f"oob_tcp_if_include = {shared.subnet}"],
-        # Else hosts whose names differ behind the first dot alone are one node to mpirun.
-        [f"prte_if_include = {shared.subnet}", "prte_keep_fqdn_hostnames = 1"],
+        [f"prte_if_include = {shared.subnet}"],
         settings,
     )
 

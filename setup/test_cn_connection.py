@@ -27,6 +27,7 @@ from pathlib import Path
 
 import cn
 from cn_judge import Finding, Here, grouped, judge, judge_networks, normal
+from cn_networks import try_networks
 from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
@@ -34,7 +35,8 @@ from cn_show import show
 from motley.cluster.account import home_folder
 from motley.cluster.fan_out import split
 from motley.cluster.login import read_login
-from motley.errors import HostTrouble
+from motley.cluster.network import Network
+from motley.errors import HostTrouble, MotleyError
 
 _HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
@@ -119,6 +121,18 @@ def as_json(
     )
 
 
+def try_all(
+    reports: Mapping[str, HostReport],
+) -> tuple[Mapping[str, Network], Finding | None, str]:
+    """Return the hosts' places on the network that they take, or why there is none; and words."""
+    try:
+        networks, words = try_networks(reports)
+    except MotleyError as error:
+        cause, _, fix = str(error).rpartition("; ")
+        return {}, Finding("network cut", cause, fix), ""
+    return networks, None, words
+
+
 def main(words: Sequence[str]) -> int:
     """Ask, show, judge."""
     parser = cn.Parser("test_cn_connection")
@@ -140,6 +154,9 @@ def main(words: Sequence[str]) -> int:
     for name, report in reports.items():
         findings[name] = list(judge(report, slots[name], here))
     networks, apart = judge_networks(reports.values())
+    tried = ""
+    if not apart and len(reports) == len(names) and all(r.environment for r in reports.values()):
+        networks, apart, tried = try_all(reports)
     if apart:
         for name in reports:
             findings[name].append(apart)
@@ -153,6 +170,8 @@ def main(words: Sequence[str]) -> int:
     for finding in sorted(groups, key=lambda each: not each.wrong):
         named = ", ".join(groups[finding])
         cn.print_troubles({named if finding.wrong else f"note on {named}": finding})
+    if tried:
+        print(f"\n{tried}")
     if well:
         print(f"\nall is well ({time.monotonic() - start:.1f} s)")
     return int(not well)

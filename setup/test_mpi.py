@@ -1,13 +1,11 @@
 """The door of setup/test_mpi.sh; its -h explains it."""
 
 import argparse
-import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from itertools import chain
 
 from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
 from cn_files import send
+from cn_networks import listen_on, talk, try_networks
 from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
@@ -23,13 +22,12 @@ from motley.child import run_child
 from motley.cluster.account import home_folder
 from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host
-from motley.cluster.ssh import Remote, connect
+from motley.cluster.ssh import connect
 from motley.errors import HostTrouble, MotleyError
 
 LIMIT_S = 60
 MPI_LIMIT_S, EACH_LIMIT_S = 60, 8  # links that drop large packets take 8 s for each host
 HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on all hosts
-_TALK = 'python=$1/bin/python talk=$2/setup/cn_talk.py; shift 2; "$python" "$talk" "$@"'
 
 
 def main(words: Sequence[str]) -> int:
@@ -52,9 +50,10 @@ def main(words: Sequence[str]) -> int:
     if troubles:  # mpirun would wait for them for a minute, and then name none
         print_troubles(troubles)
         return 1
-    shared = find_shared(reports)
+    at, words = try_networks(reports)
+    shared = find_shared(reports, at)
     if shared.subnet:
-        print(f"the hosts share {shared.subnet}")
+        print(f"the hosts share {shared.subnet}; {words}")
     if options.dry_run:
         show_parameters(reports, shared)
     own, troubles = tell_hosts(reports, shared, options.dry_run)
@@ -134,33 +133,15 @@ def try_pairs(
     """Open a connection from each host to each other; returns who cannot reach whom, and why."""
     if len(reports) == 1:
         return {}
-    ports: dict[str, str] = {}
-    ready = threading.Semaphore(0)
+    with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, ports):
 
-    def listen(host: str, remote: Remote) -> None:
-        def tell(line: str) -> None:
-            ports[host] = line
-            ready.release()
+        def call(host: str) -> list[list[str]]:
+            peers = [f"{n}={shared.at[n].address}:{p}" for n, (p,) in ports.items() if n != host]
+            return [
+                line.split(" ", 1) for line in talk(remotes[host], "connect", *peers).splitlines()
+            ]
 
-        with contextlib.suppress(HostTrouble):  # it is ended from here
-            remote.run(_TALK, VENV, ROOT, "listen", shared.at[host].address, tell=tell)
-        ready.release()
-
-    def call(host: str) -> list[list[str]]:
-        peers = [f"{n}={shared.at[n].address}:{p}" for n, p in ports.items() if n != host]
-        done = remotes[host].run(_TALK, VENV, ROOT, "connect", *peers, limit=LIMIT_S)
-        return [line.split(" ", 1) for line in done.output.splitlines()]
-
-    remotes = {host: connect(host) for host in reports}
-    try:
-        for host, remote in remotes.items():
-            threading.Thread(target=listen, args=(host, remote), daemon=True).start()
-        for _ in remotes:
-            ready.acquire(timeout=20)
         told = run_on_all(remotes, call, LIMIT_S)
-    finally:
-        for remote in remotes.values():
-            remote.close()
     deaf = {
         (host, "all"): HostTrouble(
             "cannot talk",
@@ -168,7 +149,7 @@ def try_pairs(
             f"see whether that address is still there: ssh -- {host} ip addr",
         )
         for host in reports
-        if host not in ports
+        if not any(ports.get(host, []))
     }
     return deaf | {
         (host, peer): HostTrouble(

@@ -6,7 +6,7 @@
 #   bash setup/test_mpi.sh --dry-run        # what would be written, and where
 #   bash setup/test_mpi.sh --hostfile my_hosts.txt
 #
-# Finds the subnet that the hosts share and writes it, on every host, into the
+# Tries each subnet that the hosts share and writes the fastest, on every host, into the
 # environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
 # and into .deepspeed_env; your own ~/.openmpi, ~/.prte and ~/.pmix go before
 # these, and are read but never changed. Then each host opens a connection to

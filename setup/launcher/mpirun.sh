@@ -21,14 +21,19 @@ fi
 for name in $(variables PMIX_NAMESPACE) $(variables PMIX_RANK) $(variables PMIX_SERVER_) \
   $(variables PMI_); do unset "$name"; done
 mark=$(printf '\357\273\277') end=$(printf '\r')
-flag='' left=$# entry=false
+flag='' left=$# entry=false names=''
 while [ "$left" -gt 0 ]; do
   word=$1 left=$((left - 1))
   shift
   case $word in */entry_cn.sh | *.py) entry=true ;; esac
-  case $flag in
+  $entry || case $word in
+    --hostfile=* | -hostfile=* | --machinefile=* | -machinefile=* | --host=* | -host=*)
+      flag=${word%%=*} word=${word#*=}
+      set -- "$@" "$flag" ;;
+  esac
+  $entry || case $flag in
     --hostfile | -hostfile | --machinefile | -machinefile)
-      if ! $entry && [ -f "$word" ] && grep -q -e "^$mark" -e "$end\$" -- "$word"; then
+      if [ -f "$word" ] && grep -q -e "^$mark" -e "$end\$" -- "$word"; then
         echo "motley: $word has a byte-order mark or Windows line ends, which are left out" >&2
         # The file is gone as soon as it is open: nothing has to remove it in the end.
         plain=$(mktemp) || exit
@@ -36,9 +41,33 @@ while [ "$left" -gt 0 ]; do
         exec 9<"$plain"
         rm -f -- "$plain"
         word=/dev/fd/9
-      fi ;;
+      fi
+      [ ! -r "$word" ] || names="$names $(sed 's/#.*//; s/^[[:space:]]*//; s/[[:space:]].*//' "$word")" ;;
+    --host | -host | -H) names="$names $(printf %s "$word" | tr , '\n' | sed 's/:[0-9*]*$//')" ;;
   esac
   flag=$word
   set -- "$@" "$word"
 done
+# shellcheck disable=SC2086
+names=$(printf '%s\n' $names | sort -u)
+look_up() { # NAME: it and its address; at once for all, since one may take its time
+  address=$(timeout 5 getent ahostsv4 "$1" 2>/dev/null | sed -n '1s/ .*//p')
+  printf '%s %s\n' "$1" "$address"
+}
+at=$(for name in $names; do look_up "$name" & done | sort)
+# Hosts whose own names differ behind the first dot alone are one host to mpirun and its ranks,
+# unless both keep all of a name. It then takes the short name of this machine for another one's.
+own=$(uname -n) short=$(uname -n | sed 's/\..*//')
+if [ -n "$names" ] && ! printf '%s\n' "$at" | grep -q ' $' &&
+  { [ "$own" = "$short" ] || ! printf '%s\n' "$names" | grep -qxF "$short"; }; then
+  export PRTE_MCA_prte_keep_fqdn_hostnames="${PRTE_MCA_prte_keep_fqdn_hostnames:-1}"
+  export PMIX_MCA_pmix_keep_fqdn_hostnames="$PRTE_MCA_prte_keep_fqdn_hostnames"
+fi
+# One machine under two names has two daemons, and its ranks never meet. This machine has none.
+twice=$(printf '%s\n' "$at" | awk -v own=" 127.0.0.1 $(hostname -I 2>/dev/null) " '
+  NF > 1 && !index(own, " " $2 " ") { if ($2 in seen) { print seen[$2] " and " $1; exit } seen[$2] = $1 }')
+if [ -n "$twice" ]; then
+  echo "motley: $twice are one machine; write it once in the hosts file, with the slots of both" >&2
+  exit 2
+fi
 exec "$(dirname -- "$(readlink -f -- "$0")")/mpiexec" "$@"

@@ -20,8 +20,8 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 ROOMS = {
     "root": "__init__ __main__ child errors extras faults registry signals text",
     "cluster": (
-        "account hostfile binding device_facts amd_smi gpus facts network slurm partitions "
-        "launcher login shell ssh fan_out orphans processes presence"
+        "account hostfile binding device_facts amd_smi gpus facts network network_trial slurm "
+        "partitions launcher login shell ssh fan_out orphans processes presence"
     ),
     "records": (
         "lines json_file folder_lock gpu_formats gpu_csv training trace run_folder one_run "

@@ -8,6 +8,7 @@ import copy
 import gc
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 
 from motley.cluster.facts import NodeFacts, read_node
 from motley.cluster.launcher import Launcher, launch_of
-from motley.cluster.network import VARIABLES, Network, choose_networks
+from motley.cluster.network import VARIABLES, Network, list_networks
+from motley.cluster.network_trial import Receiver, measure, next_in_ring, pick_network
 from motley.errors import MotleyError
 from motley.launch.leftovers import say_leftovers
 from motley.launch.mpi import Launched, check_size
@@ -186,13 +188,33 @@ class World:
             for machine, node in zip(self.machines, self.nodes, strict=True)
         }
         names = {machine: self.nodes[machine].host for machine in machines}
-        networks = choose_networks(machines, names, {m: told[m][1] for m in machines})
-        self.network = networks[self.machines[self.rank]]
+        candidates = list_networks(machines, names, {m: told[m][1] for m in machines})
+        chosen = self._try_networks(candidates, names) if len(candidates) > 1 else 0
+        self.network = candidates[chosen][self.machines[self.rank]]
         survives = os.environ.get(SURVIVES) == "1"  # keep_training.sh sets it for rank 0
         listening = self.supervisor.listen(self.network.address)
         told_ports = self.allgather((listening, survives))
         self.supervisor.join([port for port, _ in told_ports], self.machines, told_ports[0][1])
         self.clock.lap("connect")
+
+    def _try_networks(
+        self, candidates: Sequence[Mapping[int, Network]], names: Mapping[int, str]
+    ) -> int:
+        """Return the number of the network that all machines take; all ranks call it."""
+        machines, own = sorted(names), self.machines[self.rank]
+        addresses = [each[own].address for each in candidates] if self.first_here else []
+        with Receiver(addresses) as receiver:
+            ports = self.allgather(receiver.ports)
+            answers = list[float | str]()
+            if self.first_here:
+                peer = next_in_ring(own, machines)
+                at = [each[peer].address for each in candidates]
+                answers = measure(list(zip(at, ports[peer], strict=True)))
+            told = self.allgather(answers)
+        chosen, words = pick_network(candidates, {m: told[m] for m in machines}, names)
+        if self.rank == 0:
+            print(f"motley: {words}", file=sys.stderr, flush=True)
+        return chosen
 
     def without_lost(self, survivors: Survivors) -> "World":
         """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""

@@ -2,8 +2,10 @@
 
 import pytest
 
+from motley.cluster import network_trial
 from motley.cluster.facts import Interface
-from motley.cluster.network import Network, choose_networks
+from motley.cluster.network import Network, choose_networks, list_networks
+from motley.cluster.network_trial import Receiver, measure, pick_network
 from motley.errors import MotleyError
 
 DOCKER = Interface("docker0", "172.17.0.1", 16)
@@ -101,3 +103,58 @@ def test_one_address_twice_where_nobody_would_meet_anyway_is_not_the_cause() -> 
     }
     with pytest.raises(MotleyError, match="share no subnet"):
         choose_networks(hosts, {0: "a", 1: "b", 2: "c"}, {})
+
+
+TWO = [{0: Network("a0", "10.0.0.1"), 1: Network("a0", "10.0.0.2")},
+       {0: Network("b0", "10.1.0.1"), 1: Network("b0", "10.1.0.2")}]  # fmt: skip
+NAMES = {0: "alpha", 1: "beta"}
+DEAF = "gets no answer within 3 s"
+
+
+@pytest.mark.parametrize(
+    ("answers", "chosen", "says"),
+    [
+        ({0: [1e8, 1e8], 1: [1e8, 1.4e8]}, 0, "network a0 (10.0.0.1 on alpha): 100 MB/s"),
+        ({0: [2e6, 1e8], 1: [1e8, 1e8]}, 1, "not taken: a0 (10.0.0.1 on alpha): 2 MB/s"),
+        ({0: [1e9, 1e6], 1: [DEAF, 1e6]}, 1, "beta -> alpha gets no answer"),
+    ],
+    ids=["the first of two alike", "the fastest", "the one that works"],
+)
+def test_the_fastest_network_that_works_is_taken(
+    answers: dict[int, list[float | str]], chosen: int, says: str
+) -> None:
+    number, words = pick_network(TWO, answers, NAMES)
+    assert number == chosen and says in words
+
+
+def test_where_no_network_works_each_is_named() -> None:
+    with pytest.raises(MotleyError, match=r"no network connects all hosts \(a0 .*; b0 .* alpha ->"):
+        pick_network(TWO, {0: [DEAF, DEAF], 1: [DEAF, 1e6]}, NAMES)
+
+
+def test_a_network_is_measured_and_one_that_is_closed_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network_trial, "SECONDS", 0.05)
+    with Receiver(["127.0.0.1", "203.0.113.9"]) as receiver:
+        (port, none) = receiver.ports
+        found = measure([("127.0.0.1", port), ("127.0.0.1", none), ("127.0.0.1", 1)])
+    assert isinstance(found[0], float) and found[0] > 1e6
+    assert found[1:] == ["opens no port there", "fails: Connection refused"]
+
+
+def test_all_networks_are_listed_and_those_of_containers_last() -> None:
+    hosts = {
+        m: (Interface("br-1", f"172.18.0.{m + 1}", 16), Interface("a0", f"10.0.0.{m + 1}", 24),
+            Interface("b0", f"10.1.0.{m + 1}", 24))
+        for m in (0, 1)
+    }  # fmt: skip
+    assert list_networks(hosts, NAMES, {}) == TWO
+    only = {m: each[:1] for m, each in hosts.items()}
+    assert list_networks(only, NAMES, {})[0][0].interface == "br-1"
+
+
+def test_a_host_with_ipv6_alone_is_named() -> None:
+    hosts = {0: (Interface("eth0", "10.0.0.1", 24),), 1: (LOOPBACK,)}
+    with pytest.raises(MotleyError, match="beta has no IPv4 address beside its loopback's"):
+        list_networks(hosts, NAMES, {})

@@ -1,0 +1,97 @@
+"""The network that the hosts of hosts.txt take: each one that they share is tried.
+
+The choice is that of a training (motley.launch.world), which tries them in the same way.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from cn import ROOT, VENV
+from cn_report import HostReport
+
+from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.network import Network, list_networks
+from motley.cluster.network_trial import Answer, next_in_ring, pick_network
+from motley.cluster.ssh import Remote, connect
+from motley.errors import HostTrouble
+
+LISTEN_S, TRIAL_S = 20.0, 60.0
+_TALK = """
+python=$1/bin/python talk=$2/setup/cn_talk.py
+PYTHONPATH=$2/src; export PYTHONPATH; shift 2; "$python" "$talk" "$@"
+"""
+
+
+def talk(remote: Remote, *words: object) -> str:
+    """Return what cn_talk.py prints on a host."""
+    return remote.run(_TALK, VENV, ROOT, *words, limit=TRIAL_S).output
+
+
+@contextlib.contextmanager
+def listen_on(
+    addresses: Mapping[str, Sequence[str]],
+) -> Iterator[tuple[dict[str, Remote], dict[str, list[int]]]]:
+    """Have each host listen on addresses of its own.
+
+    Yields:
+        A connection to each host, and its ports, 0 where it opens none. A host that prints none is
+        missing from the second.
+    """
+    ports: dict[str, list[int]] = {}
+    ready = threading.Semaphore(0)
+
+    def listen(host: str, remote: Remote) -> None:
+        def tell(line: str) -> None:
+            ports[host] = [int(word) for word in line.split()]
+            ready.release()
+
+        with contextlib.suppress(HostTrouble, ValueError):  # it is ended from here
+            remote.run(_TALK, VENV, ROOT, "listen", *addresses[host], limit=TRIAL_S, tell=tell)
+        ready.release()
+
+    connected = run_on_all(addresses, connect, LISTEN_S)
+    remotes, troubles = split(connected)
+    try:
+        for trouble in troubles.values():
+            raise trouble
+        for host, remote in remotes.items():
+            threading.Thread(target=listen, args=(host, remote), daemon=True).start()
+        for _ in remotes:
+            ready.acquire(timeout=LISTEN_S)
+        yield remotes, ports
+    finally:
+        for remote in remotes.values():
+            remote.close()
+
+
+def try_networks(reports: Mapping[str, HostReport]) -> tuple[dict[str, Network], str]:
+    """Return where each host sits on the fastest network that connects all, and what was found.
+
+    Raises:
+        MotleyError: there is none.
+    """
+    hosts = list(reports)
+    names = dict(enumerate(hosts))
+    machines = {number: reports[host].interfaces for number, host in names.items()}
+    candidates = list_networks(machines, names, {})
+    if len(hosts) == 1:
+        return {hosts[0]: candidates[0][0]}, ""
+    at = {host: [each[number].address for each in candidates] for number, host in names.items()}
+    with listen_on(at) as (remotes, ports):
+
+        def measure(host: str) -> list[Answer]:
+            peer = hosts[next_in_ring(hosts.index(host), list(names))]
+            open_ports = ports.get(peer, [0] * len(candidates))
+            targets = [f"{a}:{p}" for a, p in zip(at[peer], open_ports, strict=True)]
+            answers: list[Answer] = json.loads(talk(remotes[host], "measure", *targets))
+            return answers
+
+        told = run_on_all(hosts, measure, TRIAL_S)
+    for answer in told.values():
+        if isinstance(answer, HostTrouble):
+            raise answer
+    answers = {n: told[host] for n, host in names.items()}
+    chosen, words = pick_network(candidates, answers, names)  # type: ignore[arg-type]
+    return {host: candidates[chosen][number] for number, host in names.items()}, words
