@@ -66,8 +66,13 @@ def listen_on(
             remote.close()
 
 
-def try_networks(reports: Mapping[str, HostReport]) -> tuple[dict[str, Network], str]:
+def try_networks(
+    reports: Mapping[str, HostReport], only_choice: bool = True
+) -> tuple[dict[str, Network], str]:
     """Return where each host sits on the fastest network that connects all, and what was found.
+
+    Args:
+        only_choice: a network that is the only one is tried too.
 
     Raises:
         MotleyError: there is none.
@@ -76,8 +81,8 @@ def try_networks(reports: Mapping[str, HostReport]) -> tuple[dict[str, Network],
     names = dict(enumerate(hosts))
     machines = {number: reports[host].interfaces for number, host in names.items()}
     candidates = list_networks(machines, names, {})
-    if len(hosts) == 1:
-        return {hosts[0]: candidates[0][0]}, ""
+    if len(hosts) == 1 or (len(candidates) == 1 and not only_choice):
+        return {host: candidates[0][number] for number, host in names.items()}, ""
     at = {host: [each[number].address for each in candidates] for number, host in names.items()}
     with listen_on(at) as (remotes, ports):
 

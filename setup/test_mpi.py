@@ -50,10 +50,10 @@ def main(words: Sequence[str]) -> int:
     if troubles:  # mpirun would wait for them for a minute, and then name none
         print_troubles(troubles)
         return 1
-    at, words = try_networks(reports)
+    at, words = try_networks(reports, only_choice=False)  # each pair is tried below
     shared = find_shared(reports, at)
     if shared.subnet:
-        print(f"the hosts share {shared.subnet}; {words}")
+        print(f"the hosts share {shared.subnet}{'; ' if words else ''}{words}")
     if options.dry_run:
         show_parameters(reports, shared)
     own, troubles = tell_hosts(reports, shared, options.dry_run)

@@ -9,9 +9,53 @@
 # mpirun takes status 0 for a daemon that lives on, and waits for it without end: also where the
 # login shell has ended before the daemon (exit 0 in .bashrc).
 bin=$(dirname -- "$(readlink -f -- "$0")")
+launcher=$PPID
+
+wait_for() { # PROCESS TENTHS: whether it ends within these tenths of a second
+  local n
+  for ((n = 0; n < $2; n++)); do
+    kill -0 "$1" 2>/dev/null || return 0
+    sleep 0.1
+  done
+  return 1
+}
+
+say_last() { # HOST WHY FIX: once mpirun has had its words
+  exec >/dev/null # or who reads this would wait for its end
+  wait_for "$launcher" 50
+  echo "motley: $1 takes no part: $2; $3" >&2
+}
+
+run_session() { # HOST COMMAND...: ssh, and what its status means
+  local host=$1 session code=0
+  shift
+  "$@" <&0 &
+  session=$!
+  # mpirun kills this process where it has lost a host: then ssh, which holds its output, must go.
+  exec 8> >(exec >/dev/null 2>&1; read -r _ || kill "$session")
+  # shellcheck disable=SC2064
+  trap "kill $session 2>/dev/null" TERM INT HUP
+  while wait "$session" || code=$?; kill -0 "$session" 2>/dev/null; do code=0; done
+  echo ended >&8
+  case $code in
+    77) exit 0 ;;
+    78 | 255) exit "$code" ;;
+    126 | 127)
+      say_last "$host" "it cannot start $bin/motley_prted (status $code)" \
+        "make the environment there with: bash setup/install_cn.sh" &
+      exit "$code" ;;
+  esac
+  ((code < 128)) || exit "$code" # by a signal, such as mpirun sends
+  say_last "$host" "its login shell ended with status $code before mpirun's daemon began" \
+    "look for 'exit' in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads: ssh -- $host echo hello prints nothing until then" &
+  exit 1
+}
+
+if [ "${1:-}" = --session ]; then run_session "${@:2}"; fi
+
 # A connection that others share would run no command of ours.
 ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlPath=none)
-to=() words=() launcher=$PPID
+to=() words=()
 for word; do
   case $word in
     */bin/prted) to=("${words[@]}") word="exec $bin/motley_prted" ;; # before it: options, host
@@ -25,45 +69,16 @@ case ${to[*]: -1} in
     ssh=(false) why="a name that begins with '-' is no host's" ;;
 esac
 
-wait_for() { # PROCESS TENTHS: whether it ends within these tenths of a second
-  local n
-  for ((n = 0; n < $2; n++)); do
-    kill -0 "$1" 2>/dev/null || return 0
-    sleep 0.1
-  done
-  return 1
-}
-
-say_last() { # WHY FIX: once mpirun has had its words
-  exec >/dev/null # or who reads this would wait for its end
-  wait_for "$launcher" 50
-  echo "motley: ${to[-1]} takes no part: $1; $2" >&2
-}
-
 say_failure() {
   exec >/dev/null
   local began=$SECONDS
   wait_for $$ 600 || exit
   # Unless it took its time, it may be mpirun that has ended it, for another host.
   ((SECONDS - began < 9)) && "${ssh[@]}" -n "${to[@]}" true 2>/dev/null && exit
-  say_last "$why" "see all hosts with bash setup/test_cn_connection.sh, or leave it out of hosts.txt"
+  say_last "${to[-1]}" "$why" "see all hosts with bash setup/test_cn_connection.sh, or leave it out of hosts.txt"
 }
 
 watch=$(say_failure & echo $!)
-"${ssh[@]}" -o PermitLocalCommand=yes -o "LocalCommand=kill $watch" "${words[@]}" <&0 &
-session=$!
-trap 'kill "$session" 2>/dev/null' TERM INT HUP
-code=0
-while wait "$session" || code=$?; kill -0 "$session" 2>/dev/null; do code=0; done
-case $code in
-  77) exit 0 ;;
-  78 | 255) exit "$code" ;;
-  126 | 127)
-    say_last "it cannot start $bin/motley_prted (status $code)" \
-      "make the environment there with: bash setup/install_cn.sh" &
-    exit "$code" ;;
-esac
-((code < 128)) || exit "$code" # by a signal, such as mpirun sends
-say_last "its login shell ended with status $code before mpirun's daemon began" \
-  "look for 'exit' in ~/.bashrc there (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads: ssh -- ${to[-1]} echo hello prints nothing until then" &
-exit 1
+# The command line of this process is from here on that of the session: ranks read the host in it.
+exec bash "$0" --session "${to[-1]}" "${ssh[@]}" -o PermitLocalCommand=yes \
+  -o "LocalCommand=kill $watch" "${words[@]}"

@@ -46,6 +46,8 @@ def test_a_foreign_numpy_comes_after_the_environments_own(tmp_path: Path) -> Non
     script.write_text("import numpy, only_there; print(numpy.__file__)")
     done = entry(script, **variables_of("pythonpath", tmp_path))
     assert done.returncode == 0 and str(venv()) in done.stdout, done.stderr
+    assert f"has {tmp_path}/ros/numpy.py, which the environment has too" in done.stderr
+    assert "only_there" not in done.stderr
 
 
 def test_another_pythons_home_is_named_and_left_out(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ A rank leaves Open MPI's default binding before it imports what starts threads: 
 many as there are cores then, and they stay where they were started.
 """
 
+import contextlib
 import faulthandler
 import gc
 import os
 import runpy
 import sys
+import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -36,6 +39,34 @@ def report_failed_import(
         )
 
 
+def shadowed_packages(folders: Iterable[str]) -> list[str]:
+    """Return the paths of packages in some folders that the environment has too."""
+    own = Path(sysconfig.get_path("purelib"))
+    found = []
+    for folder in map(Path, folders):
+        with contextlib.suppress(OSError):  # a folder that is not there
+            found += [
+                str(path)
+                for path in sorted(folder.iterdir())
+                if path.stem != "__pycache__" and folder.resolve() != own.resolve()
+                if (own / path.stem).is_dir() or (own / f"{path.stem}.py").exists()
+            ]
+    return found
+
+
+def shadowed_note(folders: Iterable[str]) -> str:
+    """Return a sentence where packages on PYTHONPATH give way to the environment's; else nothing."""
+    from motley.text import name_some
+
+    if not (names := shadowed_packages(folders)):
+        return ""
+    return (
+        f"PYTHONPATH on {os.uname().nodename} has {name_some(names)}, which the environment has "
+        "too: the environment's come first; leave them out of PYTHONPATH, or install yours into "
+        "the environment with pip"
+    )
+
+
 def main() -> None:
     """Run the script that the command line names."""
     # Imported once a failure would name the host.
@@ -56,7 +87,8 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
     escape_unprintable()
-    sys.path += filter(None, os.environ.get(LAST_FOLDERS, "").split(":"))
+    folders = [each for each in os.environ.get(LAST_FOLDERS, "").split(":") if each]
+    sys.path += folders
     watch = watch_imports()  # noqa: F841  (it lives as long as this process)
     die_with_parent()  # now: a launcher that ends while this rank imports would leave it behind
     try:
@@ -66,7 +98,8 @@ def main() -> None:
     leave_default_binding()
     ranks_here = launch_of().local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if launch_of().local_rank == 0 or launch_of().size == 1:
-        notes = temporary_note(os.environ), cache_note(), few_cores_note(ranks_here)
+        notes = (temporary_note(os.environ), cache_note(), few_cores_note(ranks_here),
+                 shadowed_note(folders))  # fmt: skip
         for note in filter(None, notes):
             print(f"motley: {note}", file=sys.stderr, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(ranks_here)))
