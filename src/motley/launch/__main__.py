@@ -55,7 +55,7 @@ def shadowed_packages(folders: Iterable[str]) -> list[str]:
 
 
 def shadowed_note(folders: Iterable[str]) -> str:
-    """Return a sentence where packages on PYTHONPATH give way to the environment's; else nothing."""
+    """Return a sentence where packages on PYTHONPATH give way to others; else nothing."""
     from motley.text import name_some
 
     if not (names := shadowed_packages(folders)):
