@@ -16,7 +16,7 @@ from test_cn_connection import judge_keys
 
 from motley.cluster import gpus, presence
 from motley.cluster.account import home_folder, user_name
-from motley.cluster.ssh import login_of
+from motley.cluster.login import read_login
 from motley.errors import MotleyError
 from motley.launch.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
 from motley.launch.tcp_ranks import secret
@@ -104,7 +104,7 @@ def test_a_user_without_a_name_and_a_home_is_told_so(
         monkeypatch.delenv(name, raising=False)
     assert user_name() == str(os.getuid())
     no_home = r"no home folder is known.*HOME is not set.*export HOME="
-    for asked in (home_folder, lambda: login_of("other"), own_key, lambda: secret({})):
+    for asked in (home_folder, lambda: read_login("other"), own_key, lambda: secret({})):
         with pytest.raises(MotleyError, match=no_home):
             asked()
     with pytest.raises(MotleyError, match=no_home):
