@@ -8,6 +8,7 @@ nothing was begun.
 import argparse
 import getpass
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -71,14 +72,28 @@ class Trouble(Protocol):
 def print_troubles(troubles: Mapping[str, Trouble]) -> None:
     """For each host that is not well a line on what was found, and one on the fix.
 
-    The fix is never broken into lines: it may be a command to copy.
+    The fix is never broken into lines: it may be a command to copy. Hosts of which the same is to
+    be said share their lines.
     """
+    alike: dict[tuple[str, str], list[str]] = {}
     for host, trouble in troubles.items():
-        named = trouble.found.partition(" ")[0].rstrip(":") == host
-        said = trouble.found if named else f"{host}: {trouble.found}"
+        found = re.sub(_named(host), "\0", trouble.found)
+        alike.setdefault((found, trouble.fix), []).append(host)
+    for (found, _), hosts in alike.items():
+        trouble, names = troubles[hosts[0]], ", ".join(hosts)
+        named = trouble.found.partition(" ")[0].rstrip(":") == hosts[0] or (
+            len(hosts) > 1 and "\0" in found
+        )
+        said = found.replace("\0", names)
+        said = said if named else f"{names}: {said}"
         if sys.stdout.isatty():
             said = textwrap.fill(said, width(), break_long_words=False, break_on_hyphens=False)
         print(f"\n{said}\n  {trouble.fix}")
+
+
+def _named(host: str) -> str:
+    """Return the pattern of a host's name, which is no part of another word."""
+    return rf"(?<![\w.-]){re.escape(host)}(?![\w-]|\.\w)"
 
 
 def ask_all(

