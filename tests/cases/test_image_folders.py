@@ -223,3 +223,12 @@ def test_pixels_of_an_unknown_range_are_refused(
     Image.fromarray(pixels).save(tmp_path / "pixels.tif")
     with pytest.raises(ValueError, match=says):
         load_image(str(tmp_path / "pixels.tif"))
+
+
+def test_inference_leaves_out_what_other_programs_put_there(tmp_path: Path) -> None:
+    for name in ("@eaDir/a.png", ".cache/a.png", "a/.b.png", "a/b.png", "c.PNG"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / name, "PNG")
+    task = ImageTask(dataset="digits").with_files(tmp_path)
+    source = task.data(held_out=True)
+    assert [task.name_of(source, index) for index in range(len(source))] == ["a/b.png", "c.PNG"]

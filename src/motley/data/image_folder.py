@@ -7,11 +7,8 @@ from typing import Any
 
 from torchvision import datasets as tv  # type: ignore[import-untyped]
 
-from motley.data.images import composed, image_endings, load_image
+from motley.data.images import composed, image_endings, is_foreign, load_image
 from motley.errors import MotleyError
-
-# Folders that file servers and archivers put among the classes, and files among the images.
-_FOREIGN = ("#recycle", "$recycle.bin", "@eadir", "__macosx", "desktop.ini", "thumbs.db")
 
 
 class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
@@ -37,7 +34,7 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """See DatasetFolder."""
         for entry in os.scandir(directory):
-            if _is_foreign(entry.name):
+            if is_foreign(entry.name):
                 continue
             if not entry.is_dir():
                 self._leave_out(entry.name, "in no class folder")
@@ -76,12 +73,12 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
                 inner.clear()
                 continue
             seen.add(real)
-            inner[:] = [name for name in inner if not _is_foreign(name)]
+            inner[:] = [name for name in inner if not is_foreign(name)]
             found.append((here, names))
         images = []
         for here, names in sorted(found, key=lambda each: composed(each[0])):
             for name in sorted(names, key=composed):
-                if name.lower().endswith(endings) and not _is_foreign(name):
+                if name.lower().endswith(endings) and not is_foreign(name):
                     images.append(f"{here}{os.sep}{name}")
                 else:
                     self._leave_out(name)
@@ -91,13 +88,9 @@ class ImageFolder(tv.ImageFolder):  # type: ignore[misc]
         self.left_out[f"folder ({error.strerror})"] += 1
 
     def _leave_out(self, name: str, why: str = "") -> None:
-        if not _is_foreign(name):
+        if not is_foreign(name):
             kind = Path(name).suffix.lower() or "file without an ending"
             self.left_out[f"{kind} {why}".rstrip()] += 1
-
-
-def _is_foreign(name: str) -> bool:
-    return name.startswith(".") or name.lower() in _FOREIGN
 
 
 def account(train: ImageFolder, test: ImageFolder) -> str:

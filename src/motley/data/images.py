@@ -25,6 +25,7 @@ _FORMATS = (
     "apng", "avif", "bmp", "dib", "gif", "j2k", "jfif", "jp2", "jpe", "jpeg", "jpg", "pbm", "pgm",
     "png", "pnm", "ppm", "tga", "tif", "tiff", "webp",
 )  # fmt: skip
+_FOREIGN = ("#recycle", "$recycle.bin", "@eadir", "__macosx", "desktop.ini", "thumbs.db")
 _GREY_16 = ("PNG", "PPM")  # of these formats PIL gives 16 bits as 32
 
 _TURNS = {
@@ -159,12 +160,21 @@ def of_classes(images: Images, classes: Sequence[int]) -> Images:
     )  # fmt: skip
 
 
+def is_foreign(name: str) -> bool:
+    """Return True if a file server, an archiver or a system put a file or folder there."""
+    return name.startswith(".") or name.lower() in _FOREIGN
+
+
 def of_files(images: Images, folder: Path) -> Images:
     """The same, but its held-out images are all those under a folder, which have no label."""
     if not folder.is_dir():
         raise MotleyError(f"--images {folder} is no folder")
     endings = image_endings()
-    found = (path for path in folder.rglob("*") if path.name.lower().endswith(endings))
+    found = (
+        path for path in folder.rglob("*")
+        if path.name.lower().endswith(endings)
+        and not any(map(is_foreign, path.relative_to(folder).parts))
+    )  # fmt: skip
     files = sorted(found, key=lambda path: tuple(map(composed, path.parts)))
     if not files:
         raise MotleyError(f"--images {folder}: no image is in it, such as {', '.join(endings[:4])}")
