@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from cn import ROOT, VENV
 from cn_report import HostReport
@@ -24,27 +25,44 @@ PYTHONPATH=$2/src; export PYTHONPATH; shift 2; "$python" "$talk" "$@"
 """
 
 
-def talk(remote: Remote, *words: object) -> str:
-    """Return what cn_talk.py prints on a host."""
-    return remote.run(_TALK, VENV, ROOT, *words, limit=TRIAL_S).output
+@dataclass(frozen=True)
+class Listening:
+    """What a host listens on.
+
+    Attributes:
+        ports: for each of its addresses, 0 where it opens none. token: for connections to it.
+    """
+
+    ports: tuple[int, ...]
+    token: str
+
+
+Peer = tuple[str, str, int, str]  # name, address, port and token
+
+
+def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
+    """Return what cn_talk.py prints on a host that connects to these."""
+    told = json.dumps(peers).encode()
+    return remote.run(_TALK, VENV, ROOT, work, payload=told, limit=TRIAL_S).output
 
 
 @contextlib.contextmanager
 def listen_on(
     addresses: Mapping[str, Sequence[str]],
-) -> Iterator[tuple[dict[str, Remote], dict[str, list[int]]]]:
+) -> Iterator[tuple[dict[str, Remote], dict[str, Listening]]]:
     """Have each host listen on addresses of its own.
 
     Yields:
-        A connection to each host, and its ports, 0 where it opens none. A host that prints none is
-        missing from the second.
+        A connection to each host, and what it listens on; a host that does not tell is missing
+        from the second.
     """
-    ports: dict[str, list[int]] = {}
+    listening: dict[str, Listening] = {}
     ready = threading.Semaphore(0)
 
     def listen(host: str, remote: Remote) -> None:
         def tell(line: str) -> None:
-            ports[host] = [int(word) for word in line.split()]
+            *ports, token = line.split()
+            listening[host] = Listening(tuple(map(int, ports)), token)
             ready.release()
 
         with contextlib.suppress(HostTrouble, ValueError):  # it is ended from here
@@ -60,7 +78,7 @@ def listen_on(
             threading.Thread(target=listen, args=(host, remote), daemon=True).start()
         for _ in remotes:
             ready.acquire(timeout=LISTEN_S)
-        yield remotes, ports
+        yield remotes, listening
     finally:
         for remote in remotes.values():
             remote.close()
@@ -84,13 +102,13 @@ def try_networks(
     if len(hosts) == 1 or (len(candidates) == 1 and not only_choice):
         return {host: candidates[0][number] for number, host in names.items()}, ""
     at = {host: [each[number].address for each in candidates] for number, host in names.items()}
-    with listen_on(at) as (remotes, ports):
+    with listen_on(at) as (remotes, doors):
 
         def measure(host: str) -> list[Answer]:
             peer = hosts[next_in_ring(hosts.index(host), list(names))]
-            open_ports = ports.get(peer, [0] * len(candidates))
-            targets = [f"{a}:{p}" for a, p in zip(at[peer], open_ports, strict=True)]
-            answers: list[Answer] = json.loads(talk(remotes[host], "measure", *targets))
+            door = doors.get(peer, Listening((0,) * len(candidates), ""))
+            targets = [(peer, a, p, door.token) for a, p in zip(at[peer], door.ports, strict=True)]
+            answers: list[Answer] = json.loads(talk(remotes[host], "measure", targets))
             return answers
 
         told = run_on_all(hosts, measure, TRIAL_S)

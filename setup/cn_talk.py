@@ -1,8 +1,10 @@
 """See whether hosts can open connections to each other, as MPI and NCCL must; needs no MPI.
 
-python setup/cn_talk.py listen ADDRESS...            # prints a port for each, until it is ended
-python setup/cn_talk.py connect NAME=ADDRESS:PORT... # prints "NAME ok", or "NAME why not"
-python setup/cn_talk.py measure ADDRESS:PORT...      # prints bytes a second, or why there are none
+python setup/cn_talk.py listen ADDRESS...   # prints a port for each, and a token, until it is ended
+python setup/cn_talk.py connect             # prints "NAME ok", or "NAME why not"
+python setup/cn_talk.py measure             # prints bytes a second, or why there are none
+
+To connect and measure, stdin has JSON: [[NAME, ADDRESS, PORT, TOKEN], ...].
 """
 
 import json
@@ -13,11 +15,9 @@ import threading
 from motley.cluster import network_trial
 
 
-def connect(peer: str) -> None:
-    """Print how a connection to NAME=ADDRESS:PORT fares."""
-    name, _, at = peer.partition("=")
-    address, _, port = at.rpartition(":")
-    found = network_trial.connect(address, int(port))
+def connect(name: str, address: str, port: int, token: str) -> None:
+    """Print how a connection to a host fares."""
+    found = network_trial.connect(address, port, token)
     result = found if isinstance(found, str) else "ok"
     print(f"{name} {result}\n", end="", flush=True)
 
@@ -26,14 +26,14 @@ def main(words: list[str]) -> None:
     """Listen, measure, or connect to all at once."""
     if words[0] == "listen":
         with network_trial.Receiver(words[1:]) as receiver:
-            print(*receiver.ports, flush=True)
+            print(*receiver.ports, receiver.token, flush=True)
             signal.pause()
+    peers = json.load(sys.stdin)
     if words[0] == "measure":
-        at = [word.rpartition(":") for word in words[1:]]
-        targets = [(address, int(port)) for address, _, port in at]
-        print(json.dumps(network_trial.measure(targets)))
+        targets = [(address, port) for _, address, port, _ in peers]
+        print(json.dumps(network_trial.measure(targets, peers[0][-1])))
         return
-    threads = [threading.Thread(target=connect, args=(peer,)) for peer in words[1:]]
+    threads = [threading.Thread(target=connect, args=peer) for peer in peers]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -133,12 +133,16 @@ def try_pairs(
     """Open a connection from each host to each other; returns who cannot reach whom, and why."""
     if len(reports) == 1:
         return {}
-    with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, ports):
+    with listen_on({host: [shared.at[host].address] for host in reports}) as (remotes, doors):
 
         def call(host: str) -> list[list[str]]:
-            peers = [f"{n}={shared.at[n].address}:{p}" for n, (p,) in ports.items() if n != host]
+            peers = [
+                (name, shared.at[name].address, door.ports[0], door.token)
+                for name, door in doors.items()
+                if name != host
+            ]
             return [
-                line.split(" ", 1) for line in talk(remotes[host], "connect", *peers).splitlines()
+                line.split(" ", 1) for line in talk(remotes[host], "connect", peers).splitlines()
             ]
 
         told = run_on_all(remotes, call, LIMIT_S)
@@ -149,7 +153,7 @@ def try_pairs(
             f"see whether that address is still there: ssh -- {host} ip addr",
         )
         for host in reports
-        if not any(ports.get(host, []))
+        if host not in doors or not any(doors[host].ports)
     }
     return deaf | {
         (host, peer): HostTrouble(

@@ -113,7 +113,9 @@ def test_a_user_without_a_name_and_a_home_is_told_so(
 
 def test_letters_that_the_output_cannot_show_end_nothing(tmp_path: Path) -> None:
     logs = tmp_path / "\u00e9t\u00e9"
-    variables = environment(PYTHONIOENCODING="ascii", PYTHONPATH=str(ROOT / "src"))
+    variables = environment(
+        PYTHONIOENCODING="ascii", PYTHONPATH=str(ROOT / "src"), OMP_NUM_THREADS="1"
+    )
 
     def ends(*words: object) -> str:
         done = subprocess.run(

@@ -1,9 +1,11 @@
 """A trial of the networks that hosts share: connections over each, and the rate of the slowest.
 
-Each host opens a port on each network, and sends to the next host in a ring. Needs neither MPI nor
-any package.
+Each host opens a port on each network, and sends to the next host in a ring. A connection begins
+with the receiver's token, or is dropped. Needs neither MPI nor any package.
 """
 
+import hmac
+import secrets
 import socket
 import struct
 import threading
@@ -17,6 +19,8 @@ from motley.errors import MotleyError
 CONNECT_S = 3.0  # for a connection, and for the greeting after it
 SECONDS = 0.2  # of sending
 GREETING = b"motley"
+_TOKEN = 32  # characters
+_MOST_CONNECTIONS = 256  # to one port: each host is asked by one, and in a trial of pairs by all
 _CHUNK = 1 << 16  # bytes
 _BUFFER = 1 << 18  # bytes on the way: a slow network is soon seen to be slow
 _MOST = 1 << 27  # bytes
@@ -32,13 +36,15 @@ class Receiver:
 
     Attributes:
         ports: one for each address; 0 where none can be opened.
+        token: that a connection begins with.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
+        self.token = secrets.token_hex(_TOKEN // 2)
         self._servers = [_open(address) for address in addresses]
         self.ports = [server.getsockname()[1] if server else 0 for server in self._servers]
         for server in filter(None, self._servers):
-            threading.Thread(target=_serve, args=(server,), daemon=True).start()
+            threading.Thread(target=_serve, args=(server, self.token), daemon=True).start()
 
     def __enter__(self) -> "Receiver":
         return self
@@ -55,30 +61,33 @@ def _open(address: str) -> socket.socket | None:
         return None
 
 
-def _serve(server: socket.socket) -> None:
-    while True:
+def _serve(server: socket.socket, token: str) -> None:
+    for _ in range(_MOST_CONNECTIONS):
         try:
             connection, _ = server.accept()
         except OSError:  # it is closed
             return
-        threading.Thread(target=_count, args=(connection,), daemon=True).start()
+        threading.Thread(target=_count, args=(connection, token), daemon=True).start()
 
 
-def _count(connection: socket.socket) -> None:
-    """Greet who has connected, and answer how many bytes have come."""
+def _count(connection: socket.socket, token: str) -> None:
+    """Greet a peer that knows the token, and answer how many bytes have come."""
     try:
         with connection:
             connection.settimeout(_REPLY_S)
+            said = connection.recv(_TOKEN, socket.MSG_WAITALL)
+            if not hmac.compare_digest(said, token.encode()):
+                return
             connection.sendall(GREETING)
-            total = 0
-            while data := connection.recv(_CHUNK):
+            total, end = 0, time.monotonic() + 2 * _REPLY_S
+            while (data := connection.recv(_CHUNK)) and time.monotonic() < end:
                 total += len(data)
             connection.sendall(_COUNT.pack(total))
     except OSError:
         pass
 
 
-def connect(address: str, port: int) -> socket.socket | str:
+def connect(address: str, port: int, token: str) -> socket.socket | str:
     """Return a connection to a :class:`Receiver`, or why there is none."""
     try:
         connection = socket.create_connection((address, port), CONNECT_S)
@@ -87,7 +96,8 @@ def connect(address: str, port: int) -> socket.socket | str:
     except OSError as error:
         return f"fails: {error.strerror}"
     try:
-        said = connection.recv(len(GREETING))
+        connection.sendall(token.encode())
+        said = connection.recv(len(GREETING), socket.MSG_WAITALL)
     except OSError:
         said = b""
     if said == GREETING:
@@ -96,12 +106,16 @@ def connect(address: str, port: int) -> socket.socket | str:
     return "is answered by another program"
 
 
-def measure(targets: Sequence[tuple[str, int]]) -> list[Answer]:
-    """Send to the port of one host on each network; connections are opened at once."""
+def measure(targets: Sequence[tuple[str, int]], token: str) -> list[Answer]:
+    """Send to the port of one host on each network; connections are opened at once.
+
+    Args:
+        targets: addresses and ports of one :class:`Receiver`. token: its own.
+    """
     connections: list[socket.socket | str] = ["opens no port there"] * len(targets)
 
     def one(number: int) -> None:
-        connections[number] = connect(*targets[number])
+        connections[number] = connect(*targets[number], token)
 
     threads = [
         threading.Thread(target=one, args=(number,))

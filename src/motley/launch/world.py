@@ -204,12 +204,12 @@ class World:
         machines, own = sorted(names), self.machines[self.rank]
         addresses = [each[own].address for each in candidates] if self.first_here else []
         with Receiver(addresses) as receiver:
-            ports = self.allgather(receiver.ports)
+            doors = self.allgather((receiver.ports, receiver.token))
             answers = list[float | str]()
             if self.first_here:
                 peer = next_in_ring(own, machines)
-                at = [each[peer].address for each in candidates]
-                answers = measure(list(zip(at, ports[peer], strict=True)))
+                at, (ports, token) = [each[peer].address for each in candidates], doors[peer]
+                answers = measure(list(zip(at, ports, strict=True)), token)
             told = self.allgather(answers)
         chosen, words = pick_network(candidates, {m: told[m] for m in machines}, names)
         if self.rank == 0:

@@ -138,7 +138,10 @@ def test_a_network_is_measured_and_one_that_is_closed_says_why(
     monkeypatch.setattr(network_trial, "SECONDS", 0.05)
     with Receiver(["127.0.0.1", "203.0.113.9"]) as receiver:
         (port, none) = receiver.ports
-        found = measure([("127.0.0.1", port), ("127.0.0.1", none), ("127.0.0.1", 1)])
+        targets = [("127.0.0.1", port), ("127.0.0.1", none), ("127.0.0.1", 1)]
+        found = measure(targets, receiver.token)
+        stranger = network_trial.connect("127.0.0.1", port, "0" * len(receiver.token))
+    assert stranger == "is answered by another program"
     assert isinstance(found[0], float) and found[0] > 1e6
     assert found[1:] == ["opens no port there", "fails: Connection refused"]
 
