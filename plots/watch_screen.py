@@ -108,7 +108,7 @@ def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
         lines += wrapped(said, width, 2, "dim")
     if len(now.elsewhere) > 2:
         lines.append(Text(f"and {len(now.elsewhere) - 2} more hosts", "dim"))
-    return lines + wrapped(now.problem, width, 2, "bold red")
+    return lines + wrapped(now.problem, width, 5, "bold red")
 
 
 def _table(now: Snapshot, view: View, width: int, room: int | None, signs: Signs) -> list[Text]:

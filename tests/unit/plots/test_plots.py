@@ -275,7 +275,7 @@ def test_each_reader_names_a_damaged_run_json(
     for reader in _READERS if isinstance(damage, str) else ("watch.py --once",):
         script, *words = reader.split()
         done = run_script(f"plots/{script}", run.path, *words)
-        told = done.stdout + done.stderr
+        told = " ".join((done.stdout + done.stderr).split())  # a screen breaks long lines
         assert "Traceback" not in told, told
         assert said in told and f"{run.run_file} is damaged" in told, (reader, told)
         assert "write {} into it" in told
