@@ -30,7 +30,7 @@ from motley.publish.publisher import Publisher, Told
 from motley.publish.tracker import Tracker
 from motley.publish.trackers import trackers
 from motley.records.one_run import open_run
-from motley.signals import handle_unless_ignored
+from motley.signals import handle_end
 from motley.text import escape_unprintable
 
 PROJECT = "motley"
@@ -128,7 +128,7 @@ def end_on_signals(publisher: Publisher) -> None:
         publisher.stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        handle_unless_ignored(number, end)
+        handle_end(number, end)
 
 
 def say(args: argparse.Namespace, told: Told) -> None:

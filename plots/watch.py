@@ -29,7 +29,7 @@ from command import TRAIN, add_collect, warn
 from motley.errors import MotleyError
 from motley.live.collect import Collector
 from motley.live.runs import Runs
-from motley.signals import handle_unless_ignored
+from motley.signals import handle_end
 from motley.text import escape_unprintable
 
 
@@ -54,7 +54,7 @@ def main() -> int:
     args = parse()
     os.nice(19)  # a run on this machine comes first
     for number in (signal.SIGTERM, signal.SIGHUP):
-        handle_unless_ignored(number, end)
+        handle_end(number, end)
     try:
         if not args.path.is_dir():
             raise MotleyError(f"there is no folder {args.path}: {TRAIN}")

@@ -35,7 +35,7 @@ from motley.config.option import flag_of, options_of
 from motley.config.options import GROUPS
 from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
-from motley.signals import handle_unless_ignored
+from motley.signals import handle_end
 from motley.sweep.cells import Cell, Matrix, shorter
 from motley.sweep.matrix_file import PRESETS, Known, read_matrix
 from motley.sweep.outcome import DONE
@@ -80,7 +80,7 @@ def main() -> int:
     if todo:
         launcher.check()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        handle_unless_ignored(number, lambda number, _: sys.exit(128 + number))
+        handle_end(number, lambda number, _: sys.exit(128 + number))
     if options.task is not None:
         return run_task(matrix, folder, launcher, options.task, todo)
     with folder.claim(matrix):

@@ -1,18 +1,17 @@
-"""Signals that whoever started a process has it ignore: they stay ignored.
-
-``nohup`` ignores SIGHUP, so that a closed terminal ends nothing.
-"""
+"""Signals that end a program, which ``nohup`` may have told to outlive its terminal."""
 
 import signal
 from collections.abc import Callable
 from types import FrameType
 
 
-def handle_unless_ignored(
-    number: signal.Signals, handler: Callable[[int, FrameType | None], object]
-) -> None:
-    """Set the handler of a signal, unless this process was started with the signal ignored."""
-    if signal.getsignal(number) is not signal.SIG_IGN:
+def handle_end(number: signal.Signals, handler: Callable[[int, FrameType | None], object]) -> None:
+    """Set the handler of a signal. SIGHUP stays ignored where this process was started so.
+
+    A shell that starts a program in the background has it ignore SIGINT too. Only another program
+    sends that one there, and it means it.
+    """
+    if number != signal.SIGHUP or not ignores_hangup():
         signal.signal(number, handler)
 
 
