@@ -3,16 +3,17 @@
 import ipaddress
 import shlex
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from motley.child import ChildTimeoutError, run_child
 from motley.cluster.account import expand_home
 from motley.cluster.facts import read_interfaces
 from motley.errors import HostTrouble
 
 ASK_SSH_S = 10.0  # for ssh to print its configuration, which may run commands
+_FIX = "see what ~/.ssh/config runs for it (Match exec)"
 CONNECT_S = 4.0  # to accept a connection; then as long again to speak, and to log in
 
 
@@ -94,21 +95,16 @@ def read_login(host: str) -> Login:
 def _ask_ssh(host: str) -> dict[str, list[str]]:
     """Return the values of each setting that ``ssh -G`` prints for a host."""
     try:
-        done = subprocess.run(
-            ["ssh", "-G", "--", host], capture_output=True, text=True, check=False,
-            stdin=subprocess.DEVNULL, timeout=ASK_SSH_S,
-        )  # fmt: skip
+        done = run_child(["ssh", "-G", "--", host], ASK_SSH_S, _FIX)
     except FileNotFoundError:
         raise HostTrouble(
             "no ssh",
             f"{host} is reached by ssh, and this machine has no program ssh",
             "have its administrator install OpenSSH's client (openssh-client)",
         ) from None
-    except subprocess.TimeoutExpired:
+    except ChildTimeoutError:
         raise HostTrouble(
-            "ssh configuration",
-            f"ssh -G {host} did not end within {ASK_SSH_S:.0f} s",
-            "see what ~/.ssh/config runs for it (Match exec)",
+            "ssh configuration", f"ssh -G {host} did not end within {ASK_SSH_S:.0f} s", _FIX
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split("\n")[0].split())
