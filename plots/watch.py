@@ -55,8 +55,7 @@ def main() -> int:
     os.nice(19)  # a run on this machine comes first
     for number in (signal.SIGTERM, signal.SIGHUP):
         handle_end(number, end)
-    # A shell has what it starts in the background ignore this one.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handle_end(signal.SIGINT, signal.default_int_handler)
     try:
         if not args.path.is_dir():
             raise MotleyError(f"there is no folder {args.path}: {TRAIN}")

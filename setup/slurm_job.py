@@ -36,8 +36,8 @@ class Job:
         ranks, gpus: of a node. cores: of a rank; 0: as the cluster has it.
         time: as Slurm writes it; None: the partition's own.
         before_s: of the end, that the ranks are told.
-        requests: other options of sbatch, as in ``mem=64G``. before: shell commands that precede
-            srun.
+        requests: other options of sbatch, as in ``mem=64G``.
+        run_before: shell commands that precede srun.
         array: of which each task measures a cell, at_once of them at the same time.
     """
 
@@ -53,7 +53,7 @@ class Job:
     requeue: bool
     mpi: str
     requests: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    run_before: tuple[str, ...] = ()
     container: Path | None = None
     array: Array | None = None
     at_once: int | None = None
@@ -221,13 +221,13 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     ranks = gpus or options.ranks
     if ranks > place.cores:
         raise MotleyError(f"--ranks {ranks}: the nodes of {place.name} have {place.cores} cores")
+    requests = [f"{name}={word}" for name in _REQUESTS if (word := getattr(options, name))]
+    requests += [line.lstrip("-") for line in options.sbatch]
     job = Job(
         (), "", place.name, options.nodes, ranks, gpus, max(1, place.cores // ranks), options.time,
-        options.before, options.requeue, options.mpi,
-        tuple(f"{name}={word}" for name in _REQUESTS if (word := getattr(options, name))),
-        tuple(options.run_before), options.container,
+        options.before, options.requeue, options.mpi, tuple(requests), tuple(options.run_before),
+        options.container,
     )  # fmt: skip
-    job = replace(job, requests=(*job.requests, *(each.lstrip("-") for each in options.sbatch)))
     return with_array(job, options, place) if options.array else with_line(job, options)
 
 
@@ -289,7 +289,7 @@ def text_of(job: Job) -> str:
     ranks = shlex.join((*srun_words(job.mpi), *inside, *job.line))
     return _SCRIPT.format(
         settings="\n".join(lines), root=shlex.quote(str(cn.ROOT)),
-        before="".join(f"{command}\n" for command in job.before),
+        before="".join(f"{command}\n" for command in job.run_before),
         line=job.array.command() if job.array else ranks,
         after=_REQUEUE.format(paused=_PAUSED) if job.requeue and not job.array else "",
     )  # fmt: skip

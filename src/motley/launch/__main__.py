@@ -41,15 +41,17 @@ def report_failed_import(
 
 def shadowed_packages(folders: Iterable[str]) -> list[str]:
     """Return the paths of packages in some folders that the environment has too."""
-    own = Path(sysconfig.get_path("purelib"))
+    own = Path(sysconfig.get_path("purelib")).resolve()
     found = []
     for folder in map(Path, folders):
+        if folder.resolve() == own:
+            continue
         with contextlib.suppress(OSError):  # a folder that is not there
             found += [
                 str(path)
                 for path in sorted(folder.iterdir())
-                if path.stem != "__pycache__" and folder.resolve() != own.resolve()
-                if (own / path.stem).is_dir() or (own / f"{path.stem}.py").exists()
+                if path.stem != "__pycache__"
+                and ((own / path.stem).is_dir() or (own / f"{path.stem}.py").exists())
             ]
     return found
 

@@ -68,11 +68,11 @@ def _with_readers(
 
 def _at_once(readers: int, device: torch.device) -> float:
     """Return how many of a rank's loader processes read at the same time."""
-    spare, cores = _spare(device), cores_per_rank(ranks_here())
     if not readers:
         return 1.0
+    spare = _spare(device)
     # What has no core of its own takes its time from what is computed.
-    return min(readers, spare) if spare >= 1 else max(1.0, cores)
+    return min(readers, spare) if spare >= 1 else cores_per_rank(ranks_here())
 
 
 def _spare(device: torch.device) -> int:

@@ -189,8 +189,8 @@ def assemble(
     assert group.rank is not None
     config, plan, loader, sizes = ready.config, ready.plan, ready.loader, ready.sizes
     if planned.is_compiled(group.rank, config.compile):
-        shares = {sum(sizes) for sizes in plan.micro_batches}
-        model.compile_task(set(plan.micro_batches[group.rank]) if len(shares) == 1 else ())
+        is_equal = len(set(plan.counts)) == 1  # a plan that need not change
+        model.compile_task(set(plan.micro_batches[group.rank]) if is_equal else ())
     scale = start_scale(config.loss_scale, (*group.precisions, plan.wire.dtype))
     notes = list(ready.notes)
     if some := model.sometimes_unused:
