@@ -1,4 +1,4 @@
-"""What becomes of a model that is exported: plain timm says the same of the same files."""
+"""The rule for exported models: plain timm says the same of the same files."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ TYPED = {"tied", "wide", "turned"}  # of parts: timm cannot write shared or keep
 
 @torch.no_grad()
 def broken(played: Played, due: "Due") -> list[str]:
-    """What is wrong with the last checkpoint as inference and an export have it."""
+    """Return problems of the last checkpoint, as inference and an export have it."""
     found = whole_checkpoints(played)
     if played.jobs[-1].killed or not found:
         return []
@@ -38,12 +38,9 @@ def broken(played: Played, due: "Due") -> list[str]:
         shape = (16, trained.task.images.channels, PIXELS, PIXELS)
         pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         wanted, *others = (
-            (made.averaged() if averaged else made.net.eval())(pixels.to(made._dtype)).float()
-            for made in (due.wanted, *due.others)
+            made.outputs(pixels, averaged).float() for made in (due.wanted, *due.others)
         )
         rounding = max((float((wanted - other).abs().max()) for other in others), default=0.0)
-        for made in (due.wanted, *due.others):
-            made.net.train()
         apart = float((net(pixels) - wanted).abs().max())
         if not apart <= 10 * due.bound * max(1.0, float(wanted.abs().max())) + 20 * rounding:
             return [f"export: {name}: outputs are {apart:.2g} off, rounding explains "

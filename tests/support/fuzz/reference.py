@@ -198,17 +198,17 @@ class Reference:
         return self._task.logits(lambda pixels: self._net(pixels.to(self._dtype)), images)
 
     @torch.no_grad()
-    def averaged(self) -> nn.Module:
-        """Return a copy of the network in eval mode, with the average in place of parameters."""
-        net = copy.deepcopy(self._net).eval()
-        for name, parameter in net.named_parameters():
-            parameter.copy_(self.average[name])
-        return net
+    def outputs(self, pixels: torch.Tensor, averaged: bool) -> torch.Tensor:
+        """Return what the network makes of normalised images, as in an evaluation.
 
-    @property
-    def net(self) -> nn.Module:
-        """The network as it is now."""
-        return self._net
+        Args:
+            averaged: with the average in place of the parameters.
+        """
+        net = copy.deepcopy(self._net).eval()
+        for name, parameter in net.named_parameters() if averaged else ():
+            parameter.copy_(self.average[name])
+        made: torch.Tensor = net(pixels.to(self._dtype))
+        return made
 
     def _size(self) -> int:
         """Samples of a whole step here."""
