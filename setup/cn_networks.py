@@ -27,7 +27,7 @@ PYTHONPATH=$2/src; export PYTHONPATH; shift 2; "$python" "$talk" "$@"
 
 @dataclass(frozen=True)
 class Listening:
-    """What a host listens on.
+    """The ports on which a host listens.
 
     Attributes:
         ports: for each of its addresses, 0 where it opens none. token: for connections to it.

@@ -1,5 +1,5 @@
-"""What users write, and read: the nearest names, for errors about unknown ones; the first of many
-names; times, as 1h30m; steps, as they are counted; rates."""
+"""Words that users write and read: the nearest names, for errors about unknown ones; the first of
+many names; times, as 1h30m; steps, as they are counted; rates."""
 
 import io
 import re

@@ -18,7 +18,7 @@ TIME = "Timestamp"  # the column that every log has
 _SEPARATORS = (",", ";", "\t")
 _MARK = "\ufeff"
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# What nvidia-smi calls a column, without its unit.
+# nvidia-smi's names of columns, without their units.
 _NVIDIA_SMI = {
     "timestamp": TIME, "index": "GPU_ID", "name": "GPU_Name", "gpu_name": "GPU_Name",
     "uuid": "GPU_UUID", "gpu_uuid": "GPU_UUID", "utilization.gpu": "GPU_Load",

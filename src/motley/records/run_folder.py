@@ -35,7 +35,7 @@ from motley.records.lines import (
 )
 from motley.records.training import OWN_PART
 
-# What readers rely on in run.json, each null or absent where it is not known.
+# Readers rely on these parts of run.json, each null or absent where it is not known.
 _OBJECTS = ("config", "result", "failure", "plan", "task")
 _LISTS = ("ranks", "left_out", "facts", "groups", "advice")  # of objects
 _MEND = "; restore it, or write {} into it: all other records are read then"

@@ -1,4 +1,4 @@
-"""What readers say of a run that has lost a rank, and was resumed on another host after that."""
+"""Readers of a run that has lost a rank, and was resumed on another host after that."""
 
 from pathlib import Path
 
