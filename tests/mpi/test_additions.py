@@ -22,7 +22,7 @@ PLACES = {
 def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Jobs in a copy of the repository with three new files, and no other difference."""
     root = tmp_path_factory.mktemp("copy") / "motley"
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, "setup"):
         shutil.copytree(ROOT / folder, root / folder)
     for name in ("entry_cn.sh", "hosts.txt"):
         shutil.copy(ROOT / name, root)

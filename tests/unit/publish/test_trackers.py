@@ -296,7 +296,7 @@ def test_a_forged_position_removes_nobody_s_sessions(live: LiveRun) -> None:
 
 def test_a_tracker_is_added_by_one_file(live: LiveRun, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    for folder in ("src", "plots"):
+    for folder in ("src", "plots", "setup"):
         shutil.copytree(ROOT / folder, copy / folder)
     place = copy / "src" / "motley" / "publish" / "trackers"
     shutil.copy(ROOT / "tests" / "support" / "additions" / "lines.py", place)
