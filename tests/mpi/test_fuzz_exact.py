@@ -119,6 +119,15 @@ CASES = {
         "samples":22},"segments":[{"ranks":2,"shares":[3,1],"stop":2},
         {"engine":"zero2","ranks":2,"shares":[1,1]}]}""",
     "a batch norm of tokens": """{"recipe":{"batch_size":6,"parts":["tokens"],"bn_group":6}}""",
+    "a last group of one sample": """{"recipe":{"parts":["twice"],"bn_group":4,"samples":21},
+        "segments":[{"ranks":2,"shares":[1,1]}]}""",
+    "batch norms, resumed on the same ranks": """{"recipe":{"batch_size":9,"parts":["tokens"],
+        "bn_group":3},"segments":[{"ranks":3,"shares":[5,3,50],"stop":1},{"ranks":3,
+        "shares":[5,3,50]}]}""",
+    "a micro-batch of less than a group, measured": """{"recipe":{"batch_size":12,"parts":["stem"],
+        "bn_group":6},"segments":[{"ranks":2,"shares":[],"micro":[4,6]}]}""",
+    "an optimizer that knows no complex numbers": """{"recipe":{"opt":"clamb","parts":["turned"]},
+        "segments":[{"ranks":2,"shares":[]}]}""",
     "experts through FSDP": """{"recipe":{"parts":["experts"],"batch_size":4},"segments":[
         {"engine":"fsdp","ranks":2,"shares":[1,3]}]}""",
     "experts at ZeRO 1": """{"recipe":{"parts":["experts"],"batch_size":4},"segments":[

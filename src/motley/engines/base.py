@@ -18,11 +18,12 @@ from motley.engines.named_state import (
     fill_tied,
     load_model_state,
     model_state,
+    part_of,
     snapshot,
 )
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
-from motley.engines.optimizer_trial import Sharding, try_optimizer
+from motley.engines.optimizer_trial import Sharding, try_optimizer, try_types
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError
@@ -68,6 +69,7 @@ class EngineBase:
         self._trained = trained(model.net)
         self._parameters = list(self._trained.values())
         self.optimizer_traits = try_optimizer(context.config, context.device, self._sharding)
+        try_types(context.config, model.net, context.device)
         self.optimizer = make_optimizer(model.net, context.config, self.optimizer_traits.fused)
         self.memory = OptimizerMemory(model.net, self.optimizer)
 
@@ -295,10 +297,14 @@ class EngineBase:
 
     def own_state(self) -> dict[str, Tensor]:
         """See :class:`Engine`."""
-        return {}
+        statistics = self._model.statistics
+        kept = statistics.own_state() if statistics else {}
+        return {f"statistics.{name}": snapshot(value) for name, value in kept.items()}
 
     def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
         """See :class:`Engine`."""
+        if self._model.statistics:
+            self._model.statistics.load_own_state(part_of(state, "statistics"))
         return []
 
     def reconfigure(self, plan: Plan) -> None:

@@ -142,7 +142,10 @@ class GroupStatistics:
         self._all = list(self._named.values())
         self._layers = [layer for layer in self._all if layer.running_mean is not None]
         self._sizes = [2 * layer.num_features for layer in self._layers]
-        self._like = next(net.parameters()).detach()
+        # In fp64, as what they move by: a stop adds parts and rounds where an unbroken run does
+        # not, and the buffers, of 32 bits, should not show it.
+        self._like = next(net.parameters()).detach().new_zeros((), dtype=torch.float64)
+        self._whole: Tensor | None = None  # the buffers of all layers, before they are rounded
         # The numbers of all layers, one layer behind the other: this rank's part of the running
         # statistics, its part of what they move by, and what they move by through all ranks.
         self._moved = self._like.new_zeros(3, sum(self._sizes))
@@ -288,19 +291,32 @@ class GroupStatistics:
         on_change()
         own, share = parts[: -len(self._layers)].view(2, -1)
         steps = (parts[-len(self._layers) :] / dist.get_world_size()).round().long()
-        for place, (layer, moved, moves) in enumerate(
-            zip(self._layers, self._split(own), self._split(share), strict=True)
+        whole = (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
+        for place, (layer, values) in enumerate(
+            zip(self._layers, torch.split(whole, self._sizes), strict=True)
         ):
-            assert layer.running_mean is not None and layer.running_var is not None
-            for row, running in enumerate((layer.running_mean, layer.running_var)):
-                running.copy_((1 - moves[row]) * running + moved[row])
+            for running, value in zip(_running(layer), values.view(2, -1), strict=True):
+                running.copy_(value)
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked += steps[place]
         self.forget()
+        self._whole = whole
 
-    def _split(self, numbers: Tensor) -> list[Tensor]:
-        """Return views of each layer's numbers, [2, C]."""
-        return [part.view(2, -1) for part in torch.split(numbers, self._sizes)]
+    def _buffers(self) -> Tensor:
+        """Return the running statistics of all layers, as they are rounded."""
+        return torch.cat([each for layer in self._layers for each in _running(layer)]).double()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the running statistics before they were rounded to the layers' buffers."""
+        return {} if self._whole is None else {"running": self._whole}
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`own_state`, unless the buffers are of something else."""
+        if (whole := state.get("running")) is None:
+            return
+        whole, buffers = whole.to(self._like), self._buffers()
+        if whole.shape == buffers.shape and torch.equal(whole.float(), buffers.float()):
+            self._whole = whole
 
     def state(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts since parameters were united, as ``keep`` copies them."""
@@ -325,9 +341,16 @@ class GroupStatistics:
 
     def forget(self) -> None:
         """Begin anew, from the layers' buffers."""
+        self._whole = None
         self._moved = torch.zeros_like(self._moved)
         self._steps = torch.zeros_like(self._steps)
         self._sums, self._samples = [], []
+
+
+def _running(layer: _Groups) -> tuple[Tensor, Tensor]:
+    """Return a layer's buffers: mean and variance."""
+    assert layer.running_mean is not None and layer.running_var is not None
+    return layer.running_mean, layer.running_var
 
 
 def _never_train(part: nn.Module, mode: bool = True) -> nn.Module:

@@ -53,6 +53,22 @@ class Trained:
     evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
+class OneValue(nn.BatchNorm1d):
+    """Torch's batch norm, which also takes a last group of one value a channel: that is its own
+    mean, and varies by nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, C, ...] to the same."""
+        if not self.training or x.numel() > x.shape[1]:
+            return super().forward(x)
+        assert self.momentum and self.running_mean is not None and self.running_var is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(x.flatten(), self.momentum)
+            self.running_var.mul_(1 - self.momentum)
+            self.num_batches_tracked += 1
+        return (x - x) * self.weight + self.bias
+
+
 class Reference:
     """Trains a case's recipe; :meth:`rewind` and other options make its history.
 
@@ -80,6 +96,9 @@ class Reference:
         net = in_type(build_net(self._task, config), self._dtype).to(self._device)
         if old is not None:
             net.load_state_dict(old.state_dict())
+        for part in net.modules():
+            if type(part) is nn.BatchNorm1d:
+                part.__class__ = OneValue
         self._net = net.train()
         optimizer = make_optimizer(net, config)
         as_made = copy.deepcopy(optimizer.state_dict()["param_groups"])
