@@ -61,9 +61,10 @@ def plan_batch(
     elif run is not None and (before := _plan_before(world, run, group, config, traits)):
         group, planned = before
     else:
-        equal = (1.0,) * group.size
-        # Refuses a small batch.
-        make_plan(config.batch_size, equal, (grain,) * group.size, EXACT, grain=grain)
+        equal, least = (1.0,) * group.size, (grain,) * group.size
+        most = config.micro_batch.of(group.size) if config.micro_batch else least
+        # Refuses a small batch, or a micro-batch of less than a group, before anything is measured.
+        make_plan(config.batch_size, equal, most, EXACT, grain=grain)
         group, planned = measure_and_plan(world, run, group, model, config, traits, asked)
     if (taken := planned.plan.wire).is_inexact:
         planned = planned.with_note(taken)
