@@ -27,7 +27,7 @@ _MORE = 2
 _USUAL_SLOTS = 2.0  # Adam's
 _LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
 _ROWS, _WIDE, _ODD = 32, 64, 61  # of the matrix on each rank; of the vector, a prime
-_CHOOSE = "choose another one, such as adamw, sgd, lamb, lion or muon"
+_CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,39 @@ def _try(
         counts=any(straight.memory.changed()),
     )
     return {key: value for key, value in one.items() if key.startswith("model.")}, traits
+
+
+def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
+    """Step a small parameter like each of the network that is not fp32, or has no dimension.
+    Leaves this process's random numbers as they were.
+
+    Raises:
+        MotleyError: ``--opt`` cannot step one of them.
+    """
+    unusual: dict[tuple[torch.dtype, int], str] = {}
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad and (parameter.dtype != torch.float32 or not parameter.dim()):
+            unusual.setdefault((parameter.dtype, parameter.dim()), name)
+    before = random_state(device)
+    for (dtype, dim), name in unusual.items():
+        part = nn.Module()
+        part.weight = nn.Parameter(torch.ones((2,) * dim, dtype=dtype, device=device))
+        part.beside = nn.Parameter(torch.ones(2, 2, device=device))  # LAMB takes a norm over both
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                optimizer = make_optimizer(part, config)
+                for _ in range(_MORE):
+                    optimizer.step()
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
+            raise MotleyError(
+                f"--opt {config.opt} cannot train the parameter {name}, {shape} "
+                f"({type(error).__name__}: {said}); {_CHOOSE}"
+            ) from error
+    load_random_state(before, device)
 
 
 def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from motley.checkpoint.run import versions
 from motley.config.option import Decides
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer
-from motley.engines.optimizer_trial import try_optimizer
+from motley.engines.optimizer_trial import try_optimizer, try_types
 from motley.launch.cache_folder import SPEED_FILES, cache_folder
 from motley.measure.device import leaves_room, measure_speed, passes, time_micro_batch
 from motley.plan.engine_traits import EngineTraits
@@ -57,7 +57,9 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
             model.net if is_whole else a_part(stepped, config, group.device), config
         )
 
-    try_optimizer(config, group.device)  # which says what is wrong with one that cannot be timed
+    # These say what is wrong with an optimizer that cannot be timed.
+    try_optimizer(config, group.device)
+    try_types(config, model.net, group.device)
     speed = measure_speed(model, make, config.batch_size)
     return speed if stepped == own else replace(speed, step_s=speed.step_s * own / stepped)
 

@@ -16,7 +16,7 @@ from motley.config.options import Config
 from motley.engines.named_state import load_model_state, model_state
 from motley.engines.optimizer import make_optimizer
 from motley.engines.optimizer_state import OptimizerMemory, State
-from motley.engines.optimizer_trial import is_elementwise, try_optimizer
+from motley.engines.optimizer_trial import is_elementwise, try_optimizer, try_types
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
 from motley.train.command_line import read_config, training_parser
@@ -94,6 +94,28 @@ def test_a_misspelt_optimizer_is_answered_with_its_neighbours() -> None:
     for name in ("adamm", "lookahead_adamm"):
         with pytest.raises(MotleyError, match=rf"--opt {name}: .*\(nearest: .*adam"):
             try_optimizer(config_of(name), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cannot"),
+    [
+        ("clamb", torch.ones(2, dtype=torch.complex64), "complex64 of 1 dim"),
+        ("adamp", torch.ones(2, 3, dtype=torch.complex64), "complex64 of 2 dim"),
+        ("lamb", torch.tensor(1.0, dtype=torch.bfloat16), "bfloat16 of 0 dim"),
+        ("adamw", torch.ones(2, dtype=torch.complex64), ""),
+        ("lamb", torch.ones(2, dtype=torch.float64), ""),
+    ],
+)
+def test_an_optimizer_is_refused_by_a_parameter_that_it_cannot_train(
+    name: str, value: Tensor, cannot: str
+) -> None:
+    net = nn.Module()
+    net.plain, net.turned = nn.Linear(3, 3), nn.Parameter(value)
+    if not cannot:
+        try_types(config_of(name), net, CPU)
+        return
+    with pytest.raises(MotleyError, match=rf"--opt {name} cannot train .* turned, {cannot}"):
+        try_types(config_of(name), net, CPU)
 
 
 def test_what_the_options_decide_is_not_loaded(tmp_path: Path) -> None:
