@@ -7,9 +7,12 @@
 # cost a minute. Where ssh fails, mpirun guesses why, at length, and names nobody: a process
 # beside it says whose it was, after mpirun's words; once ssh has connected, it ends that one.
 # mpirun takes status 0 for a daemon that lives on, and waits for it without end: also where the
-# login shell has ended before the daemon (exit 0 in .bashrc).
+# login shell has ended before the daemon (exit 0 in .bashrc). So it does where the shell never
+# comes to the daemon (read in .bashrc): the command prints a mark first, and has a minute for it.
 bin=$(dirname -- "$(readlink -f -- "$0")")
 launcher=$PPID
+mark=motley_reached_its_command
+shell_s=${MOTLEY_LOGIN_TIMEOUT:-60} # seconds to connect and for the login shell's own files
 
 wait_for() { # PROCESS TENTHS: whether it ends within these tenths of a second
   local n
@@ -26,10 +29,21 @@ say_last() { # HOST WHY FIX: once mpirun has had its words
   echo "motley: $1 takes no part: $2; $3" >&2
 }
 
+relay() { # PROCESS: what ssh prints, without the mark; tells the process where that is late
+  local line left end=$((SECONDS + shell_s)) code=0
+  while left=$((end - SECONDS)) && IFS= read -r -t "$((left > 0 ? left : 1))" line || code=$?; do
+    if [ "$line" = "$mark" ]; then exec cat; fi
+    if ((code > 128)); then kill -USR1 "$1"; exec cat; fi
+    if ((code)); then printf %s "$line"; return; fi
+    printf '%s\n' "$line"
+  done
+}
+
 run_session() { # HOST COMMAND...: ssh, and what its status means
-  local host=$1 session code=0
+  local host=$1 session code=0 is_late=false
   shift
-  "$@" <&0 &
+  trap 'is_late=true; kill "$session" 2>/dev/null' USR1
+  "$@" <&0 > >(relay $$) &
   session=$!
   # mpirun kills this process where it has lost a host: then ssh, which holds its output, must go.
   exec 8> >(exec >/dev/null 2>&1; read -r _ || kill "$session")
@@ -37,6 +51,11 @@ run_session() { # HOST COMMAND...: ssh, and what its status means
   trap "kill $session 2>/dev/null" TERM INT HUP
   while wait "$session" || code=$?; kill -0 "$session" 2>/dev/null; do code=0; done
   echo ended >&8
+  if $is_late; then
+    say_last "$host" "its login shell has not come to mpirun's daemon within $shell_s s" \
+      "look for what waits there, such as read or a mount that is gone, in ~/.bashrc (tcsh: ~/.tcshrc, zsh: ~/.zshenv) and in the files that it reads; or give it longer: export MOTLEY_LOGIN_TIMEOUT=300" &
+    exit 1
+  fi
   case $code in
     77) exit 0 ;;
     78 | 255) exit "$code" ;;
@@ -58,7 +77,7 @@ ssh=(ssh -o BatchMode=yes -o ConnectTimeout=10 -o ControlPath=none)
 to=() words=()
 for word; do
   case $word in
-    */bin/prted) to=("${words[@]}") word="exec $bin/motley_prted" ;; # before it: options, host
+    */bin/prted) to=("${words[@]}") word="echo $mark; exec $bin/motley_prted" ;; # before it: options, host
   esac
   words+=("$word")
 done

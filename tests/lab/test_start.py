@@ -48,11 +48,11 @@ BASHRC = ROOT / "tests" / "cases" / "bashrc"
 SAY = "import numpy, sys; print('well', sys.prefix in numpy.__file__)"
 
 
-def start_others(lab: Door, words: str) -> Done:
+def start_others(lab: Door, words: str, variable: str = "LC_ALL=C") -> Done:
     """Start a process on each host but the first, from there."""
     others = ",".join(NAMES[1:])
     line = (
-        f"export PATH={venv()}/bin:$PATH MOTLEY_VENV={venv()}; cd {ROOT} && "
+        f"export PATH={venv()}/bin:$PATH MOTLEY_VENV={venv()} {variable}; cd {ROOT} && "
         f"timeout -k 1 30 mpirun -np 2 --host {others} -x MOTLEY_VENV {words} 2>&1"
     )
     return lab.run("exec", NAMES[0], "--", "bash", "-c", line)
@@ -73,6 +73,11 @@ def test_a_bashrc_that_ends_the_shell_or_names_another_python(lab: Door) -> None
         assert done.code not in (0, 124, 137) and done.seconds < 15, done.output
         assert f"its login shell ended with status {text[-1]}" in done.output
         assert "motley: start" in done.output and "~/.bashrc" in done.output
+    lab.on(NAMES[0], "tee", ".bashrc", stdin="echo hello; sleep 600")
+    done = start_others(lab, "hostname", "MOTLEY_LOGIN_TIMEOUT=4")
+    assert done.code not in (0, 124, 137) and done.seconds < 20, done.output
+    assert "has not come to mpirun's daemon within 4 s" in done.output
+    lab.on(NAMES[0], "tee", ".bashrc", stdin="exit 3")
     script = ROOT / "setup" / "test_cn_connection.sh"
     done = lab.run("exec", NAMES[0], "--", "bash", script, "--hostfile", "hosts.txt", "--json")
     troubles = [each["trouble"] for each in json.loads(done.output)["hosts"].values()]
