@@ -69,6 +69,8 @@ def main() -> int:
         ):
             end_on_signals(publisher)
             told = Session(args, publisher, collector).publish()
+            for trouble in publisher.left_out():
+                warn(trouble)
         say(args, told)
     except MotleyError as error:
         warn(error)

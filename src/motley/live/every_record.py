@@ -113,6 +113,10 @@ class RunReader:
             copy.deepcopy(at),
         )  # fmt: skip
 
+    def left_out(self) -> list[str]:
+        """Return a line for each GPU log of which some rows so far are no samples."""
+        return [*filter(None, (rows.left_out(none_read=False) for rows in self._rows.values()))]
+
     def _steps(self, rank: int, path: Path, clock: float, wall: float) -> list[JsonDict]:
         last, found = self._position.steps.get(rank, -1), []
         for line in filter(None, map(read_object, self._new(path, clock, wall))):

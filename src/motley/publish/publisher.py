@@ -121,6 +121,10 @@ class Publisher:
             if not more:
                 self.stop.wait(_LOOK_S)
 
+    def left_out(self) -> list[str]:
+        """Return what of GPU logs is not published, and why."""
+        return [*self.follower.unread.values(), *self._reader.left_out()]
+
     def _has_ended(self) -> bool:
         return self.follower.about.get("status") not in (None, "running")
 

@@ -261,6 +261,18 @@ def test_hosts_whose_records_are_not_here_are_named_and_published_once_they_are(
     assert len(held["all/loss"]) == 5
 
 
+def test_gpu_logs_that_cannot_be_read_are_named(live: LiveRun) -> None:
+    take(live, 2)
+    first, second = (live.run.path / f"gpu.{host}.csv" for host in HOSTS)
+    lines = first.read_text().splitlines(keepends=True)
+    first.write_text(lines[0] + lines[1].replace(lines[1].split(",")[0], "noon") + lines[2])
+    second.write_text("a,b\n1,2\n")
+    done = publish(live.run.path, "tensorboard")
+    assert done.returncode == 0, done.stderr
+    assert "1 of its" in done.stderr and "the time is 'noon' in line 2" in done.stderr
+    assert f"{second.name} is not a GPU log" in done.stderr, done.stderr
+
+
 def test_hostile_names_run_nothing_and_leave_nothing_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "$(touch owned); ../`x`'\"|<b>"
     hosts = ["../../../evil", "$(touch owned)"]
