@@ -127,10 +127,13 @@ def test_a_remembered_speed_is_only_tried_where_that_cannot_take_long(
     monkeypatch.setattr(speeds, "_place", lambda *_: (None, {}))
     monkeypatch.setattr(speeds, "read_speed", lambda *_: remembered)
     monkeypatch.setattr(speeds, "measure_speed", lambda *_: anew)
-    monkeypatch.setattr(speeds, "try_optimizer", lambda *_: None)
+    for trial in ("try_optimizer", "try_types"):
+        monkeypatch.setattr(speeds, trial, lambda *_: None)
     config: Any = SimpleNamespace(batch_size=128)
     group: Any = SimpleNamespace(device=torch.device("cpu"))
-    model: Any = torch.nn.Linear(1, 1)
-    model.by_blocks, model.every_parameter = None, lambda: list(model.parameters())
+    net = torch.nn.Linear(1, 1)
+    model: Any = SimpleNamespace(
+        net=net, by_blocks=None, every_parameter=net.parameters, zero_grad=net.zero_grad
+    )
     found = speeds.speed_of(group, model, config, 1)
     assert tried == timed and found is (remembered if kept else anew)
