@@ -465,9 +465,6 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     groups, each = _count_groups(layer, x)
     channels, sizes, rows = x.shape[1], x.shape[2:], layer.rows
-    if each * rows * sizes.numel() == 1:
-        # Torch's kernel subtracts products, x * 316 - mean * 316, whose rounding is 1e-5.
-        return _decomposed(layer, x)
     like = torch.float64 if x.dtype == torch.float64 else torch.float32
     mean = torch.zeros(groups * channels, device=x.device, dtype=like)
     variance = torch.zeros_like(mean)
@@ -475,10 +472,18 @@ def _native(layer: _Groups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                     for value in (layer.weight, layer.bias))  # fmt: skip
     given = x if rows == 1 else x.view(each, groups, rows, channels, *sizes).transpose(2, 3)
     inner = sizes if rows == 1 else (rows, *sizes)
+    is_single = each * rows * sizes.numel() == 1
+    if is_single:
+        # Torch's kernel subtracts products, x * 316 - mean * 316, whose rounding is 1e-5. A value
+        # less itself is 0 in any kernel, and gradients arrive in the order of other groups, which
+        # ZeRO 2 needs.
+        single, given = given.detach(), given - given.detach()
     y = torch.batch_norm(
         given.reshape(each, groups * channels, *inner), weight, bias, mean, variance,
         True, 1.0, layer.eps, torch.backends.cudnn.enabled,
     )  # fmt: skip
+    if is_single:  # there is no unbiased variance: NaN would stay for ever
+        mean, variance = single.to(like), torch.zeros_like(variance)
     mean, variance = mean.view(groups, channels), variance.view(groups, channels)
     if rows > 1:
         y = y.view(each, groups, channels, *inner).transpose(2, 3).reshape(x.shape)
