@@ -214,8 +214,6 @@ def check_options(cell: Cell, shared: Sequence[str]) -> None:
         refuse(str(error))
     if config.wire is not None and not traits.can(config.wire):
         refuse(f"--wire {config.wire} is for ddp, not for {cell.strategy}; choose another one")
-    if len(set(config.precision.values)) > 1 and not traits.mixes_precisions:
-        refuse(f"{cell.strategy} is wrong where ranks differ in precision; give one for all")
 
 
 def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:

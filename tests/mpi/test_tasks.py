@@ -126,6 +126,18 @@ def test_parameters_of_several_types_are_learnt_or_refused_by_name(module_jobs: 
         assert done.code != 0 and says in done.output, done.output
 
 
+def test_gradients_that_arrive_in_another_order_on_each_rank_are_added_right(
+    module_jobs: Jobs,
+) -> None:
+    words = ("--task", ROOT / "tests" / "support" / "branches.py", "--batch-size", 32,
+             "--precision", "fp32", "--max-steps", 5, "--warmup-epochs", 0)  # fmt: skip
+    alone = module_jobs.train(1, DDP, "branches", *words)
+    for script, *options in ((DDP,), (ZERO, "--stage", 1), (ZERO, "--stage", 2)):
+        name = f"branches {len(options)} {options[-1:]}"
+        run = module_jobs.train(2, script, name, *words, "--shares", "5,3", *options)
+        assert run.losses == pytest.approx(alone.losses, rel=2e-6), name
+
+
 EXPERTS = ("--task", ROOT / "tests" / "support" / "experts.py", "--batch-size", 8,
            "--precision", "fp32", "--warmup-epochs", 0, "--lr", 0.01, "--weight-decay", 0.5,
            "--clip-grad", 1.0)  # fmt: skip

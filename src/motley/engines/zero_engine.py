@@ -26,7 +26,7 @@ from motley.engines.optimizer_state import State
 from motley.engines.optimizer_trial import is_elementwise
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.strategies.zero import TRAITS
-from motley.engines.zero_at_once import work_at_once
+from motley.engines.zero_at_once import take_in_order, work_at_once
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
@@ -57,12 +57,6 @@ class ZeroEngine(EngineBase):
         self.traits = TRAITS[self._stage]
         self.equal_micro_steps, self.replicated = self._stage >= 2, self._stage < 3
         self.rescuable = self._stage == 0
-        if not self.traits.mixes_precisions and len(set(context.precisions)) > 1:
-            raise MotleyError(
-                f"ZeRO stage {self._stage} reduces gradients in the order in which they come, and "
-                f"precisions {', '.join(context.precisions)} differ in it, silently wrong; give "
-                "one --precision for all ranks, or --stage 1"
-            )
         refuse_unused(model, f"ZeRO stage {self._stage}")
         check_types(
             model, (torch.float32,), f"ZeRO stage {self._stage}",
@@ -90,6 +84,8 @@ class ZeroEngine(EngineBase):
         )
         if self._stage:
             work_at_once(self._engine.optimizer, context.device)
+        if self._stage >= 2:
+            take_in_order(self._engine.optimizer, self._parameters)
         # At stages 0 and 1 we start the reduction ourselves, to see where compute ends.
         self._engine.enable_backward_allreduce = self._stage >= 2
 

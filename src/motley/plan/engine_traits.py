@@ -19,8 +19,7 @@ class EngineTraits:
         gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
             and in each of its micro-batches, in fp32 all-reduces of the gradient.
         narrow_parameters: they are gathered in 16 bits where all ranks compute in the same.
-        mixed: whether GPUs and CPUs can do it together. mixes_precisions: whether it is right
-            where ranks differ in precision.
+        mixed: whether GPUs and CPUs can do it together.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
         shards_gradients, shards_parameters: it keeps a part of these alone.
         keeps_gathered: parameters that were gathered for the forward pass stay until the backward
@@ -44,7 +43,6 @@ class EngineTraits:
     gathers_per_micro_step: float = 0.0
     narrow_parameters: bool = False
     mixed: bool = True
-    mixes_precisions: bool = True
     shards_optimizer: bool = False
     shards_gradients: bool = False
     shards_parameters: bool = False

@@ -311,10 +311,6 @@ def test_a_task_outside_of_slurm_is_refused(
             'options = "--wire powersdg:4"',
             "cell x: --wire powersdg:4 is unknown (nearest: powersgd",
         ),
-        (
-            'strategy = "zero3"\nprecision = "bf16,fp32,fp32,fp32,fp32"',
-            "cell x: zero3 is wrong where",
-        ),
         ('options = "--epochs 0"', "cell x: argument --epochs: 0 is not a whole number"),
     ],
 )

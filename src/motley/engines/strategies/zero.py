@@ -36,12 +36,12 @@ TRAITS = (  # by stage
     ),
     replace(
         _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=1.0, gathers_per_step=0.5,
-        shards_optimizer=True, shards_gradients=True, mixes_precisions=False,
+        shards_optimizer=True, shards_gradients=True,
         words="DeepSpeed stage 2 sends gradients in each micro-batch, and then parameters",
     ),
     replace(
         _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
-        gathers_per_micro_step=1.0, mixed=False, mixes_precisions=False, shards_optimizer=True,
+        gathers_per_micro_step=1.0, mixed=False, shards_optimizer=True,
         shards_gradients=True, shards_parameters=True, fills_model=True, flat_parts=True,
         compiles=False,  # it gathers each layer's parameters by hooks inside a block
         words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
