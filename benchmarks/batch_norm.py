@@ -20,7 +20,7 @@ import result
 if TYPE_CHECKING:
     import torch
 
-    from motley.data.batch import Tensors
+    from motley.data.source import Tensors
     from motley.tasks.model import TaskModel
 
 

@@ -89,7 +89,7 @@ def time_all(root: Path, count: int, repeats: int) -> list[dict[str, object]]:
     """Rows of one folder: as it is, and packed in several ways."""
     from input_tasks import ByDecodeJpeg, NotResized, Reference
 
-    from motley.data.packer import Keep, list_folder, pack
+    from motley.data.packed_file import Keep, list_folder, pack
     from motley.tasks.builtin.image import ImageTask
 
     jpegs, listed = sorted(root.rglob("*.jpg")), list_folder(root)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import Engine, EngineContext, EngineFactory, StepResult
 from motley.engines.step_timer import Laps

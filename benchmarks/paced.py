@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.data.batch import Tensors
+from motley.data.source import Tensors
 from motley.tasks.model import TaskModel
 from motley.tasks.task import Task
 

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.plan.plan import apportion
 from motley.tasks.model import TaskModel
 

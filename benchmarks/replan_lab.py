@@ -22,9 +22,9 @@ import matplotlib as mpl
 import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
+from motley.plan.plan import limit_s
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import limit_s
-from motley.records.rates import mean_rate
+from motley.records.costs import mean_rate
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -35,8 +35,8 @@ from step_times import (
     stalls,
 )
 
+from motley.plan.plan import split
 from motley.plan.replan import Device, ReplanMonitor
-from motley.plan.split import split
 
 FIRST_SEED = 10_000  # the monitor's constants were chosen with smaller seeds
 CHANGE = 100  # step at which a rank takes twice as long

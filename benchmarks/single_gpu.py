@@ -30,7 +30,7 @@ from bare_loops import GPTS, PACKAGES, PEERS, bare_loop
 from result import ROOT
 
 from motley.live.track import PARTS
-from motley.records.rates import mean_rate
+from motley.records.costs import mean_rate
 from motley.records.run_folder import RunFolder
 
 MANUAL = "manual"  # 99 times 0.4 MB: no epoch ends

@@ -32,9 +32,9 @@ import matplotlib.pyplot as plt
 import result
 from bench_lab import BenchLab, bench_lab
 
+from motley.plan.plan import limit_s
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import limit_s
-from motley.records.rates import mean_rate
+from motley.records.costs import mean_rate
 
 _FACTS = result.ROOT / "lab" / "tesla_lab.json"
 _GRADIENT = 1_802_920  # bytes, of vit_digits

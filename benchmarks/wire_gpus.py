@@ -24,7 +24,7 @@ import result
 from real_run import lines_of, real_run
 
 from motley.cluster.gpus import read_devices
-from motley.records.rates import mean_rate
+from motley.records.costs import mean_rate
 
 _SOCKETS = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket",

@@ -13,8 +13,8 @@ import numpy as np
 import style
 
 from motley.errors import MotleyError
+from motley.records.costs import without_pauses
 from motley.records.gpu_csv import GpuSample, device_name, read_gpu_log
-from motley.records.rates import without_pauses
 
 DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
 _LARGE_MIB = 10.0  # a log whose reading takes seconds

@@ -28,9 +28,8 @@ from style import PARTS, Part
 
 from motley.errors import MotleyError
 from motley.live.training import read_training
-from motley.sweep.outcome import DONE
-from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import Row, read_rows
+from motley.sweep.results import DONE, BaselineFolder
+from motley.sweep.table import Row, read_rows
 
 RATE, LIMIT = PARTS["t_compute"].colour, "#333333"
 # What a step loses against the limit, as in the pictures of single runs.

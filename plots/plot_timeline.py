@@ -27,8 +27,8 @@ from run_steps import title
 
 from motley.errors import MotleyError
 from motley.live.training import Training, read_training
-from motley.records.lines import JsonDict
-from motley.records.rates import pauses, without_pauses
+from motley.records.costs import pauses, without_pauses
+from motley.records.json_files import JsonDict
 from motley.records.run_folder import find_runs
 
 _AROUND = 2  # steps before the longest, and after it
@@ -36,7 +36,7 @@ _WARM = 3  # steps, at most half of them, of which the longest says nothing
 _WIDE = 11.0  # inches
 _FEW_RANKS = 64
 
-Pauses = Sequence[tuple[float, float]]  # see motley.records.rates.pauses
+Pauses = Sequence[tuple[float, float]]  # see motley.records.costs.pauses
 
 
 @dataclass(frozen=True)

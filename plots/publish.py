@@ -29,7 +29,7 @@ from motley.live.words import plain
 from motley.publish.publisher import Publisher, Told
 from motley.publish.tracker import Tracker
 from motley.publish.trackers import trackers
-from motley.records.one_run import open_run
+from motley.records.run_folder import open_run
 from motley.signals import handle_end
 from motley.text import escape_unprintable
 

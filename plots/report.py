@@ -42,13 +42,11 @@ from motley.errors import MotleyError
 from motley.live.training import Training, median
 from motley.live.verdict import run_verdict
 from motley.records.gpu_csv import find_gpu_logs
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder, find_runs
 from motley.records.trace import read_trace, summarise
-from motley.sweep.outcome import DONE
-from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import Row, read_rows
-from motley.sweep.table import HEAD, shown
+from motley.sweep.results import DONE, BaselineFolder
+from motley.sweep.table import HEAD, Row, read_rows, shown
 from motley.text import rate_in_words, step_in_words
 
 _DPI, _DPI_WIDE = 150, 110

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from plot_baselines import LOST, lost
 
-from motley.sweep.cells import REFERENCE
-from motley.sweep.outcome import DONE
-from motley.sweep.rows import Row
+from motley.sweep.matrix import REFERENCE
+from motley.sweep.results import DONE
+from motley.sweep.table import Row
 
 _WRONG = 0.01  # of the loss: what 30 steps in 16 bits differ by is a tenth of it
 _TIE = 0.02  # of the rate

@@ -10,9 +10,9 @@ import style
 from motley.errors import MotleyError
 from motley.live.track import PARTS
 from motley.live.training import Training, column, mean, median, read_training
+from motley.records.costs import lead
 from motley.records.gpu_csv import device_name
-from motley.records.lines import JsonDict
-from motley.records.rates import lead
+from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
 
 UNFINISHED = ("failed", "running", "stopped")

@@ -19,8 +19,7 @@ from watch_text import (
     wrapped,
 )
 
-from motley.live.rows import Row
-from motley.live.snapshot import RankHistory, Snapshot
+from motley.live.snapshot import RankHistory, Row, Snapshot
 from motley.text import rate_in_words
 
 _FEWEST_EVENTS = 3

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.text import Text
 from watch_text import PARTS, Signs, bar, clock, fit
 
-from motley.live.rows import Row
+from motley.live.snapshot import Row
 from motley.text import rate_in_words
 
 

@@ -9,8 +9,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from motley.live.headline import Mood
-from motley.live.rows import Row
-from motley.live.snapshot import Snapshot
+from motley.live.snapshot import Row, Snapshot
 from motley.text import rate_in_words
 
 PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")

@@ -18,8 +18,7 @@ from cn import (
     try_password,
 )
 
-from motley.cluster.fan_out import run_on_all, split
-from motley.cluster.ssh import Remote, connect
+from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 
 LIMIT_S = 30.0  # for all hosts together

@@ -10,8 +10,8 @@ import cn
 from cn_module import run_module
 from cn_report import printable
 
-from motley.cluster.fan_out import run_on_all, split
-from motley.cluster.orphans import Found, Survey, state, survey_from_json
+from motley.cluster.processes import Found, Survey, state, survey_from_json
+from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
@@ -27,8 +27,8 @@ class Row:
 
 
 def ask(host: str, *words: object) -> str:
-    """What ``python -m motley.cluster.orphans`` prints there; raises HostTrouble."""
-    return run_module(host, "motley.cluster.orphans", *words, limit=LIMIT_S - 1)
+    """What ``python -m motley.cluster.processes`` prints there; raises HostTrouble."""
+    return run_module(host, "motley.cluster.processes", *words, limit=LIMIT_S - 1)
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
-from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host, read_hosts
+from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 from motley.text import escape_unprintable
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from cn import ROOT, VENV
 from cn_report import HostReport
 
-from motley.cluster.fan_out import run_on_all, split
-from motley.cluster.network import Network, list_networks
-from motley.cluster.network_trial import Answer, next_in_ring, pick_network
-from motley.cluster.ssh import Remote, connect
+from motley.cluster.network import Answer, Network, list_networks, next_in_ring, pick_network
+from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble
 
 LISTEN_S, TRIAL_S = 20.0, 60.0

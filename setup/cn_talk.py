@@ -12,12 +12,12 @@ import signal
 import sys
 import threading
 
-from motley.cluster import network_trial
+from motley.cluster import network
 
 
 def connect(name: str, address: str, port: int, token: str) -> None:
     """Print how a connection to a host fares."""
-    found = network_trial.connect(address, port, token)
+    found = network.connect(address, port, token)
     result = found if isinstance(found, str) else "ok"
     print(f"{name} {result}\n", end="", flush=True)
 
@@ -25,13 +25,13 @@ def connect(name: str, address: str, port: int, token: str) -> None:
 def main(words: list[str]) -> None:
     """Listen, measure, or connect to all at once."""
     if words[0] == "listen":
-        with network_trial.Receiver(words[1:]) as receiver:
+        with network.Receiver(words[1:]) as receiver:
             print(*receiver.ports, receiver.token, flush=True)
             signal.pause()
     peers = json.load(sys.stdin)
     if words[0] == "measure":
         targets = [(address, port) for _, address, port, _ in peers]
-        print(json.dumps(network_trial.measure(targets, peers[0][-1])))
+        print(json.dumps(network.measure(targets, peers[0][-1])))
         return
     threads = [threading.Thread(target=connect, args=peer) for peer in peers]
     for thread in threads:

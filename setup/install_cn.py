@@ -18,8 +18,7 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from torch_builds import PYPI, HostGpu, build_of, choose_build
 
-from motley.cluster.fan_out import run_on_all, split
-from motley.cluster.ssh import Remote, connect
+from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 
 LOCK = VENV / "requirements.lock"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import cn
 from cn_away import ASK_S, chosen, tell
 
-from motley.cluster.fan_out import split
+from motley.cluster.ssh import split
 
 
 def main(words: Sequence[str]) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 from cn_away import ASK_S, tell
 from cn_module import run_module
 
-from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.hostfile import Host
+from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
 
 QUIET_S = 300.0  # that nobody else was at a polite host before it comes back

@@ -9,7 +9,7 @@ from cn_away import ASK_S, tell, words_of
 from keep_figures import Figures
 from keep_hosts import Asked, say
 
-from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.ssh import run_on_all, split
 
 ASK_AGAIN_S = 60.0  # between questions to hosts that are missing
 _NOT_YET_S = 5.0  # where no usual time of a step is known

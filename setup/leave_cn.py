@@ -9,7 +9,7 @@ import cn
 from cn_away import ASK_S, chosen, tell, words_of
 from cn_report import printable
 
-from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.ssh import run_on_all, split
 from motley.errors import MotleyError
 from motley.launch.give_way import WAIT_S
 from motley.text import seconds_of

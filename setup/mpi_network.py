@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cn import ROOT, VENV
 from cn_report import HostReport
 
-from motley.cluster.account import home_folder
+from motley.cluster.facts import home_folder
 from motley.cluster.network import Network
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble

@@ -20,10 +20,9 @@ from ssh_files import LIMIT_S, authorized, do, own_key, pinned, this_machine, tr
 from ssh_host_keys import confirm, match_all
 from ssh_mesh import make_mesh, remove
 
-from motley.cluster.account import user_name
-from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.facts import user_name
 from motley.cluster.login import HostKey, UnknownHostKey, read_login
-from motley.cluster.ssh import Remote, connect
+from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 
 HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"

@@ -14,8 +14,7 @@ from launch_line import LaunchLine
 from slurm_array import Array
 
 from motley.child import run_child
-from motley.cluster.partitions import Partition, partitions, seconds_of_slurm
-from motley.cluster.slurm import srun_words
+from motley.cluster.slurm import Partition, partitions, seconds_of_slurm, srun_words
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.text import did_you_mean

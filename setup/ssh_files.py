@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from motley.cluster.account import home_folder
+from motley.cluster.facts import home_folder
 from motley.cluster.login import HostKey
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble

@@ -6,9 +6,8 @@ from pathlib import Path
 from cn import ask, need_terminal, table
 from ssh_files import LIMIT_S
 
-from motley.cluster.fan_out import run_on_all
 from motley.cluster.login import HostKey, read_login
-from motley.cluster.ssh import host_key, known_keys
+from motley.cluster.ssh import host_key, known_keys, run_on_all
 from motley.errors import HostTrouble, MotleyError
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from cn import print_troubles, table
 from ssh_files import LIMIT_S, authorized, do, own_key, pinned, this_machine, try_ssh
 
-from motley.cluster.fan_out import run_on_all, split
 from motley.cluster.login import HostKey, read_login
-from motley.cluster.ssh import Remote, connect, host_key
+from motley.cluster.ssh import Remote, connect, host_key, run_on_all, split
 from motley.errors import HostTrouble
 
 

@@ -11,11 +11,22 @@ from cn_bar import Bar
 from stage_blocks import said, size_of
 from stage_copy import Copied, Source, Target, copy, full, look, read_source
 
-from motley.cluster.account import user_name
-from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.facts import user_name
 from motley.cluster.login import is_here
-from motley.data.packed_file import BEGIN, JPEG, PIXELS, SUFFIX, Packed, open_packed
-from motley.data.packer import Folder, Keep, bytes_of, list_folder, pack
+from motley.cluster.ssh import run_on_all, split
+from motley.data.packed_file import (
+    BEGIN,
+    JPEG,
+    PIXELS,
+    SUFFIX,
+    Folder,
+    Keep,
+    Packed,
+    bytes_of,
+    list_folder,
+    open_packed,
+    pack,
+)
 from motley.errors import HostTrouble, MotleyError
 
 LOOK_S, DAY_S = 40, 86400

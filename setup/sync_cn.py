@@ -6,8 +6,7 @@ from cn import ROOT, Parser, ask_all, many, print_troubles, read_hostfile, run, 
 from cn_files import differing, send, tracked_files
 from cn_probe import probe, token_file
 
-from motley.cluster.fan_out import split
-from motley.cluster.ssh import connect
+from motley.cluster.ssh import connect, split
 from motley.errors import HostTrouble
 
 LIMIT_S = 600

@@ -32,10 +32,10 @@ from cn_probe import probe_all, token_file
 from cn_report import HostReport
 from cn_show import show
 
-from motley.cluster.account import home_folder
-from motley.cluster.fan_out import split
+from motley.cluster.facts import home_folder
 from motley.cluster.login import read_login
 from motley.cluster.network import Network
+from motley.cluster.ssh import split
 from motley.errors import HostTrouble, MotleyError
 
 _HERE = "this machine"

@@ -19,10 +19,9 @@ from cn_report import HostReport
 from mpi_network import Shared, find_shared, parameters, settle
 
 from motley.child import run_child
-from motley.cluster.account import home_folder
-from motley.cluster.fan_out import run_on_all, split
+from motley.cluster.facts import home_folder
 from motley.cluster.hostfile import Host
-from motley.cluster.ssh import connect
+from motley.cluster.ssh import connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 
 LIMIT_S = 60

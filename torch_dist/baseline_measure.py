@@ -9,7 +9,7 @@ Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and 
 its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
 An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
 wrong one shows. What has ended stays, and the same command goes on after a break. What follows
-``--`` is given to every run. src/motley/sweep/matrix_file.py shows the form of a matrix file;
+``--`` is given to every run. src/motley/sweep/matrix.py shows the form of a matrix file;
 presets are in torch_dist/presets/. On a cluster, setup/slurm_job.sh --array gives each cell a job.
 """
 
@@ -36,12 +36,9 @@ from motley.config.options import GROUPS
 from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
 from motley.signals import handle_end
-from motley.sweep.cells import Cell, Matrix, shorter
-from motley.sweep.matrix_file import PRESETS, Known, read_matrix
-from motley.sweep.outcome import DONE
-from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import Row, read_rows
-from motley.sweep.table import HEAD, shown, write_rows
+from motley.sweep.matrix import PRESETS, Cell, Known, Matrix, read_matrix, shorter
+from motley.sweep.results import DONE, BaselineFolder
+from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows
 from motley.text import did_you_mean, escape_unprintable
 from motley.train.command_line import read_config, training_parser
 from motley.train.progress import clock

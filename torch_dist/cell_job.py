@@ -15,7 +15,7 @@ from motley.cluster.hostfile import Host
 from motley.cluster.slurm import allocated_nodes, srun_words
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
-from motley.sweep.cells import Cell, Matrix, first_hosts
+from motley.sweep.matrix import Cell, Matrix, first_hosts
 from motley.sweep.results import BaselineFolder
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ from ssh_files import own_key
 from test_cn_connection import judge_keys
 
 from motley.cluster import gpus, presence
-from motley.cluster.account import home_folder, user_name
+from motley.cluster.facts import home_folder, user_name
 from motley.cluster.login import read_login
 from motley.errors import MotleyError
 from motley.launch.cache_folder import cache_folder, cache_note, is_lasting, temporary_note

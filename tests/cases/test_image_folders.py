@@ -14,8 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 from motley.config.options import Config
 from motley.data.dataset import find_dataset
 from motley.data.images import Images, load_image
-from motley.data.packed_file import SUFFIX
-from motley.data.packer import Keep, list_folder, pack
+from motley.data.packed_file import SUFFIX, Keep, list_folder, pack
 from motley.errors import MotleyError
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.find import task_of

@@ -15,7 +15,7 @@ from lab_door import Door, new_door
 from long_runs import rank_process, steps_done
 from project import DDP, ROOT, venv
 
-from motley.records.rates import lead
+from motley.records.costs import lead
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi

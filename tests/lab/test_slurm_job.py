@@ -12,7 +12,7 @@ from slurm import start_slurm
 
 from motley.records.run_folder import RunFolder
 from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import read_rows
+from motley.sweep.table import read_rows
 
 pytestmark = pytest.mark.mpi
 

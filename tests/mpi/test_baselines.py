@@ -10,7 +10,7 @@ from matrices import matrix_file, measure
 from project import ROOT, environment
 
 from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import read_rows
+from motley.sweep.table import read_rows
 
 pytestmark = pytest.mark.mpi
 

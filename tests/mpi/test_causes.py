@@ -9,7 +9,7 @@ from project import ROOT
 
 from motley.live.training import Training, read_training
 from motley.live.verdict import run_verdict
-from motley.records.rates import lead
+from motley.records.costs import lead
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi

@@ -7,7 +7,7 @@ from jobs import Jobs
 from pictures import picture_folder
 from project import DDP
 
-from motley.data.packer import Keep, list_folder, pack
+from motley.data.packed_file import Keep, list_folder, pack
 
 pytestmark = pytest.mark.mpi
 

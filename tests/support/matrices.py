@@ -7,7 +7,7 @@ from baseline_measure import known_cells, known_options
 from forked import run_script
 from project import environment
 
-from motley.sweep.matrix_file import Known
+from motley.sweep.matrix import Known
 
 KNOWN = Known(known_cells(), known_options())
 

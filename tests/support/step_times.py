@@ -13,10 +13,9 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from motley.plan.plan import whole_shares
+from motley.plan.plan import Speeds, split, whole_shares
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import Speeds, split
 
 Floats = NDArray[np.float64]
 Draw = Callable[[Generator, int, int], Floats]  # of steps and ranks: [steps, ranks]

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -15,68 +14,12 @@ from project import ROOT
 LIBRARY = ROOT / "src" / "motley"
 SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "tests")
 
-# Every module of the library, by its room. A room imports those above it, and nothing below.
-# In a folder with a star each file adds one thing, and needs no place of its own.
-ROOMS = {
-    "root": "__init__ __main__ child errors extras faults registry signals text",
-    "cluster": (
-        "account hostfile binding device_facts amd_smi gpus facts network network_trial slurm "
-        "partitions launcher login shell ssh fan_out orphans processes presence"
-    ),
-    "records": (
-        "lines json_file folder_lock gpu_formats gpu_csv training trace run_folder one_run "
-        "rank_groups rates costs gpu_logger columns"
-    ),
-    "plan": (
-        "per_rank precision speed_table split evidence back_off links wire engine_traits forecast "
-        "advice replan plan ramp length take_back memory"
-    ),
-    "live": (
-        "tail track follow every_record waiting words headline rows snapshot runs collect training "
-        "verdict"
-    ),
-    "publish": "series tracker trackers/* publisher",
-    "sweep": "cells matrix_file outcome results rows table",
-    "launch": (
-        "cache_folder process ports own_folder mpi same_code compile_archive messages handshakes "
-        "job_faults watchdog dead_links unheard waited_for fault_record job_files leftovers "
-        "ssh_sessions launcher_reaper survivors away pause own_rank regroup first_cause "
-        "save_before_end background_writer job_end fault_handler stop_signals start_clock "
-        "start_watch tcp_ranks ranks watch_first watch_all watching supervisor world give_way "
-        "__main__"
-    ),
-    "config": "option numbers optimization options parser",
-    "data": (
-        "import_timm batch source images image_folder shards packed_file packer dataset "
-        "datasets/* mixing transforms order slots loader_memory keyed batches loader"
-    ),
-    "tasks": (
-        "ghost_batch_norm recording deferred block_by_block compiled blocks task net classifiers "
-        "image_options corpus gpt hf_model hf_tokens lora hf_text states netcdf aurora_net "
-        "builtin/* find model build fingerprint forward_changes sometimes_unused check scores"
-    ),
-    "comm": "abandon collectives reducer slow_rank power_sgd modes/*",
-    "engines": (
-        "named_state average strategy rows adamw8bit local_shards optimizer optimizer_state "
-        "optimizer_trial gradients memory step_timer protocol base synchronous reducing no_overlap "
-        "ddp fsdp local_sgd zero_config zero_state zero_at_once zero_cut zero_engine zero3_engine "
-        "import_deepspeed strategies/*"
-    ),
-    "checkpoint": (
-        "idle_thread tensor_file part_files store read transfer resume find_run run initial verify"
-    ),
-    "measure": "kernels device all_reduce links loader",
-    "planner": (
-        "worker process_group speed_cache wire_cache profile refine compile_trial advise "
-        "measured_plan foresee open_model planner"
-    ),
-    "train": (
-        "progress budget first_steps loader_growth loss_scale schedule summary recorder profiler "
-        "overflow ready setup agreement recovery rescue survivor compile_keeper evaluate "
-        "save_timer command_line resume_line loop start script"
-    ),
-    "infer": "leases shards predictor export",
-}
+# The rooms of the library, in order: a room imports those above it, and nothing below. Modules
+# beside the rooms are of the first.
+ROOMS = (
+    "root", "cluster", "records", "plan", "live", "publish", "sweep", "launch", "config", "data",
+    "tasks", "comm", "engines", "checkpoint", "measure", "planner", "train", "infer",
+)  # fmt: skip
 # These load neither torch nor mpi4py.
 PURE = ("root", "cluster", "records", "plan", "live", "publish", "sweep")
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
@@ -112,35 +55,28 @@ def tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)}
 
 
-def room_of(*names: str) -> str | None:
-    """Of a module, by its path in the library; None for what has no place."""
+def room_of(names: Sequence[str]) -> str | None:
+    """Return the room of a module, by its path in the library; None for what has no room."""
     if names[0] in ROOMS:
         return names[0]
-    return next((room for room, modules in ROOMS.items() if names[0] in modules.split()), None)
+    return "root" if (LIBRARY / f"{names[0]}.py").exists() else None
 
 
-def has_place(room: str, names: Sequence[str]) -> bool:
-    """Whether the table names a module of this path in the library."""
-    if names[-1] == "__init__":
-        return True
-    path = "/".join(names[names[0] == room :])
-    return any(fnmatch(path, place) for place in ROOMS[room].split())
-
-
-def file_of(room: str, module: str, library: Path = LIBRARY) -> Path:
-    """Where a module of the table is."""
-    path = library / room / f"{module}.py"
-    return path if path.exists() else library / f"{module}.py"
+def modules_of(room: str) -> list[Path]:
+    """Return the files of a room."""
+    if room == "root":
+        return sorted(LIBRARY.glob("*.py"))
+    return sorted((LIBRARY / room).rglob("*.py"))
 
 
 def violations(library: Path) -> list[str]:
     """What breaks the order of rooms, in words."""
-    found, order = [], list(ROOMS)
+    found, order = [], ROOMS
     for path in sorted(library.rglob("*.py")):
         names = path.relative_to(library).with_suffix("").parts
-        said, room = ".".join(names), room_of(*names)
-        if room is None or not has_place(room, names):
-            found.append(f"{said} has no place in the table of rooms")
+        said, room = ".".join(names), room_of(names)
+        if room is None:
+            found.append(f"{said} is in no room")
             continue
         if room in (*PURE, "launch") and (heavy := tops(path) & HEAVY):
             found.append(f"{said}, of {room}, imports {', '.join(heavy)}")
@@ -149,13 +85,9 @@ def violations(library: Path) -> list[str]:
                 found.append(f"{said} imports {package}, which is {OWNERS[package]}'s")
         for name in imports(path):
             top, *rest = name.split(".")
-            other = room_of(*rest) if top == "motley" else None
+            other = room_of(rest) if top == "motley" and rest else None
             if other is not None and order.index(other) > order.index(room):
                 found.append(f"{said}, of {room}, imports {name}, of {other}")
-    for room, modules in ROOMS.items():
-        for module in modules.split():
-            if "*" not in module and not file_of(room, module, library).exists():
-                found.append(f"{room} has no {module}.py")
     return found
 
 
@@ -164,27 +96,18 @@ def test_every_module_has_a_room_and_imports_only_what_is_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "module", "text", "says"),
+    ("module", "text", "says"),
     [
-        ("plan", "stray", "", "plan.stray has no place in the table of rooms"),
-        (
-            "plan",
-            "plan",
-            "import motley.train.loop\n",
-            "of plan, imports motley.train.loop, of train",
-        ),
-        ("plan", "wire", "def late() -> None:\n    import torch\n", "of plan, imports torch"),
-        ("train", "loop", "import paramiko\n", "loop imports paramiko, which is ssh's"),
+        ("attic/stray", "", "attic.stray is in no room"),
+        ("plan/plan", "import motley.train.loop\n", "imports motley.train.loop, of train"),
+        ("plan/wire", "def late() -> None:\n    import torch\n", "of plan, imports torch"),
+        ("train/loop", "import paramiko\n", "loop imports paramiko, which is ssh's"),
     ],
 )
-def test_what_breaks_the_order_is_named(
-    tmp_path: Path, room: str, module: str, text: str, says: str
-) -> None:
+def test_what_breaks_the_order_is_named(tmp_path: Path, module: str, text: str, says: str) -> None:
     library = shutil.copytree(LIBRARY, tmp_path / "motley")
-    path = file_of(room, module, library)
-    if not path.exists():
-        path = library / room / f"{module}.py"
-        path.parent.mkdir(exist_ok=True)
+    path = library / f"{module}.py"
+    path.parent.mkdir(exist_ok=True)
     path.write_text((path.read_text() if path.exists() else "") + text)
     (problem,) = violations(library)
     assert says in problem
@@ -192,8 +115,7 @@ def test_what_breaks_the_order_is_named(
 
 @pytest.mark.parametrize("room", [*PURE, "launch"])
 def test_a_light_room_loads_nothing_heavy(room: str) -> None:
-    names = [name for name in ROOMS[room].split() if name != "__main__" and "*" not in name]
-    paths = [file_of(room, name) for name in names]
+    paths = [path for path in modules_of(room) if not path.stem.startswith("__")]
     parts = [path.relative_to(LIBRARY.parent).with_suffix("").parts for path in paths]
     heavy = HEAVY if room == "launch" else HEAVY | {"mpi4py"}
     code = f"import sys, {', '.join(map('.'.join, parts))}; print(*({heavy} & sys.modules.keys()))"
@@ -214,13 +136,13 @@ def test_launch_alone_knows_the_variables_of_a_rank(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "plots").glob("*.py")), ids=lambda path: path.stem)
 def test_plots_need_neither_torch_nor_mpi(path: Path) -> None:
     assert not tops(path) & (HEAVY | {"mpi4py"})
-    rooms = {room_of(*name.split(".")[1:]) for name in imports(path) if name.startswith("motley.")}
+    rooms = {room_of(name.split(".")[1:]) for name in imports(path) if name.startswith("motley.")}
     assert rooms <= {"root", "records", "plan", "live", "publish", "sweep"}
 
 
 def test_the_plan_reads_no_clock_environment_or_hardware() -> None:
-    for name in ROOMS["plan"].split():
-        assert not tops(file_of("plan", name)) & {
+    for path in modules_of("plan"):
+        assert not tops(path) & {
             "os",
             "time",
             "datetime",

@@ -19,7 +19,7 @@ from motley.faults import Fault
 from motley.launch.fault_record import record_fault
 from motley.launch.same_code import version
 from motley.launch.world import World
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.records.rank_groups import add_group, read_groups
 from motley.records.run_folder import RunFolder
 

@@ -38,7 +38,7 @@ from motley.checkpoint.part_files import part_names, telling, wait_for_parts, wr
 from motley.checkpoint.tensor_file import sync, write_tensors
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
-from motley.records.lines import fix_for
+from motley.records.json_files import fix_for
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?")  # by a process, and thread

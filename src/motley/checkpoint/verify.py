@@ -6,7 +6,7 @@ from pathlib import Path
 
 from motley.checkpoint.read import checkpoints_at, open_checkpoint
 from motley.errors import MotleyError
-from motley.records.lines import read_json_lines
+from motley.records.json_files import read_json_lines
 from motley.records.run_folder import RunFolder
 
 

@@ -1,8 +1,20 @@
-"""Which of their interfaces machines reach each other by. Pure."""
+"""The networks that hosts share: the interfaces by which they reach each other, and a trial of
+each network, which opens connections and measures the slowest one's rate.
 
+In the trial each host opens a port on each network, and sends to the next host in a ring. A
+connection begins with the receiver's token, or is dropped. Needs neither MPI nor any package.
+"""
+
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from motley.cluster.facts import Interface
 from motley.errors import MotleyError
@@ -133,3 +145,181 @@ def named_interfaces(
                 )
             wanted[machine] += asked
     return wanted
+
+
+CONNECT_S = 3.0  # for a connection, and for the greeting after it
+SECONDS = 0.2  # of sending
+GREETING = b"motley"
+_TOKEN = 32  # characters
+_MOST_CONNECTIONS = 256  # to one port: each host is asked by one, and in a trial of pairs by all
+_CHUNK = 1 << 16  # bytes
+_BUFFER = 1 << 18  # bytes on the way: a slow network is soon seen to be slow
+_MOST = 1 << 27  # bytes
+_REPLY_S = 6.0
+_COUNT = struct.Struct("!Q")
+_FASTER = 1.5  # by so much a later network is faster, or an earlier one stays: rates vary
+
+Answer = float | str  # bytes a second, or why there are none
+
+
+class Receiver:
+    """A port on each of some addresses, each of which counts what comes. A context manager.
+
+    Attributes:
+        ports: one for each address; 0 where none can be opened.
+        token: that a connection begins with.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.token = secrets.token_hex(_TOKEN // 2)
+        self._servers = [_open(address) for address in addresses]
+        self.ports = [server.getsockname()[1] if server else 0 for server in self._servers]
+        for server in filter(None, self._servers):
+            threading.Thread(target=_serve, args=(server, self.token), daemon=True).start()
+
+    def __enter__(self) -> "Receiver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in filter(None, self._servers):
+            server.close()
+
+
+def _open(address: str) -> socket.socket | None:
+    try:
+        return socket.create_server((address, 0), backlog=128)
+    except OSError:
+        return None
+
+
+def _serve(server: socket.socket, token: str) -> None:
+    for _ in range(_MOST_CONNECTIONS):
+        try:
+            connection, _ = server.accept()
+        except OSError:  # it is closed
+            return
+        threading.Thread(target=_count, args=(connection, token), daemon=True).start()
+
+
+def _count(connection: socket.socket, token: str) -> None:
+    """Greet a peer that knows the token, and answer how many bytes have come."""
+    try:
+        with connection:
+            connection.settimeout(_REPLY_S)
+            said = connection.recv(_TOKEN, socket.MSG_WAITALL)
+            if not hmac.compare_digest(said, token.encode()):
+                return
+            connection.sendall(GREETING)
+            total, end = 0, time.monotonic() + 2 * _REPLY_S
+            while (data := connection.recv(_CHUNK)) and time.monotonic() < end:
+                total += len(data)
+            connection.sendall(_COUNT.pack(total))
+    except OSError:
+        pass
+
+
+def connect(address: str, port: int, token: str) -> socket.socket | str:
+    """Return a connection to a :class:`Receiver`, or why there is none."""
+    try:
+        connection = socket.create_connection((address, port), CONNECT_S)
+    except TimeoutError:
+        return f"gets no answer within {CONNECT_S:.0f} s"
+    except OSError as error:
+        return f"fails: {error.strerror}"
+    try:
+        connection.sendall(token.encode())
+        said = connection.recv(len(GREETING), socket.MSG_WAITALL)
+    except OSError:
+        said = b""
+    if said == GREETING:
+        return connection
+    connection.close()
+    return "is answered by another program"
+
+
+def measure(targets: Sequence[tuple[str, int]], token: str) -> list[Answer]:
+    """Send to the port of one host on each network; connections are opened at once.
+
+    Args:
+        targets: addresses and ports of one :class:`Receiver`. token: its own.
+    """
+    connections: list[socket.socket | str] = ["opens no port there"] * len(targets)
+
+    def one(number: int) -> None:
+        connections[number] = connect(*targets[number], token)
+
+    threads = [
+        threading.Thread(target=one, args=(number,))
+        for number, (_, port) in enumerate(targets)
+        if port
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [each if isinstance(each, str) else _send(each) for each in connections]
+
+
+def _send(connection: socket.socket) -> Answer:
+    chunk, sent = bytes(_CHUNK), 0
+    try:
+        with connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            connection.settimeout(_REPLY_S)
+            began = time.monotonic()
+            while time.monotonic() < began + SECONDS and sent < _MOST:
+                connection.sendall(chunk)
+                sent += len(chunk)
+            connection.shutdown(socket.SHUT_WR)
+            (count,) = _COUNT.unpack(connection.recv(_COUNT.size))
+            return float(count / (time.monotonic() - began))
+    except (OSError, struct.error):
+        return "breaks off under load"
+
+
+def next_in_ring(machine: int, machines: Sequence[int]) -> int:
+    """Return the machine to which one sends."""
+    return machines[(machines.index(machine) + 1) % len(machines)]
+
+
+def pick_network(
+    candidates: Sequence[Mapping[int, Network]],
+    answers: Mapping[int, Sequence[Answer]],
+    names: Mapping[int, str],
+) -> tuple[int, str]:
+    """Return the number of the fastest network that connects all, and what came of each.
+
+    Args:
+        candidates: networks, the likelier first.
+        answers: of each machine about each candidate, from :func:`measure`.
+        names: of the machines.
+
+    Raises:
+        MotleyError: none of them connects all machines.
+    """
+    rates: list[float | None] = []
+    words = []
+    machines = list(answers)
+    for number, candidate in enumerate(candidates):
+        first = candidate[machines[0]]
+        where = f"{first.interface} ({first.address} on {names[machines[0]]})"
+        failed = [
+            f"{names[machine]} -> {names[next_in_ring(machine, machines)]} {answer}"
+            for machine in machines
+            if isinstance(answer := answers[machine][number], str)
+        ]
+        told: list[Any] = [answers[machine][number] for machine in machines]
+        rates.append(None if failed else min(told))
+        words.append(f"{where}: {failed[0]}" if failed else f"{where}: {min(told) / 1e6:.3g} MB/s")
+    best: int | None = None
+    for number, rate in enumerate(rates):
+        if rate is not None and (best is None or rate > _FASTER * (rates[best] or 0)):
+            best = number
+    if best is None:
+        raise MotleyError(
+            f"no network connects all hosts ({'; '.join(words)}); see cables, switches and "
+            "firewalls (MPI takes any port above 1023), or leave out of hosts.txt the host that is "
+            "cut off"
+        )
+    others = [word for number, word in enumerate(words) if number != best]
+    return best, f"network {words[best]}" + (f"; not taken: {'; '.join(others)}" if others else "")

@@ -1,17 +1,19 @@
-"""ssh to one host; the only user of paramiko. :mod:`motley.cluster.fan_out` asks many.
+"""Connections by ssh to one host, or to many at once; the only user of paramiko.
 
-Asks as OpenSSH (and so ``mpirun``) would: with what ``ssh -G`` prints for the host (address, user,
-port, keys, files of host keys), and the agent. A host whose key is unknown or changed is never
-talked to. This machine itself, however hosts.txt names it, needs no ssh; nor does a node of Slurm's
-allocation that we are in, where Slurm runs what is asked.
+They use the settings that OpenSSH, and so ``mpirun``, would: those which ``ssh -G`` prints for the
+host (address, user, port, keys, files of host keys), and the agent. A host whose key is unknown or
+changed gets nothing. This machine itself, however hosts.txt names it, needs no ssh; nor does a
+node of the Slurm allocation that this process is in, where Slurm runs the command.
 """
 
 import base64
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import paramiko
 
@@ -288,3 +290,54 @@ class _Refuse(paramiko.MissingHostKeyPolicy):
 
 def _as_key(key: paramiko.PKey) -> HostKey:
     return HostKey(key.get_name(), key.get_base64(), key.fingerprint)
+
+
+T = TypeVar("T")
+
+
+def run_on_all(
+    hosts: Iterable[str], work: Callable[[str], T], limit: float
+) -> dict[str, T | HostTrouble]:
+    """Call ``work(host)`` for all hosts at once.
+
+    Args:
+        limit: seconds after which a host that has not finished is in trouble.
+
+    Returns:
+        What each returned, or the HostTrouble that it raised, in the hosts' order. Any other
+        exception of any host is raised here.
+    """
+    results: dict[str, T | HostTrouble] = {}
+    crashes: list[BaseException] = []
+
+    def one(host: str) -> None:
+        try:
+            results[host] = work(host)
+        except HostTrouble as trouble:
+            results[host] = trouble
+        except BaseException as error:
+            crashes.append(error)
+
+    order = list(hosts)
+    threads = [threading.Thread(target=one, args=(host,), daemon=True) for host in order]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if crashes:
+        raise crashes[0]
+    late = HostTrouble(
+        "took too long",
+        f"not finished within {limit:.0f} s",
+        "see what keeps it busy, then run the same command again",
+    )
+    done = dict(results)  # a late one may still come in
+    return {host: done.get(host, late) for host in order}
+
+
+def split(results: Mapping[str, T | HostTrouble]) -> tuple[dict[str, T], dict[str, HostTrouble]]:
+    """What :func:`run_on_all` returned, and the troubles, each by host."""
+    well = {host: each for host, each in results.items() if not isinstance(each, HostTrouble)}
+    troubles = {host: each for host, each in results.items() if isinstance(each, HostTrouble)}
+    return well, troubles

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from motley.data.batch import Batch, Tensors
-from motley.data.source import Samples, UnreadableSample, read
+from motley.data.source import Batch, Samples, Tensors, UnreadableSample, read
 from motley.errors import MotleyError
 
 

@@ -1,26 +1,40 @@
-"""One file with all images of a data set, read through memory mapping.
+"""One file with all images of a data set, packed once and read through memory mapping.
 
     64 bytes    "MOTLEYPK", version, where the tail begins, its bytes, its SHA-256
     images      one after another: RGB pixels, row by row, or files as PIL reads them
     tail        bytes of the JSON that follows; the JSON; int64 [images, 5], a row an image
 
-A row is where an image begins, its bytes, height, width and label; an image that could not be
-read when it was packed has no bytes, and the JSON says why. The first 64 bytes are written last,
-and a file gets its name when it is whole. Nothing in it is run or unpickled.
+A row is where an image begins, its bytes, height, width and label; an image that could not be read
+when it was packed has no bytes, and the JSON says why. The first 64 bytes are written last, and a
+file gets its name when it is whole. Nothing in it is run or unpickled.
+
+PIL stays the reference: an image that is not shrunk has the pixels that ``--dataset folder``
+reads, and so have the samples that are made of it.
 """
 
+import fcntl
 import hashlib
 import json
+import multiprocessing
+import os
+import signal
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from motley.data.dataset import find_dataset
+from motley.data.images import load_image
 from motley.errors import MotleyError
+from motley.launch.process import die_with_parent
 
 VERSION = 1
 SUFFIX = ".packed"
@@ -161,3 +175,210 @@ def _identity(about: About, rows: NDArray[np.int64]) -> str:
     digest = hashlib.sha256(rows.astype("<i8").tobytes())
     digest.update(json.dumps([about.classes, about.train, about.images_sha256]).encode())
     return digest.hexdigest()
+
+
+QUALITY = 95  # of JPEGs that are written anew
+_TRIED = 64  # images by which the size of all is judged, where it is not known before
+_AT_ONCE = 32  # images a process, between which all wait for each other: so memory stays small
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of images, listed as ``--dataset folder`` lists it.
+
+    Attributes:
+        paths, labels: of the images to train on, then of those held out.
+        train: how many of them are to train on.
+        files: a fingerprint of all images' paths, sizes and times.
+        folders: the times of all folders with images, in ns, by their paths below ``root``.
+    """
+
+    root: Path
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+    train: int
+    files: str
+    folders: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How images are kept: ``pixels`` or ``jpeg``, shrunk to so many pixels of the longest side."""
+
+    kind: str = PIXELS
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class _Image:
+    content: bytes
+    height: int = 0
+    width: int = 0
+    why: str = ""  # it cannot be read
+
+
+def list_folder(root: Path) -> Folder:
+    """List a folder's images; raises MotleyError as ``--dataset folder`` does."""
+    images = find_dataset("folder").open(root, 0)
+    samples = [*images.train.samples, *images.test.samples]  # type: ignore[attr-defined]
+    paths = tuple(Path(path) for path, _ in samples)
+    digest = hashlib.sha256()
+    for path in paths:
+        status = path.stat()
+        told = (str(path.relative_to(root)), status.st_size, status.st_mtime_ns)
+        digest.update(repr(told).encode(errors="surrogateescape"))
+    above = {root / part for part in ("train", "val")}
+    above |= {each for part in tuple(above) for each in part.iterdir() if each.is_dir()}
+    folders = sorted(above | {path.parent for path in paths})
+    return Folder(
+        root, paths, tuple(label for _, label in samples),
+        tuple(images.train.classes), len(images.train), digest.hexdigest(),  # type: ignore[attr-defined]
+        {str(each.relative_to(root)): each.stat().st_mtime_ns for each in folders},
+    )  # fmt: skip
+
+
+def has_changed(about: About) -> bool:
+    """Whether the images that were packed are seen here, and are others now.
+
+    All images are looked at only where the time of a folder is another: an image that was
+    written over in its place is not seen.
+    """
+    root = Path(about.source)
+    try:
+        if not (root / "train").is_dir():
+            return False  # it is not seen here
+        if all((root / each).stat().st_mtime_ns == at for each, at in about.folders.items()):
+            return False
+        return list_folder(root).files != about.files
+    except PermissionError:
+        return False
+    except (OSError, MotleyError):
+        return True  # what was there is gone
+
+
+def shrunk(size: tuple[int, int], longest: int | None) -> tuple[int, int]:
+    """Width and height, in proportion, of which none is above ``longest`` or below 1."""
+    most = max(size)
+    if longest is None or most <= longest:
+        return size
+    width, height = (max(1, (2 * side * longest + most) // (2 * most)) for side in size)
+    return width, height
+
+
+def bytes_of(folder: Folder, keep: Keep) -> int:
+    """What all images take, in bytes: exact of pixels, as far as they can be read; of JPEGs by
+    some of them."""
+    if keep.kind == PIXELS:
+        return sum(_pixel_bytes(path, keep.longest) for path in folder.paths)
+    tried = folder.paths[:: max(1, len(folder.paths) // _TRIED)]
+    return sum(len(_kept(path, keep).content) for path in tried) * len(folder.paths) // len(tried)
+
+
+def _pixel_bytes(path: Path, longest: int | None) -> int:
+    try:
+        with Image.open(path) as image:
+            width, height = shrunk(image.size, longest)
+    except Exception:  # see motley.data.source.read; it takes no bytes then
+        return 0
+    return 3 * width * height
+
+
+def _kept(path: Path, keep: Keep) -> _Image:
+    """One image, as it is kept; read as from its folder."""
+    try:
+        image = load_image(str(path))
+    except MemoryError:
+        raise
+    except Exception as error:  # of any type, see motley.data.source.read
+        return _Image(b"", why=str(error) or type(error).__name__)
+    size = shrunk(image.size, keep.longest)
+    small = image if size == image.size else image.resize(size, Image.Resampling.LANCZOS)
+    if keep.kind == PIXELS:
+        return _Image(small.tobytes(), small.height, small.width)
+    if small is image:
+        return _Image(path.read_bytes(), small.height, small.width)
+    written = BytesIO()
+    small.save(written, "JPEG", quality=QUALITY, subsampling=0)
+    return _Image(written.getvalue(), small.height, small.width)
+
+
+def pack(
+    folder: Folder, keep: Keep, path: Path, processes: int, tell: Callable[[int], None]
+) -> tuple[str, ...]:
+    """Pack into a new file, which gets its name when it is whole.
+
+    Args:
+        tell: is called with the bytes written so far.
+
+    Returns:
+        The names of images that could not be read, with why.
+
+    Raises:
+        MotleyError: the disk is full, or somebody else packs into the same file.
+    """
+    part = path.with_name(f".{path.name}.making")
+    try:
+        part.touch()
+        with part.open("r+b") as file:
+            _take(file, part)
+            try:
+                unreadable = _write(file, folder, keep, processes, tell)
+                part.replace(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise MotleyError(
+            f"{path} cannot be written: {error.strerror}; free some space, or choose another "
+            "folder with --to"
+        ) from None
+    return tuple(unreadable.values())
+
+
+def _take(file: IO[bytes], part: Path) -> None:
+    """Have a file alone, and empty, also where a process that was killed has begun it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MotleyError(f"another process writes {part}; wait until it ends") from None
+    file.truncate(0)
+
+
+def _write(
+    file: IO[bytes], folder: Folder, keep: Keep, processes: int, tell: Callable[[int], None]
+) -> dict[int, str]:
+    """All images and what is told of them; why some are not there, by their numbers."""
+    rows = np.zeros((len(folder.paths), 5), np.int64)
+    unreadable: dict[int, str] = {}
+    digest, at = hashlib.sha256(), BEGIN
+    file.write(bytes(BEGIN))
+    for number, image in enumerate(_all_kept(folder.paths, keep, processes)):
+        size = len(image.content)
+        rows[number] = at, size, image.height, image.width, folder.labels[number]
+        file.write(image.content)
+        digest.update(image.content)
+        at += size
+        if not size:
+            unreadable[number] = f"{folder.paths[number]} ({image.why})"
+        tell(at)
+    about = About(
+        keep.kind, keep.longest, folder.classes, folder.train, unreadable,
+        str(folder.root), folder.files, folder.folders, digest.hexdigest(),
+    )  # fmt: skip
+    finish(file, about, rows)
+    file.flush()
+    os.fsync(file.fileno())
+    return unreadable
+
+
+def _all_kept(paths: Sequence[Path], keep: Keep, processes: int) -> Iterator[_Image]:
+    one, left = partial(_kept, keep=keep), iter(paths)
+    with multiprocessing.get_context("fork").Pool(processes, _start_worker) as pool:
+        while some := list(islice(left, processes * _AT_ONCE)):
+            yield from pool.imap(one, some)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted ends all
+    die_with_parent()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.collectives import all_gather_object, mark_now
-from motley.data.batch import Batch, Tensors
+from motley.data.source import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from motley.comm.reducer import Bucket, Unsent
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.memory import out_of_memory, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.reducing import ReducingEngine

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.adamw8bit import AdamW8bit
 from motley.engines.gradients import check_types, name_types, silenced
 from motley.engines.local_shards import LocalShards

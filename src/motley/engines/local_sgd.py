@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motley.comm.abandon import leavable
-from motley.comm.collectives import all_gather_floats, all_gather_object
+from motley.comm.collectives import all_gather_floats, all_gather_object, leavable
 from motley.comm.reducer import as_real
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.adamw8bit import is_scale, narrow, widen
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motley.comm.collectives import all_gather_object
 from motley.comm.reducer import Bucket, as_real, empty_bucket, grouped
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.gradients import gradient_norm
 from motley.engines.memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext

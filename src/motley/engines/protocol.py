@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from motley.config.options import Config
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.average import ParameterAverage
 from motley.engines.optimizer_state import State
 from motley.engines.step_timer import Clock, Laps

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from motley.comm.abandon import leavable
+from motley.comm.collectives import leavable
 from motley.comm.reducer import Bucket, Reducer
 from motley.engines.gradients import check_types
 from motley.engines.named_state import part_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from motley.comm.collectives import all_gather, all_gather_floats
-from motley.data.batch import Batch, Tensors
+from motley.data.source import Batch, Tensors
 from motley.engines.adamw8bit import converted
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import check_types, gradient_norm, silenced, unscale_and_clip

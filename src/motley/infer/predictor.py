@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.checkpoint.read import checkpoints_at, newest_whole
-from motley.data.batch import Batch
-from motley.data.source import Source, UnreadableSample, read
+from motley.data.source import Batch, Source, UnreadableSample, read
 from motley.engines.memory import in_halves
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError

@@ -23,9 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from motley.cluster.orphans import Found, survey
 from motley.cluster.presence import who_is_here
-from motley.cluster.processes import is_alive, send
+from motley.cluster.processes import Found, is_alive, send, survey
 from motley.errors import MotleyError
 from motley.launch.away import mark_away, read_away, remove_mark
 from motley.launch.cache_folder import SPEED_FILES, cache_folder

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 
-from motley.cluster.orphans import state, survey
+from motley.cluster.processes import state, survey
 
 _AGE_S = 10.0  # younger ones may be ending: of the job before, in a loop of jobs
 

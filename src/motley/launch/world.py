@@ -16,8 +16,15 @@ from typing import Any, TypeVar
 
 from motley.cluster.facts import NodeFacts, read_node
 from motley.cluster.launcher import Launcher, launch_of
-from motley.cluster.network import VARIABLES, Network, list_networks
-from motley.cluster.network_trial import Receiver, measure, next_in_ring, pick_network
+from motley.cluster.network import (
+    VARIABLES,
+    Network,
+    Receiver,
+    list_networks,
+    measure,
+    next_in_ring,
+    pick_network,
+)
 from motley.errors import MotleyError
 from motley.launch.leftovers import say_leftovers
 from motley.launch.mpi import Launched, check_size

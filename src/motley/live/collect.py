@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motley.errors import HostTrouble
-from motley.live.follow import RunFollower, hosts_elsewhere
-from motley.live.tail import MOST
+from motley.live.follow import MOST, RunFollower, hosts_elsewhere
 from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.live.follow import files_in, read_object
-from motley.live.tail import Tail
+from motley.live.follow import Tail, files_in, read_object
 from motley.live.track import read_step
 from motley.records.gpu_csv import GpuRows, GpuSample
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder, of_older_version
 
 
@@ -90,7 +89,7 @@ class RunReader:
         self._more = False
 
     def look(self, clock: float, wall: float) -> NewRecords:
-        """Read what is new; arguments as of :meth:`motley.live.tail.Tail.look`."""
+        """Read what is new; arguments as of :meth:`motley.live.follow.Tail.look`."""
         self._more, at = False, self._position
         steps = {
             rank: self._steps(rank, path, clock, wall)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 
 PARTS = ("t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host")
 RECENT = 64  # steps that are kept whole

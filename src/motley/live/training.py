@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
-from motley.records.lines import JsonDict
+from motley.records.costs import lead, mean_rate, pauses, without_pauses
+from motley.records.json_files import JsonDict
 from motley.records.rank_groups import RankGroups
-from motley.records.rates import lead, mean_rate, pauses, without_pauses
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
 
@@ -69,7 +69,7 @@ class Training:
         return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
 
     def mean_rate(self) -> float:
-        """By the clock, see :func:`motley.records.rates.mean_rate`, in :attr:`unit` a second; NaN
+        """By the clock, see :func:`motley.records.costs.mean_rate`, in :attr:`unit` a second; NaN
         where unknown."""
         of = "weight" if all(line.get("weight") is not None for line in self.lead) else "n_global"
         mean = mean_rate(self.lead, of, self.starts)

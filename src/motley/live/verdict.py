@@ -16,7 +16,7 @@ from motley.live.training import Array, Training, column, mean, median
 from motley.plan.advice import Advice
 from motley.plan.speed_table import SpeedTable
 from motley.records.costs import joules, leak
-from motley.records.lines import JsonDict, finite
+from motley.records.json_files import JsonDict, finite
 from motley.records.run_folder import RunFolder
 
 _WORTH = 0.02  # of a step: what is less is noise

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.records.training import EMA, EpochRecord
 
 _LONGEST = 2000  # characters

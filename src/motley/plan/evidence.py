@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from motley.plan.split import Floats
+from motley.plan.plan import Floats
 
 # The steps of a window, and how many of them must agree.
 WINDOWS = {3: 3, 4: 4, 8: 7, 16: 12, 32: 21, 64: 39, 128: 73}

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from motley.plan.links import Links
-from motley.plan.plan import apportion
+from motley.plan.plan import Speeds, apportion, limit_s, split
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import Speeds, limit_s, split
 from motley.plan.wire import AllReduceCost
 from motley.text import rate_in_words
 

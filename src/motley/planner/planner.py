@@ -13,8 +13,8 @@ from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
+from motley.plan.length import ramp_of
 from motley.plan.plan import make_plan, whole_shares
-from motley.plan.ramp import ramp_of
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
 from motley.planner.foresee import foresee

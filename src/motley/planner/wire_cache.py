@@ -24,7 +24,7 @@ from motley.plan.links import Flow
 from motley.plan.wire import AllReduceCost, FewerCost, WireMode
 from motley.planner.process_group import ProcessGroup, nccl_version
 from motley.planner.speed_cache import digest_of
-from motley.records.json_file import read_json, write_json
+from motley.records.json_files import read_json, write_json
 from motley.tasks.model import TaskModel
 
 _OLDEST_S = 24 * 3600.0  # a lab's cables and neighbours are others tomorrow

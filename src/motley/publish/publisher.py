@@ -21,8 +21,7 @@ from motley.live.words import plain
 from motley.publish.series import evaluation_rows, notes, parameters, sample_rows, step_rows
 from motley.publish.tracker import Published, Tracker
 from motley.records.folder_lock import take_folder
-from motley.records.json_file import read_json, write_json
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict, read_json, write_json
 from motley.records.run_folder import RunFolder
 
 _LOOK_S = 1.0  # between two looks at a run that goes on

@@ -15,7 +15,7 @@ from motley.live.follow import workers
 from motley.live.snapshot import fraction_of_limit
 from motley.live.words import event, mapping, plain
 from motley.records.gpu_csv import GpuSample, device_name
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.records.rank_groups import RankGroups
 from motley.records.training import EpochRecord
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from motley.publish.series import Note, Parameter, Row
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder
 
 

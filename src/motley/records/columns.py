@@ -7,10 +7,9 @@ from typing import Any
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import GpuSample, read_gpu_log
-from motley.records.lines import JsonDict, to_json
-from motley.records.one_run import open_run
+from motley.records.json_files import JsonDict, to_json
 from motley.records.rank_groups import RankGroups
-from motley.records.run_folder import RunFolder
+from motley.records.run_folder import RunFolder, open_run
 from motley.records.training import EpochRecord
 
 Columns = dict[str, list[Any]]

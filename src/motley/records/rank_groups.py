@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 
 _TOLD = ("rank", "host", "device", "uuid", "precision")  # of a rank
 

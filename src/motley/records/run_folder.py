@@ -1,17 +1,18 @@
-"""Run records: who writes and reads what under ``logs/<run>/``. Nobody else knows file names.
+"""The folder of a run, ``logs/<run>/``: its files, and their writers and readers. No other module
+knows file names.
 
     run.json              what was run, on what, and how it ended
     steps.rank<k>.jsonl   one line a training step of rank k; see motley.records.training
     epochs.jsonl          one line an evaluation
     events.jsonl          overflow, left-out rank, bad image, fault, ...
-    trace.rank<k>.json.gz what a rank did in profiled steps; see motley.records.trace
+    trace.rank<k>.json.gz profiled steps of a rank; see motley.records.trace
     published.<tracker>.json   how far it is published there; see motley.publish.publisher
-    nccl.rank<k>.<host>.<process>.log   what NCCL says, where NCCL_DEBUG asks it to
+    nccl.rank<k>.<host>.<process>.log   output of NCCL, where NCCL_DEBUG asks for it
     gpu.<host>.csv        one line a GPU and sample (a host without a GPU: one line a sample)
     checkpoints/          see motley.checkpoint.store
 
 An unknown value is empty (null in JSON), never 0. A line that a crash cut short costs itself
-alone: see motley.records.lines.
+alone: see motley.records.json_files.
 """
 
 import os
@@ -23,15 +24,17 @@ from typing import Any, TextIO
 from motley.errors import MotleyError
 from motley.records.folder_lock import is_free, refuse_link, take_folder
 from motley.records.gpu_csv import GpuLog
-from motley.records.json_file import Reserve, read_json, write_json
-from motley.records.lines import (
+from motley.records.json_files import (
     JsonDict,
     JsonLines,
+    Reserve,
     gone,
     keep_lines,
+    read_json,
     read_json_lines,
     read_last_lines,
     to_json,
+    write_json,
 )
 from motley.records.training import OWN_PART
 
@@ -323,3 +326,35 @@ def of_older_version(line: JsonDict) -> JsonDict:
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")
     return line
+
+
+_NAMED = 5  # runs that are named in an error
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """The run of a folder, such as ``logs/RUN``.
+
+    Raises:
+        MotleyError: it is none; says what it is.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise MotleyError(f"there is no {folder}: name a run's folder, as in logs/RUN")
+    if not folder.is_dir():
+        raise MotleyError(f"{folder} is a file: name the run's folder, {folder.parent}")
+    run = RunFolder(folder)
+    if run.run_file.exists() or run.record_files():
+        return run
+    found = find_runs([folder])
+    if not found:
+        raise MotleyError(f"{folder} is no run and holds none: it has no run.json")
+    names = [str(each.path) for each in sorted(found, key=_changed, reverse=True)]
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    raise MotleyError(
+        f"{folder} holds {len(names)} run{'s' if len(names) > 1 else ''}; name one, the newest "
+        f"first: {', '.join(names[:_NAMED])}{more}"
+    )
+
+
+def _changed(run: RunFolder) -> float:
+    return run.run_file.stat().st_mtime

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 
 MOST_WRITERS = 64  # ranks of which each writes its steps; of more, the first writes for all
 

@@ -1,13 +1,251 @@
-"""The table of a matrix, for people (results.md) and for spreadsheets (results.csv). Pure."""
+"""The table of a matrix: one row a cell from the records of its runs, written for people
+(results.md) and for spreadsheets (results.csv). Pure.
+"""
 
 import csv
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from motley.sweep.outcome import DONE
-from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import Row
+from motley.records.costs import Steps, joules, lead, leak, mean_rate, warm
+from motley.records.json_files import JsonDict
+from motley.records.run_folder import RunFolder
+from motley.sweep.matrix import REFERENCE, Cell
+from motley.sweep.results import DONE, BaselineFolder, Outcome
+from motley.text import rate_in_words
+
+_PARTS = ("data", "compute", "wait", "comm", "opt", "host")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a cell; a line of results.csv. None: unknown.
+
+    Attributes:
+        model: what is trained, in a few words. unit: that a rate counts; weight: of a sample, in
+            these. hosts: names of those that trained. machines: launched.
+        batch: global; micro_batch: of each rank.
+        samples_per_s: median of the repeats' medians. spread: from the lowest to the highest, as
+            a part of it; of two repeats or more. mean_samples_per_s: median of the repeats' means
+            by the clock, see :func:`mean_rate`, without the steps in which a run warms up.
+        fraction_of_limit: of the sum of what its machines do alone, each in its best precision, as
+            the best cell of the same machines and batch measured it, of a model that is not
+            compiled. efficiency: of that sum in this cell's own precision.
+        epoch_s: an epoch's training at this rate.
+        memory_mib: most that a rank held, by host. leak_mib: what it grew by in a step, if it did.
+        joules: of the GPUs, for a sample.
+        loss: of the last step. loss_difference: from the fp32 reference's, as a part of that.
+        data_s, compute_s, wait_s, comm_s, opt_s, host_s: of a step, mean over ranks.
+        outcome: ``done``, or how it failed. error, when: then.
+    """
+
+    name: str
+    strategy: str
+    precision: str
+    checkpointing: str
+    options: str
+    model: str
+    unit: str
+    weight: float
+    machines: int
+    hosts: str
+    batch: int
+    micro_batch: str
+    repeats: int
+    outcome: str
+    samples_per_s: float | None = None
+    mean_samples_per_s: float | None = None
+    spread: float | None = None
+    limit_samples_per_s: float | None = None
+    fraction_of_limit: float | None = None
+    efficiency: float | None = None
+    epoch_s: float | None = None
+    memory_mib: str = ""
+    leak_mib: float | None = None
+    joules: float | None = None
+    loss: float | None = None
+    loss_difference: float | None = None
+    data_s: float | None = None
+    compute_s: float | None = None
+    wait_s: float | None = None
+    comm_s: float | None = None
+    opt_s: float | None = None
+    host_s: float | None = None
+    error: str = ""
+    when: str = ""
+
+    @property
+    def limit(self) -> float | None:
+        """Samples/s of the limit that ``fraction_of_limit`` is of; None: unknown."""
+        if not self.samples_per_s or not self.fraction_of_limit:
+            return None
+        return self.samples_per_s / self.fraction_of_limit
+
+    @property
+    def rate(self) -> str:
+        """In the task's unit, as in ``1,204 images/s``; empty where unknown."""
+        return self._words(self.samples_per_s)
+
+    @property
+    def mean_rate(self) -> str:
+        """As :attr:`rate`, of the mean by the clock."""
+        return self._words(self.mean_samples_per_s)
+
+    def _words(self, samples_per_s: float | None) -> str:
+        return (
+            f"{rate_in_words(self.weight * samples_per_s)} {self.unit}/s" if samples_per_s else ""
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """It may pass the limit, which is of the model before --compile."""
+        return "--compile" in self.options.split()
+
+
+def read_rows(folder: BaselineFolder) -> list[Row]:
+    """The rows of all cells of which something has run, references first."""
+    cells = folder.matrix_cells()
+    found = {cell: folder.repeats(cell) for cell in cells}
+    references = {
+        cell.samples: (runs[0][0].read_run(), _loss(runs[0][0].read_steps()))
+        for cell, runs in found.items()
+        if cell.name.startswith(REFERENCE) and runs and runs[0][1].kind == DONE
+    }  # fmt: skip
+    rows = [
+        _row(cell, runs, references.get(cell.samples)) for cell, runs in found.items() if runs
+    ]  # fmt: skip
+    limits: dict[tuple[int, int, str], float] = {}
+    for row in rows:
+        if row.limit_samples_per_s:
+            key = (row.machines, row.batch, row.model)
+            limits[key] = max(limits.get(key, 0.0), row.limit_samples_per_s)
+    return [_with_limit(row, limits.get((row.machines, row.batch, row.model))) for row in rows]
+
+
+def _with_limit(row: Row, limit: float | None) -> Row:
+    if limit is None or row.samples_per_s is None:
+        return row
+    return replace(row, fraction_of_limit=row.samples_per_s / limit)
+
+
+def _row(
+    cell: Cell, runs: Sequence[tuple[RunFolder, Outcome]], reference: "_Reference | None"
+) -> Row:
+    done = [folder for folder, outcome in runs if outcome.kind == DONE]
+    failed = [outcome for _, outcome in runs if outcome.kind != DONE]
+    about = (done or [folder for folder, _ in runs])[0].read_run()
+    plan: Mapping[str, Any] = about.get("plan") or {}
+    task: Mapping[str, Any] = about.get("task") or {}
+    facts: dict[str, Any] = {
+        "name": cell.name, "strategy": cell.strategy, "precision": cell.precision,
+        "checkpointing": cell.checkpointing, "options": " ".join(cell.options),
+        "model": str(task.get("title", "")), "unit": str(task.get("unit", "samples")),
+        "weight": float(task.get("weight", 1.0)),
+        "machines": cell.hosts, "batch": cell.batch, "repeats": len(runs),
+        "hosts": " ".join(dict.fromkeys(worker["host"] for worker in about.get("ranks") or ())),
+        "micro_batch": " ".join(str(max(sizes)) for sizes in plan.get("micro_batches") or ()),
+        "outcome": failed[0].kind if failed else DONE,
+        "error": failed[0].error if failed else "", "when": failed[0].when if failed else "",
+    }  # fmt: skip
+    taken = [folder.read_steps() for folder in done]
+    every = [_counted(steps) for steps in taken]
+    if not (rates := [rate for rate in map(_rate, every) if rate]):
+        return Row(**facts)
+    middle = statistics.median(rates)
+    means = [mean for steps in taken if (mean := mean_rate(warm(lead(steps))))]
+    forecast: Mapping[str, Any] = plan.get("forecast") or {}
+    limit = cell.batch / forecast["limit_s"] if forecast.get("limit_s") else None
+    samples = (about.get("result") or {}).get("epoch_samples")
+    loss = _loss(taken[0])
+    whole = len(every[0]) == len(about.get("ranks") or ())  # else on disks that nobody shares
+    facts |= {f"{part}_s": _part(every[0], part) if whole else None for part in _PARTS}
+    return Row(
+        **facts, samples_per_s=middle,
+        mean_samples_per_s=statistics.median(means) if means else None,
+        spread=(max(rates) - min(rates)) / middle if len(rates) > 1 else None,
+        limit_samples_per_s=limit, efficiency=middle / limit if limit else None,
+        epoch_s=samples / middle if samples else None,
+        memory_mib=_memory(about, every[0]), leak_mib=leak(taken[0]),
+        joules=joules(done[0], every[0]), loss=loss,
+        loss_difference=_difference(about, loss, reference),
+    )  # fmt: skip
+
+
+# What a run must share with the fp32 one for its losses to be the same, besides the same task.
+_SAME = (
+    "model", "img_size", "dataset", "data_fraction", "augment", "epochs", "batch_size", "opt", "lr",
+    "weight_decay", "warmup_epochs", "min_lr", "smoothing", "clip_grad", "drop", "drop_path",
+    "seed",
+)  # fmt: skip
+
+
+_Reference = tuple[JsonDict, float | None]  # run.json, and the last loss
+
+
+def _difference(about: JsonDict, loss: float | None, reference: _Reference | None) -> float | None:
+    """Of the last loss from the reference's, as a part of that; None where they are not of the
+    same training. Local steps tell a mean of losses before."""
+    if reference is None or loss is None:
+        return None
+    own, (other, expected) = about["config"], reference
+    titles = {(each.get("task") or {}).get("title") for each in (about, other)}
+    other = other.get("config", {})
+    local = str((about.get("plan") or {}).get("wire")).startswith("local")
+    if (
+        local
+        or not expected
+        or len(titles) > 1
+        or any(own.get(key) != other.get(key) for key in _SAME)
+    ):
+        return None
+    return loss / expected - 1
+
+
+def _counted(steps: Steps) -> dict[int, list[JsonDict]]:
+    """Without those in which a run warms up, and without the ragged last of an epoch."""
+    found = {}
+    for rank, lines in steps.items():
+        later = warm(lines)
+        most = max((line["n_global"] for line in later), default=0)
+        found[rank] = [line for line in later if line["n_global"] == most]
+    return found
+
+
+def _rate(steps: Steps) -> float | None:
+    """Samples a second of all ranks; of local steps, few of which wait, by the mean."""
+    lines = lead(steps)
+    if not lines:
+        return None
+    seconds = [line["n_global"] / line["samples_per_s"] for line in lines]
+    told = all(line["loss"] is not None for line in lines)
+    middle = statistics.median(seconds) if told else statistics.fmean(seconds)
+    return float(lines[0]["n_global"] / middle)
+
+
+def _part(steps: Steps, part: str) -> float | None:
+    """Mean of a part of a step over steps and ranks; of one that a rank does not know, None."""
+    values = [line[f"t_{part}"] for lines in steps.values() for line in lines]
+    return statistics.fmean(values) if values and None not in values else None
+
+
+def _loss(steps: Steps) -> float | None:
+    losses = [line["loss"] for lines in steps.values() for line in lines[-1:]]
+    return next((loss for loss in losses if loss is not None), None)
+
+
+def _memory(about: JsonDict, steps: Steps) -> str:
+    """``a 812, b 640``: the most that a rank held, by host."""
+    hosts = {worker["rank"]: worker["host"] for worker in about.get("ranks") or ()}
+    most: dict[str, float] = {}
+    for rank, lines in steps.items():
+        for line in lines:
+            if line.get("mem_peak_mib") is not None:
+                host = hosts.get(rank, f"rank {rank}")
+                most[host] = max(most.get(host, 0.0), line["mem_peak_mib"])
+    return ", ".join(f"{host} {mib:.0f}" for host, mib in most.items())
+
 
 _SHOWN = (
     ("cell", "name"), ("hosts", "machines"), ("precision", "precision"), ("batch", "batch"),

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.data.batch import Tensors
 from motley.data.keyed import check_length, first_sample
+from motley.data.source import Tensors
 from motley.errors import MotleyError
 from motley.tasks.forward_changes import (
     ForwardChanges,

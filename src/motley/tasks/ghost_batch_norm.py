@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from motley.data.batch import Tensors
 from motley.data.import_timm import timm
+from motley.data.source import Tensors
 from motley.errors import MotleyError
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, timm.layers.BatchNormAct2d)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from motley.config.numbers import above_zero, names, positive
-from motley.config.option import Decides, option
+from motley.config.option import Decides, above_zero, names, option, positive
 from motley.errors import MotleyError
 from motley.tasks.corpus import TOKENIZER, Corpus
 from motley.tasks.hf_model import HfModel

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from motley.config.numbers import fraction, naturals, not_negative, positive
-from motley.config.option import Decides, option
+from motley.config.option import Decides, fraction, naturals, not_negative, option, positive
 from motley.data.dataset import dataset_name, known_datasets
 from motley.tasks.task import Task
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from motley.data.batch import Tensors
 from motley.data.keyed import first_batch
+from motley.data.source import Tensors
 from motley.errors import MotleyError
 from motley.tasks.block_by_block import BlockByBlock
 from motley.tasks.blocks import parts_around
@@ -131,7 +131,7 @@ class TaskModel(nn.Module):
         """The loss of each sample, fp32 [n].
 
         Args:
-            data: see motley.data.batch.Batch; n may be 0.
+            data: see motley.data.source.Batch; n may be 0.
             scored: held-out samples: the task's scores in place of losses, [n] by name.
         """
         samples = len(next(iter(data.values()), ()))

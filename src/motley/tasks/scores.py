@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.tasks.model import TaskModel
 
 

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from motley.data.batch import Tensors
-from motley.data.source import Source
+from motley.data.source import Source, Tensors
 from motley.errors import MotleyError
 from motley.tasks.blocks import find_blocks
 

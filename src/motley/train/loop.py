@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from motley.checkpoint.transfer import save
 from motley.comm.collectives import mark_now
-from motley.data.batch import Batch
 from motley.data.loader_memory import explain_workers
 from motley.data.order import seed_of
+from motley.data.source import Batch
 from motley.engines.named_state import seed_random
 from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.step_timer import HOST

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from motley.comm.collectives import all_gather_floats
-from motley.data.batch import Batch
 from motley.data.loader import Loader
+from motley.data.source import Batch
 from motley.engines.gradients import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
 from motley.plan.plan import Plan

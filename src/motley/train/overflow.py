@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.tasks.model import TaskModel
 
 _SHOWN = 8  # samples, at most

@@ -19,7 +19,7 @@ from types import TracebackType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from motley.comm.collectives import all_gather_floats
-from motley.config.numbers import ALL, SLOWEST, StepSpan
+from motley.config.option import ALL, SLOWEST, StepSpan
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase

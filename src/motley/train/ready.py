@@ -9,12 +9,11 @@ from motley.checkpoint.resume import state_of
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints
 from motley.comm.collectives import all_gather_object
-from motley.config.numbers import Duration
+from motley.config.option import Duration
 from motley.config.options import Config
 from motley.data.loader import Loader
-from motley.plan.length import Length, TrainState
+from motley.plan.length import Length, TrainState, ramp_of
 from motley.plan.plan import Plan
-from motley.plan.ramp import ramp_of
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import TaskModel

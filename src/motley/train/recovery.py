@@ -10,7 +10,7 @@ from torch import Tensor
 from motley.checkpoint.run import Run
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.protocol import StepResult
 from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
 from motley.plan.length import TrainState

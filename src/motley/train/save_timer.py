@@ -3,7 +3,7 @@
 import time
 
 from motley.comm.collectives import all_gather_floats
-from motley.config.numbers import Duration
+from motley.config.option import Duration
 
 
 class SaveTimer:

@@ -14,8 +14,8 @@ from motley.live.training import read_training
 from motley.live.verdict import run_verdict
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
+from motley.plan.length import growth, ramp_of
 from motley.plan.plan import Plan
-from motley.plan.ramp import growth, ramp_of
 from motley.planner.measured_plan import Planned
 from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import identity_of, task_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from motley.checkpoint.transfer import Kept
-from motley.comm.abandon import abandon_group, connections
+from motley.comm.collectives import abandon_group, connections
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.engines.memory import release_all

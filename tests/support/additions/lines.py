@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from motley.publish.series import Note, Row
 from motley.publish.tracker import Published, Tracker
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 
 
 class Lines(Tracker):

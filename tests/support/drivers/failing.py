@@ -19,7 +19,7 @@ import time
 import torch
 from late import LateEngine
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.base import EngineBase
 from motley.engines.ddp import DdpEngine
 from motley.engines.local_sgd import LocalEngine

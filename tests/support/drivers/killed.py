@@ -11,7 +11,7 @@ import signal
 
 from torch import Tensor
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser

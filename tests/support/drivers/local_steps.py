@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.comm.modes.local_sgd import LocalSgd
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from motley.data.batch import Tensors
+from motley.data.source import Tensors
 from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.tasks.model import TaskModel

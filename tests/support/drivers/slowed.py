@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from motley.data.batch import Batch, Tensors
 from motley.data.loader import Loader, Steps
+from motley.data.source import Batch, Tensors
 from motley.engines.no_overlap import NoOverlapEngine
 from motley.engines.protocol import EngineContext
 from motley.launch.world import run

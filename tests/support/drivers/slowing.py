@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley.data.batch import Batch, Tensors
+from motley.data.source import Batch, Tensors
 from motley.engines.no_overlap import NoOverlapEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor

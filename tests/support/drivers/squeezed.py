@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.protocol import LaunchedStep
 from motley.engines.strategies.zero import TRAITS
 from motley.launch import fault_handler

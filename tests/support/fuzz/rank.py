@@ -25,7 +25,7 @@ import motley.train.script
 import motley.train.setup
 import motley.train.start
 from motley.config.options import Config
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.strategy import TORCH, ZERO
 from motley.launch.mpi import Launched

@@ -2,10 +2,16 @@
 
 import pytest
 
-from motley.cluster import network_trial
+from motley.cluster import network
 from motley.cluster.facts import Interface
-from motley.cluster.network import Network, choose_networks, list_networks
-from motley.cluster.network_trial import Receiver, measure, pick_network
+from motley.cluster.network import (
+    Network,
+    Receiver,
+    choose_networks,
+    list_networks,
+    measure,
+    pick_network,
+)
 from motley.errors import MotleyError
 
 DOCKER = Interface("docker0", "172.17.0.1", 16)
@@ -135,12 +141,12 @@ def test_where_no_network_works_each_is_named() -> None:
 def test_a_network_is_measured_and_one_that_is_closed_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(network_trial, "SECONDS", 0.05)
+    monkeypatch.setattr(network, "SECONDS", 0.05)
     with Receiver(["127.0.0.1", "203.0.113.9"]) as receiver:
         (port, none) = receiver.ports
         targets = [("127.0.0.1", port), ("127.0.0.1", none), ("127.0.0.1", 1)]
         found = measure(targets, receiver.token)
-        stranger = network_trial.connect("127.0.0.1", port, "0" * len(receiver.token))
+        stranger = network.connect("127.0.0.1", port, "0" * len(receiver.token))
     assert stranger == "is answered by another program"
     assert isinstance(found[0], float) and found[0] > 1e6
     assert found[1:] == ["opens no port there", "fails: Connection refused"]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from forked import run_fork
 from jobs import wait_until
 
-from motley.comm.abandon import abandon_group, leavable
-from motley.comm.collectives import leave_group, release_groups
+from motley.comm.collectives import abandon_group, leavable, leave_group, release_groups
 from motley.launch.process import die_with_parent
 
 CPU = torch.device("cpu")

@@ -26,12 +26,12 @@ from PIL import Image
 import motley.data.images
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
-from motley.data.batch import Batch
 from motley.data.images import Images
 from motley.data.keyed import first_batch
 from motley.data.loader import Loader
 from motley.data.loader_memory import explain_workers
 from motley.data.order import Order, seeds_of, slices
+from motley.data.source import Batch
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
 from motley.tasks.builtin.image import ImageTask

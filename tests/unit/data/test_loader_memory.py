@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.comm.modes.numbers import EXACT
-from motley.data.batch import Batch
 from motley.data.loader import Loader
 from motley.data.loader_memory import bytes_of, explain_workers, free_memory, held, workers_that_fit
+from motley.data.source import Batch
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
 from motley.tasks.find import task_of

@@ -13,8 +13,7 @@ from pictures import picture_folder
 
 from motley.data.dataset import find_dataset
 from motley.data.images import Images
-from motley.data.packed_file import JPEG, open_packed
-from motley.data.packer import Keep, bytes_of, list_folder, pack, shrunk
+from motley.data.packed_file import JPEG, Keep, bytes_of, list_folder, open_packed, pack, shrunk
 from motley.data.source import UnreadableSample, read
 from motley.data.transforms import Look
 from motley.errors import MotleyError

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-import motley.data.slots
-from motley.data.batch import Batch
-from motley.data.slots import OF_EACH, PREFETCH, Passed, Slots
+import motley.data.loader_memory
+from motley.data.loader_memory import OF_EACH, PREFETCH, Passed, Slots
+from motley.data.source import Batch
 
 CPU = torch.device("cpu")
 DTYPES = (torch.uint8, torch.bool, torch.int64, torch.bfloat16, torch.float64)
@@ -38,7 +38,7 @@ def test_a_batch_is_as_it_was_in_a_slot_or_beside_it(
     batch = Batch(data, tuple(range(n)), weights, ("bad.png",))
     slots = Slots(1, room, CPU)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(motley.data.slots, "get_worker_info", _Worker)
+        patch.setattr(motley.data.loader_memory, "get_worker_info", _Worker)
         passed = [slots.put(batch) for _ in range(OF_EACH + 1)]
     if room in (0, 2**46):  # of so much none is granted
         assert not any(isinstance(each, Passed) for each in passed)

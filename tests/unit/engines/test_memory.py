@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from motley.data.batch import Batch, Tensors
+from motley.data.source import Batch, Tensors
 from motley.engines.base import EngineBase
 from motley.engines.memory import release, release_all, set_aside
 

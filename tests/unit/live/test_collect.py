@@ -8,9 +8,8 @@ from live_runs import LiveRun
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
 from motley.live.collect import Copies
-from motley.live.follow import RunFollower
+from motley.live.follow import MOST, RunFollower
 from motley.live.snapshot import take_snapshot
-from motley.live.tail import MOST
 from motley.records.run_folder import RunFolder
 
 THERE = Remote("b", None)  # its script, run here

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from live_runs import LAB, LiveRun
 
 from motley.live.every_record import NewRecords, Position, RunReader
-from motley.live.tail import MOST
+from motley.live.follow import MOST
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
 

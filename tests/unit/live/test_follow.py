@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_runs import LAB, LiveRun
 
-from motley.live.follow import RunFollower
+from motley.live.follow import MOST, RunFollower, Tail
 from motley.live.runs import Runs
 from motley.live.snapshot import Snapshot, take_snapshot
-from motley.live.tail import MOST, Tail
 from motley.records.run_folder import RunFolder
 
 NOW = 1763693554.0

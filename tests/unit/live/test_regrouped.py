@@ -16,7 +16,7 @@ from motley.live.verdict import run_verdict
 from motley.publish.series import step_rows
 from motley.records.costs import joules
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
-from motley.records.lines import to_json
+from motley.records.json_files import to_json
 from motley.records.rank_groups import add_group
 from motley.records.run_folder import RunFolder
 

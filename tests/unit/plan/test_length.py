@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from motley.plan.length import Length, TrainState
-from motley.plan.ramp import Ramp
+from motley.plan.length import Length, Ramp, TrainState
 from motley.train.command_line import read_config, training_parser
 from motley.train.schedule import explain_early_end, make_schedule, rate_of
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.config.numbers import batch_size
+from motley.config.option import batch_size
 from motley.errors import MotleyError
-from motley.plan.ramp import Ramp, RampedBatch, growth, ramp_of, read_ramp
+from motley.plan.length import Ramp, RampedBatch, growth, ramp_of, read_ramp
 from motley.train.command_line import config_from, read_config, training_parser
 
 

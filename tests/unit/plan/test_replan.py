@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motley.plan.plan import whole_shares
+from motley.plan.plan import limit_s, split, whole_shares
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import limit_s, split
 
 SIZES = (1, 2, 4, 8, 16, 32)
 

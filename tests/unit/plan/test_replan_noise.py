@@ -26,8 +26,8 @@ from step_times import (
     stalls,
 )
 
+from motley.plan.plan import split
 from motley.plan.replan import Device, ReplanMonitor
-from motley.plan.split import split
 
 FIVE = (0.001, 0.0014, 0.0023, 0.0035, 0.007)  # seconds per sample: 7:5:3:2:1
 CHANGE = 100  # step at which a rank changes

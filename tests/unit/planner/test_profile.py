@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from motley.comm.modes.numbers import EXACT
+from motley.plan.plan import split
 from motley.plan.speed_table import SpeedTable
-from motley.plan.split import split
 from motley.plan.wire import AllReduceCost
 from motley.planner import speed_cache as speeds
 from motley.planner.profile import Measured

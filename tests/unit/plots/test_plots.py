@@ -28,9 +28,9 @@ from motley.errors import MotleyError
 from motley.live.training import read_training
 from motley.records.run_folder import RunFolder
 from motley.records.training import others_ready
-from motley.sweep.matrix_file import read_matrix
+from motley.sweep.matrix import read_matrix
 from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import read_rows
+from motley.sweep.table import read_rows
 
 
 def texts_of(run: Path) -> list[str]:

@@ -13,7 +13,7 @@ from small_runs import START, write_gpu_log, write_run
 
 from motley.cluster.hostfile import Host
 from motley.plan.advice import Advice
-from motley.sweep.matrix_file import read_matrix
+from motley.sweep.matrix import read_matrix
 from motley.sweep.results import BaselineFolder
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.records.lines import JsonDict
-from motley.records.rates import lead, mean_rate, pauses, without_pauses
+from motley.records.costs import lead, mean_rate, pauses, without_pauses
+from motley.records.json_files import JsonDict
 
 
 def lines(ends: list[float], n: int = 10) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from project import ROOT
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import LAB_GPU_COLUMNS, find_gpu_logs, read_gpu_log
-from motley.records.lines import to_json
+from motley.records.json_files import to_json
 from motley.records.run_folder import RunFolder
 from motley.records.training import StepRecord
 

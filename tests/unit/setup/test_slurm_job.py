@@ -11,7 +11,7 @@ import slurm_job
 from forked import run_script
 from slurm_array import Array
 
-from motley.cluster.partitions import Partition
+from motley.cluster.slurm import Partition
 from motley.errors import MotleyError
 
 PLACE = Partition("gpu", True, True, 4, 16, 2, None, None)

@@ -17,11 +17,9 @@ from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
 from motley.records.costs import joules, leak
 from motley.records.run_folder import RunFolder
-from motley.sweep.matrix_file import read_matrix
-from motley.sweep.outcome import judge
-from motley.sweep.results import BaselineFolder
-from motley.sweep.rows import read_rows
-from motley.sweep.table import markdown
+from motley.sweep.matrix import read_matrix
+from motley.sweep.results import BaselineFolder, judge
+from motley.sweep.table import markdown, read_rows
 
 HOSTS = (Host("a", 2), Host("b"), Host("c"))
 PRESETS = ROOT / "torch_dist" / "presets"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from motley.data.batch import Batch
+from motley.data.source import Batch
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.config.numbers import StepSpan, profiled, step_span
+from motley.config.option import StepSpan, profiled, step_span
 from motley.train.profiler import clock_of
 
 DELAYS = st.floats(0.0, 0.2)

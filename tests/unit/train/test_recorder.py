@@ -13,7 +13,7 @@ from motley.engines.protocol import StepResult
 from motley.engines.step_timer import Laps
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
-from motley.records.rates import lead
+from motley.records.costs import lead
 from motley.records.run_folder import RunFolder
 from motley.tasks.builtin.image import ImageTask
 from motley.train.recorder import Recorder

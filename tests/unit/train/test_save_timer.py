@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.config.numbers import Duration
+from motley.config.option import Duration
 from motley.train import save_timer
 from motley.train.save_timer import SaveTimer
 

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def _open(root: Path, img_size: int) -> "Images":
-    from motley.data.image_folder import ImageFolder, account
-    from motley.data.images import Images
+    from motley.data.images import ImageFolder, Images, account
 
     parts = []
     for name in ("train", "val"):

@@ -56,8 +56,7 @@ class _Part:
 
 def _open(place: Path, img_size: int) -> "Images":
     from motley.data.images import Images
-    from motley.data.packed_file import open_packed
-    from motley.data.packer import has_changed
+    from motley.data.packed_file import has_changed, open_packed
 
     packed = open_packed(_file(place))
     about = packed.about

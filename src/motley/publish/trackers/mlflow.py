@@ -11,7 +11,7 @@ from motley.errors import MotleyError
 from motley.extras import import_extra
 from motley.publish.series import Note, Row
 from motley.publish.tracker import Published, Tracker
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 from motley.text import step_in_words
 
 _FILE = "mlflow.db"

@@ -9,7 +9,7 @@ from motley.errors import MotleyError
 from motley.extras import import_extra
 from motley.publish.series import Note, Row
 from motley.publish.tracker import Published, Tracker
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 
 _PROTO, _HPARAMS = "tensorboard.compat.proto", "tensorboard.plugins.hparams"
 

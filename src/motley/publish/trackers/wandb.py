@@ -12,7 +12,7 @@ from typing import Any, cast
 from motley.extras import import_extra
 from motley.publish.series import Note, Row
 from motley.publish.tracker import Published, Tracker
-from motley.records.lines import JsonDict
+from motley.records.json_files import JsonDict
 
 _ONLINE_S = 60.0  # in which what was told has long been sent
 _STEPPED = ("all/*", "evaluation/*", "others/*", "rank/*", "event/*")

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.data.batch import Tensors
 from motley.data.dataset import find_dataset
 from motley.data.images import NO_LABEL, Images, of_classes, of_files
-from motley.data.mixing import Mixing, mix
-from motley.data.source import Source
-from motley.data.transforms import Look, Transform
+from motley.data.source import Source, Tensors
+from motley.data.transforms import Look, Mixing, Transform, mix
 from motley.errors import MotleyError
 from motley.tasks.classifiers import (
     adapted,

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.config.numbers import fraction, positive
-from motley.config.option import Decides, option
-from motley.data.batch import Tensors
-from motley.data.source import Source
+from motley.config.option import Decides, fraction, option, positive
+from motley.data.source import Source, Tensors
 from motley.errors import MotleyError
 from motley.tasks.corpus import (
     KINDS,

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from motley.config.numbers import positive, positives
-from motley.config.option import Decides, option
-from motley.data.batch import Tensors
-from motley.data.source import Source
+from motley.config.option import Decides, option, positive, positives
+from motley.data.source import Source, Tensors
 from motley.errors import MotleyError
 from motley.tasks.aurora_net import SIZES, Shape, as_batch, build, shape_of, usual
 from motley.tasks.netcdf import Files, time_of
