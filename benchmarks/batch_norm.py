@@ -108,7 +108,7 @@ def model_of(size: Size, group: int | None, device: "torch.device") -> "TaskMode
 
 def rate(compute: "torch.nn.Module", data: "Tensors", size: Size, device: "torch.device") -> float:
     """Images a second of some passes, after one that warms up."""
-    from motley.measure.kernels import wait_for
+    from motley.measure.device import wait_for
 
     compute(data).sum().backward()
     wait_for(device)

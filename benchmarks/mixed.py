@@ -22,15 +22,14 @@ from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.world import World
 from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
+from motley.measure.measured_plan import balance, refine
+from motley.measure.process_group import ProcessGroup
+from motley.measure.profile import Measured
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import WireMode
-from motley.planner.measured_plan import balance
-from motley.planner.process_group import ProcessGroup
-from motley.planner.profile import Measured
-from motley.planner.refine import refine
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.net import build_net

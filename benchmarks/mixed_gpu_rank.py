@@ -19,9 +19,9 @@ from mixed import Bench
 from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
 from motley.launch.world import World, run
+from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.plan import limit_s
 from motley.plan.precision import read_precisions
-from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 
 
 class GpuBench(Bench):

@@ -24,10 +24,10 @@ from motley.comm.modes.numbers import EXACT
 from motley.engines.strategy import ZERO, engines_of, known_strategies
 from motley.engines.zero_config import ZeroOptions
 from motley.launch.world import World, run
+from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.plan import limit_s
 from motley.plan.precision import read_precisions
 from motley.plan.speed_table import SpeedTable
-from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 

@@ -26,6 +26,8 @@ from scale_ranks import FakeRanks
 from motley.cluster.facts import Interface
 from motley.cluster.network import choose_networks
 from motley.comm.modes.numbers import EXACT
+from motley.measure.measured_plan import balance
+from motley.measure.profile import Measured
 from motley.plan.advice import larger_batch
 from motley.plan.evidence import LONGEST
 from motley.plan.forecast import choose_machines, what_if
@@ -33,8 +35,6 @@ from motley.plan.links import Flow, Links, rounds
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
-from motley.planner.measured_plan import balance
-from motley.planner.profile import Measured
 
 sys.path.append(str(result.ROOT / "plots"))
 import matplotlib.pyplot as plt
@@ -46,7 +46,7 @@ PLAN_LIMITS = ((1000, 1.0), (10_000, 10.0))  # hosts, seconds
 CORE_LIMIT = 0.05
 PARTS = {"plan_s": "a plan", "step_s": "a step: do the shares still fit?",
          "subnet_s": "the subnet all share"}  # fmt: skip
-MET = 16  # others that each host's link was measured with, as in motley.measure.links
+MET = 16  # others that each host's link was measured with, as in motley.measure.link_speed
 PORTS = (11.8e9, 11.8e9, 11.8e9, 1.18e9)  # bytes a second: some have 10 GbE, the rest 100
 MODEL = 346e6  # bytes of ViT-B/16's gradient
 HOP_S = 20e-6

@@ -32,9 +32,9 @@ from motley.comm.modes.numbers import EXACT
 from motley.engines.protocol import EngineContext
 from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
+from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
 from motley.plan.precision import read_precisions, start_scale
-from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 

@@ -20,16 +20,16 @@ from motley.config.parser import OneVoice
 from motley.engines.import_deepspeed import comm, deepspeed
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.plan.plan import apportion
-from motley.planner.process_group import (
+from motley.measure.process_group import (
     ProcessGroup,
     gpu_logger,
     join_process_group,
     leave_process_group,
 )
+from motley.plan.plan import apportion
 from motley.records.run_folder import RunFolder
 from motley.tasks.model import set_matmul_precision
-from motley.train.progress import console
+from motley.train.recorder import console
 
 
 def main(world: World, size: int, repeats: int, logs: Path) -> None:

@@ -10,7 +10,7 @@ Without --task it is deepspeed/train_vit.py. Options of another task are listed 
 """
 
 from motley.engines.strategy import ZERO
-from motley.train.script import train_script
+from motley.train.start import train_script
 
 if __name__ == "__main__":
     train_script(ZERO, str(__doc__))

@@ -27,7 +27,7 @@ from plot_runs import Curve, draw_curves, losses
 from style import PARTS, Part
 
 from motley.errors import MotleyError
-from motley.live.training import read_training
+from motley.live.training_columns import read_training
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import Row, read_rows
 

@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from run_steps import read_or_say
 
-from motley.live.training import Training, column
+from motley.live.training_columns import Training, column
 from motley.records.run_folder import RunFolder, find_runs
 
 _LOSS = "loss"

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from run_steps import title
 
 from motley.errors import MotleyError
-from motley.live.training import Training, read_training
+from motley.live.training_columns import Training, read_training
 from motley.records.costs import pauses, without_pauses
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import find_runs

@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from run_steps import others, seat_label, title, usual_steps
 
-from motley.live.training import Training, column, mean, median, read_training
+from motley.live.training_columns import Training, column, mean, median, read_training
 from motley.records.costs import leak
 from motley.records.run_folder import find_runs
 from motley.text import rate_in_words

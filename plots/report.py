@@ -39,7 +39,7 @@ from traces import words as words_of
 from verdict import add_co2
 
 from motley.errors import MotleyError
-from motley.live.training import Training, median
+from motley.live.training_columns import Training, median
 from motley.live.verdict import run_verdict
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.json_files import JsonDict

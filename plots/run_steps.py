@@ -9,7 +9,7 @@ import style
 
 from motley.errors import MotleyError
 from motley.live.track import PARTS
-from motley.live.training import Training, column, mean, median, read_training
+from motley.live.training_columns import Training, column, mean, median, read_training
 from motley.records.costs import lead
 from motley.records.gpu_csv import device_name
 from motley.records.json_files import JsonDict

@@ -6,7 +6,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh setup/hello_mpi.py
 
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.measure.links import measure_links
+from motley.measure.link_speed import measure_links
 
 
 def main(world: World) -> None:

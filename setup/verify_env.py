@@ -23,7 +23,7 @@ def main() -> int:
             return 1
     import torch
 
-    from motley.measure.kernels import kernel_speed
+    from motley.measure.device import kernel_speed
     from motley.plan.precision import best_precision
 
     count = torch.cuda.device_count()

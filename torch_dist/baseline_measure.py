@@ -41,7 +41,7 @@ from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows
 from motley.text import did_you_mean, escape_unprintable
 from motley.train.command_line import read_config, training_parser
-from motley.train.progress import clock
+from motley.train.recorder import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate

@@ -30,8 +30,7 @@ from typing import Any
 from motley.cluster.launcher import launch_of
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
-from motley.infer.leases import Leases
-from motley.infer.shards import MERGED, Shards
+from motley.infer.shards import MERGED, Leases, Shards
 from motley.launch.process import die_with_parent, launched_local_rank, launched_rank
 from motley.plan.precision import PRECISIONS
 from motley.text import rate_in_words

@@ -20,16 +20,15 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World, run
+from motley.measure.planner import Planned, open_model, plan_batch
+from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.forecast import what_if
 from motley.plan.links import Links
-from motley.planner.open_model import open_model
-from motley.planner.planner import Planned, plan_batch
-from motley.planner.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.tasks.find import task_of
 from motley.tasks.task import Task
 from motley.text import rate_in_words
 from motley.train.command_line import read_config, training_parser
-from motley.train.progress import console
+from motley.train.recorder import console
 
 
 def main(world: World, config: Config) -> None:

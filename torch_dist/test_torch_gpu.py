@@ -19,7 +19,7 @@ from motley.launch.world import World, run
 from motley.measure.device import KernelSpeed, kernel_speed
 from motley.plan.precision import PRECISIONS, best_precision
 from motley.records.json_files import to_json
-from motley.train.progress import console
+from motley.train.recorder import console
 
 
 @dataclass(frozen=True)

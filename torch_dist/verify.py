@@ -17,7 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from motley.checkpoint.verify import verify
+from motley.checkpoint.read import verify
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.text import escape_unprintable

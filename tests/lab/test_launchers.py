@@ -23,7 +23,7 @@ WHO = """
 import os
 import torch.distributed
 from motley.launch.world import run
-from motley.planner.process_group import join_process_group, leave_process_group
+from motley.measure.process_group import join_process_group, leave_process_group
 
 def main(world):
     group = join_process_group(world)

@@ -26,7 +26,7 @@ import sys, time, torch, torch.distributed as dist
 from pathlib import Path
 from motley.launch.world import run
 from motley.faults import Phase
-from motley.planner.process_group import join_process_group
+from motley.measure.process_group import join_process_group
 
 def main(world):
     join_process_group(world)

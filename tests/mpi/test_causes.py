@@ -7,7 +7,7 @@ import pytest
 from jobs import Jobs, Trained
 from project import ROOT
 
-from motley.live.training import Training, read_training
+from motley.live.training_columns import Training, read_training
 from motley.live.verdict import run_verdict
 from motley.records.costs import lead
 from motley.records.run_folder import RunFolder

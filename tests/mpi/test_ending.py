@@ -50,7 +50,7 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
 FAILING = """
 import os, sys, time, torch.distributed as dist, torch
 from motley.launch.world import run
-from motley.planner.process_group import join_process_group
+from motley.measure.process_group import join_process_group
 
 def record(event):
     time.sleep(event["after"])

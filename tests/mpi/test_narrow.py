@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 from motley.launch.world import run
-from motley.planner.process_group import join_process_group, leave_process_group, shrink_group
+from motley.measure.process_group import join_process_group, leave_process_group, shrink_group
 
 def main(world):
     group = join_process_group(world)

@@ -67,7 +67,7 @@ HANGING = """
 import time, torch, torch.distributed as dist
 from motley.launch.world import run
 from motley.faults import Phase
-from motley.planner.process_group import join_process_group
+from motley.measure.process_group import join_process_group
 
 def main(world):
     join_process_group(world)

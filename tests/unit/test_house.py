@@ -18,7 +18,7 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # beside the rooms are of the first.
 ROOMS = (
     "root", "cluster", "records", "plan", "live", "publish", "sweep", "launch", "config", "data",
-    "tasks", "comm", "engines", "checkpoint", "measure", "planner", "train", "infer",
+    "tasks", "comm", "engines", "checkpoint", "measure", "train", "infer",
 )  # fmt: skip
 # These load neither torch nor mpi4py.
 PURE = ("root", "cluster", "records", "plan", "live", "publish", "sweep")

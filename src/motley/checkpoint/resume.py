@@ -15,7 +15,7 @@ from motley.comm.collectives import all_gather_object
 from motley.config.option import Decides, flag_of, format_value
 from motley.config.options import Config
 from motley.engines.adamw8bit import CONVERTIBLE
-from motley.engines.optimizer_state import State
+from motley.engines.named_state import State
 from motley.engines.protocol import Engine, HoldsParts
 from motley.errors import MotleyError
 from motley.plan.length import TrainState

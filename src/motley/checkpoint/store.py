@@ -9,14 +9,19 @@
         progress.json           step, epoch, samples consumed, loss scale, batch, shares, ...
         manifest.json           size and SHA-256 of each file above
         part_00000.safetensors, part_00000.json, ...    in place of all tensors above, of a model
-                                that no rank holds whole: see motley.checkpoint.part_files
+                                that no rank holds whole: see motley.checkpoint.tensor_files
       latest                    the name of the newest folder, written last, for people
       aside_step_00000140/      damaged, or of a branch that a resume has left
 
 Only folders of these exact names are ours: whatever else lies there is left alone, and never taken
-for a checkpoint unless --resume names it.
-A checkpoint is written to a hidden folder, hashed on its way there, flushed to the disk, and
-renamed. How they are read is in motley.checkpoint.read.
+for a checkpoint unless --resume names it. A checkpoint is written to a hidden folder, hashed on
+its way there, flushed to the disk, and renamed. How they are read is in motley.checkpoint.read.
+
+A thread writes behind the training. Hashing and copying to the disk took processors from ranks
+that compute on them: 1.7 s of the training for a checkpoint of 1 GB, beside two ranks on two
+processors, and 0.2 s at the lowest priority, since ranks wait for each other now and then. A
+thread without rights never gets its priority back, so another thread finishes a checkpoint for
+which somebody waits; the same where other programs leave no time at all, after half a minute.
 """
 
 import contextlib
@@ -26,19 +31,65 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from motley.checkpoint.idle_thread import IdleThread
-from motley.checkpoint.part_files import part_names, telling, wait_for_parts, write_part
-from motley.checkpoint.tensor_file import sync, write_tensors
+from motley.checkpoint.tensor_files import (
+    part_names,
+    sync,
+    telling,
+    wait_for_parts,
+    write_part,
+    write_tensors,
+)
 from motley.engines.named_state import part_of
 from motley.errors import MotleyError
 from motley.records.json_files import fix_for
+
+_LOWEST = 19  # niceness
+PATIENCE_S = 30.0  # until it is better to have the checkpoint than the time
+
+
+class IdleThread:
+    """A thread of the lowest priority, which does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint", self._begin)
+        self._usual = ThreadPoolExecutor(1, "checkpoint_awaited")
+        self._until = 0.0  # by the monotonic clock, it takes idle time alone
+        self._ident: int | None = None
+
+    def _begin(self) -> None:
+        self._ident = threading.get_ident()
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+
+    def submit(self, work: Callable[..., Path], *values: Any) -> Future[Path]:
+        """What the work gives, in time."""
+        self._until = time.monotonic() + PATIENCE_S
+        self._usual.submit(int)  # starts it, here: a thread has the priority of who starts it
+        return self._thread.submit(work, *values)
+
+    def hurry(self) -> None:
+        """Somebody waits: do the rest of it at the usual priority."""
+        self._until = 0.0
+
+    def run(self, pieces: Iterator[None]) -> None:
+        """Do all pieces of some work; from any thread."""
+        for _ in pieces:
+            if time.monotonic() > self._until and threading.get_ident() == self._ident:
+                try:
+                    rest = self._usual.submit(deque, pieces, 0)
+                except RuntimeError:  # Python ends, once this thread has
+                    continue
+                rest.result()
+
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _HALF_WRITTEN = re.compile(r"\.step_[0-9]{8,}\.([0-9]+)(\.[0-9]+)?")  # by a process, and thread
@@ -120,7 +171,7 @@ class Checkpoints:
         """Write a rank's part, while training goes on.
 
         Args:
-            folder: of :meth:`begin_parts`. tensors: see motley.checkpoint.part_files.
+            folder: of :meth:`begin_parts`. tensors: see motley.checkpoint.tensor_files.
 
         Raises:
             MotleyError: why the one before could not be saved.

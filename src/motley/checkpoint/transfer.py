@@ -9,7 +9,7 @@ from torch import Tensor
 
 from motley.checkpoint.store import Checkpoints
 from motley.comm.collectives import all_gather_floats, all_gather_object
-from motley.engines.optimizer_state import State
+from motley.engines.named_state import State
 from motley.engines.protocol import Engine, HoldsParts
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan

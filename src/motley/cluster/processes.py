@@ -308,7 +308,11 @@ def _name(pid: int) -> str:
 
 
 def survey_from_json(text: str) -> Survey:
-    """Read what ``python -m motley.cluster.processes`` printed, or raise ValueError, KeyError, TypeError."""
+    """Return what ``python -m motley.cluster.processes`` printed.
+
+    Raises:
+        ValueError, KeyError, TypeError: something else was printed.
+    """
     fields = json.loads(text)
     found = tuple(
         Found(

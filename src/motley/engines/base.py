@@ -1,4 +1,4 @@
-"""What all engines share: memory that ends, the loss scale, evaluation, state."""
+"""The part that all engines share: memory that ends, the loss scale, evaluation, state."""
 
 import contextlib
 import math
@@ -13,17 +13,17 @@ from torch import Tensor
 from motley.comm.collectives import all_gather_object, mark_now
 from motley.data.source import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage, trained
-from motley.engines.memory import in_halves, out_of_memory, release, shortage
 from motley.engines.named_state import (
+    OptimizerMemory,
+    State,
     fill_tied,
     load_model_state,
     model_state,
     part_of,
     snapshot,
 )
-from motley.engines.optimizer import make_optimizer
-from motley.engines.optimizer_state import OptimizerMemory, State
-from motley.engines.optimizer_trial import Sharding, try_optimizer, try_types
+from motley.engines.optimizer import Sharding, make_optimizer, try_optimizer, try_types
+from motley.engines.out_of_memory import in_halves, out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
 from motley.engines.step_timer import Clock
 from motley.errors import MotleyError
@@ -31,8 +31,19 @@ from motley.faults import Phase
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.tasks.model import TaskModel
-from motley.tasks.scores import score
 from motley.tasks.task import weighs
+
+
+@torch.no_grad()
+def score(model: TaskModel, batch: Batch) -> Tensor:
+    """Sums of the task's scores, in order of ``model.score_names``, then the weight and the number
+    of the samples: float64 [k + 2]."""
+    model.eval()
+    scores = model(batch.data, scored=True)
+    model.train()
+    sums = [scores[name].sum().double() for name in model.score_names]
+    return torch.stack([*sums, *sums[0].new_tensor([batch.weight, len(batch)])])
+
 
 LEAST_CORRECTION = 1e-30  # of a gradient by its weight: if nothing counts it is 0, and stays so
 

@@ -2,7 +2,9 @@
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's memory. Blocks'
 parameters are gathered before they compute, and their gradient is scattered after it; so every
-micro-batch communicates, and all ranks take equally many.
+micro-batch communicates, and all ranks take equally many. The optimizer steps on this rank's own
+part of each parameter as on a plain tensor: Python dispatches each operation on a DTensor, which
+takes an AdamW of a ViT-B ten times as long as the step itself (pytorch#134191).
 """
 
 import contextlib
@@ -24,24 +26,75 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from motley.data.source import Batch
 from motley.engines.adamw8bit import AdamW8bit
 from motley.engines.gradients import check_types, name_types, silenced
-from motley.engines.local_shards import LocalShards
-from motley.engines.memory import no_second_try, out_of_memory
-from motley.engines.named_state import on_cpu, parameter_of, snapshot
-from motley.engines.optimizer_state import State
-from motley.engines.optimizer_trial import Sharding, is_elementwise
+from motley.engines.named_state import State, on_cpu, parameter_of, snapshot
+from motley.engines.optimizer import Sharding, is_elementwise
+from motley.engines.out_of_memory import no_second_try, out_of_memory
 from motley.engines.protocol import EngineContext
-from motley.engines.rows import is_by_rows, rows_as, rows_of_rank
+from motley.engines.rows import is_by_rows, own_rows, rows_as, rows_of_rank
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
 from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import MotleyError
+from motley.tasks.check import found_unused, refuse_unused, without_gradient
 from motley.tasks.model import AUTOCAST, TaskModel, common_type
-from motley.tasks.sometimes_unused import (
-    found_unused,
-    refuse_unused,
-    without_gradient,
-)
 from motley.text import name_some
+
+
+class LocalShards:
+    """Puts plain tensors, which share their memory, in the place of an optimizer's parameters.
+
+    Args:
+        optimizer: which does to a number what it does whatever the tensor around it, or to a row;
+            it has taken no step yet.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._whole = [each for group in optimizer.param_groups for each in group["params"]]
+        self._own = [nn.Parameter(each.detach().to_local()) for each in self._whole]
+        self._exchange(self._whole, self._own)
+
+    def with_gradients(self) -> Sequence[Tensor]:
+        """The parts, each with its gradient."""
+        with torch.no_grad():  # then a DTensor's part costs nothing
+            for whole, own in zip(self._whole, self._own, strict=True):
+                own.grad = None if whole.grad is None else own_rows(whole.grad)
+        return self._own
+
+    def zero_gradients(self) -> None:
+        """Of both."""
+        for each in (*self._whole, *self._own):
+            each.grad = None
+
+    @contextlib.contextmanager
+    def put_together(self) -> Iterator[None]:
+        """The optimizer has DTensors meanwhile, as what it keeps is saved and loaded."""
+        self._exchange(self._own, self._whole)
+        try:
+            yield
+        finally:
+            self._exchange(self._whole, self._own)
+
+    @torch.no_grad()
+    def _exchange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        instead = dict(zip(map(id, old), new, strict=True))
+        for group in self._optimizer.param_groups:
+            group["params"] = [instead[id(each)] for each in group["params"]]
+        kept = list(self._optimizer.state.items())
+        self._optimizer.state.clear()
+        for parameter, slots in kept:
+            like = instead[id(parameter)]
+            self._optimizer.state[like] = {
+                name: _like(value, parameter, like) for name, value in slots.items()
+            }
+
+
+def _like(value: Any, old: Tensor, new: Tensor) -> Any:
+    """What an optimizer keeps of a parameter, as it keeps it of the other."""
+    if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # a step, say
+        return value
+    return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)
+
 
 # Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
 # behind what a GPU computes of it, and what the last one sends never is.

@@ -26,7 +26,7 @@ from motley.data.source import Batch
 from motley.engines.adamw8bit import is_scale, narrow, widen
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
-from motley.engines.optimizer_state import State
+from motley.engines.named_state import State
 from motley.engines.protocol import EngineContext, StepResult
 from motley.errors import MotleyError, NotFiniteError
 from motley.plan.engine_traits import EngineTraits

@@ -1,12 +1,22 @@
-"""A model's parameters and buffers, and the random number state, as tensors by name."""
+"""The state of a model and its optimizer by the names of parameters: tensors, and plain values.
+
+Most optimizers keep tensors alone, a few of each parameter. Some keep a step in a parameter group
+(LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or random numbers of their
+own (Kron). All of it goes into a checkpoint: tensors under names, the rest as JSON, which keeps
+types.
+"""
 
 import contextlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from motley.engines.adamw8bit import AdamW8bit, converted
 from motley.errors import MotleyError
 
 
@@ -120,3 +130,177 @@ def seed_random(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+JsonDict = dict[str, Any]
+
+_OPTIONS = ("params", "lr", "initial_lr")  # of a group; the schedule writes the rates
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint keeps, of a model and its optimizer.
+
+    Attributes:
+        tensors: ``model.<name>`` and ``optimizer.<name>.<slot>``, on the CPU.
+        plain: what the optimizer keeps besides, JSON: ``slots`` of a parameter by name,
+            ``groups`` of parameters, and ``own``, of no parameter.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    plain: JsonDict = field(default_factory=dict)
+
+
+class OptimizerMemory:
+    """Reads and writes what an optimizer keeps. To be made before its first step: what a parameter
+    group holds then, the options decide, also after a resume; what has changed since is kept."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = {parameter: name for name, parameter in net.named_parameters()}
+        self._optimizer = optimizer
+        self._names = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        self._options = [
+            deepcopy({key: value for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups
+        ]
+
+    def slots(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's own, to be read and changed, by parameter; empty before its first step.
+        Not where an engine has put other tensors into the parameters' place."""
+        state = self._optimizer.state_dict()["state"]  # a wrapper's is not in its attribute
+        names = [name for group in self._names for name in group]
+        return {names[number]: slots for number, slots in sorted(state.items())}
+
+    def changed(self) -> list[JsonDict]:
+        """Of each parameter group, what has changed since it was made, such as a step."""
+        return [
+            {key: value for key, value in group.items()
+             if key not in _OPTIONS and (key not in options or options[key] != value)}
+            for group, options in zip(self._optimizer.param_groups, self._options, strict=True)
+        ]  # fmt: skip
+
+    def state(self, keep: Callable[[Tensor], Tensor] = on_cpu) -> State:
+        """``optimizer.<parameter>.<slot>`` and the rest; where parameters are cut, all ranks must
+        ask.
+
+        Args:
+            keep: what to take of each tensor.
+        """
+        tensors: dict[str, Tensor] = {}
+        plain: JsonDict = {}
+        for name, slots in self.slots().items():
+            for slot, value in slots.items():
+                said = _describe(value, f"optimizer.{name}.{slot}", tensors)
+                if not isinstance(value, Tensor):
+                    plain.setdefault(name, {})[slot] = said
+        own = {
+            key: _describe(value, f"optimizer.{key}", tensors)
+            for key, value in self._optimizer.state_dict().items()
+            if key not in ("state", "param_groups")
+        }
+        plain = {"slots": plain, "groups": self.groups(tensors), "own": own}
+        return State({name: keep(tensor) for name, tensor in tensors.items()}, plain)
+
+    def groups(self, tensors: dict[str, Tensor]) -> list[JsonDict]:
+        """:meth:`changed` as JSON, each with the parameters of its group.
+
+        Args:
+            tensors: gets those among them.
+        """
+        return [
+            {"parameters": names,
+             "kept": {key: _describe(value, f"optimizer.{names[0]}.group.{key}", tensors)
+                      for key, value in changed.items()}}
+            for names, changed in zip(self._names, self.changed(), strict=True)
+        ]  # fmt: skip
+
+    def load(self, state: State) -> None:
+        """Continue from :meth:`state`; tensors keep their type, and go to their parameter's
+        device. Of AdamW, also from what it keeps in more bits, or fewer."""
+        if isinstance(self._optimizer, torch.optim.AdamW | AdamW8bit):
+            in_8_bits = isinstance(self._optimizer, AdamW8bit)
+            state = State(converted(state.tensors, in_8_bits), state.plain)
+        names = [name for group in self._names for name in group]
+        slots = {number: self._slots_of(name, state) for number, name in enumerate(names)}
+        packed = self._optimizer.state_dict()
+        packed["state"] = {number: found for number, found in slots.items() if found}
+        for group, kept in zip(packed["param_groups"], self._groups_of(state), strict=True):
+            group |= kept
+        packed |= {
+            key: _value(said, state.tensors)
+            for key, said in state.plain.get("own", {}).items() if key in packed
+        }  # fmt: skip
+        self._optimizer.load_state_dict(packed)
+        for name, found in self.slots().items():  # torch makes all of them like the parameter
+            saved = self._slots_of(name, state)
+            found.update({slot: _like(value, saved[slot]) for slot, value in found.items()})
+
+    def load_groups(self, state: State) -> None:
+        """Continue with what the groups of :meth:`state` keep, and with nothing else."""
+        groups = zip(self._optimizer.param_groups, self._groups_of(state), strict=True)
+        for group, kept in groups:
+            group.update(kept)
+
+    def _groups_of(self, state: State) -> list[JsonDict]:
+        kept = {
+            name: group["kept"]
+            for group in state.plain.get("groups", []) for name in group["parameters"]
+        }  # fmt: skip
+        return [
+            {key: _value(said, state.tensors) for key, said in kept.get(names[0], {}).items()}
+            for names in self._names
+        ]
+
+    def _slots_of(self, name: str, state: State) -> dict[str, Any]:
+        """Of one parameter, as the optimizer is to have them."""
+        plain: JsonDict = state.plain.get("slots", {}).get(name, {})
+        found: dict[str, Any] = {
+            slot: value for slot, value in slots_of(name, state.tensors).items() if "." not in slot
+        }
+        return found | {slot: _value(said, state.tensors) for slot, said in plain.items()}
+
+
+def slots_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one parameter, by slot; ``<slot>.<place>`` of a list."""
+    return part_of(tensors, f"optimizer.{name}")
+
+
+def _describe(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON; its tensors are put into ``tensors``, and named."""
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        return {"tensor": key}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_describe(v, f"{key}.{n}", tensors) for n, v in enumerate(value)]}
+    if isinstance(value, dict):
+        pairs = [[_describe(k, key, {}), _describe(v, f"{key}.{k}", tensors)]
+                 for k, v in value.items()]  # fmt: skip
+        return {"dict": pairs}
+    raise TypeError(f"{key} is of a type that no checkpoint holds, {type(value).__name__}")
+
+
+def _value(said: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The other way."""
+    if not isinstance(said, dict):
+        return said
+    ((kind, content),) = said.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {_value(key, tensors): _value(value, tensors) for key, value in content}
+    values = [_value(value, tensors) for value in content]
+    return tuple(values) if kind == "tuple" else values
+
+
+def _like(value: Any, saved: Any) -> Any:
+    """A value as it was saved; a tensor on the device where it is now."""
+    if isinstance(saved, Tensor):
+        return value.to(saved.dtype)
+    if isinstance(saved, list | tuple):
+        return type(saved)(_like(v, s) for v, s in zip(value, saved, strict=True))
+    if isinstance(saved, dict):
+        return {key: _like(value[key], each) for key, each in saved.items()}
+    return saved

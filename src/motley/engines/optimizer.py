@@ -1,14 +1,29 @@
-"""Makes the optimizer of a model, or of one part where it is sharded."""
+"""The optimizer of a model, or of one part where it is sharded, and a trial of it on a small layer
+before step 1.
+"""
 
 import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from motley.config.options import Config
 from motley.data.import_timm import optimizers, timm
 from motley.engines.adamw8bit import BLOCK, AdamW8bit
+from motley.engines.named_state import (
+    OptimizerMemory,
+    State,
+    load_model_state,
+    load_random_state,
+    model_state,
+    random_state,
+)
+from motley.engines.out_of_memory import out_of_memory
 from motley.engines.strategy import IN_8_BITS, is_in_8_bits
 from motley.errors import MotleyError
 from motley.text import did_you_mean
@@ -59,3 +74,258 @@ def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
     part.weight = nn.Parameter(torch.zeros(shape, device=device))
     part.weight.grad = torch.zeros(shape, device=device)
     return part
+
+
+_LOOKS_BACK = 6  # steps after which Lookahead does, and keeps a copy
+_STEPS = _LOOKS_BACK + 1
+_MORE = 2
+_USUAL_SLOTS = 2.0  # Adam's
+_LARGE = 0.1  # a rate at which even LARS makes steps that are more than rounding
+_ROWS, _WIDE, _ODD = 32, 64, 61  # of the matrix on each rank; of the vector, a prime
+_CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """What an engine may have to know of an optimizer.
+
+    Attributes:
+        fused: it may be asked to be one kernel, where it can.
+        wraps: it steps another one, which keeps the state.
+        nests: it keeps lists of tensors.
+        counts: it keeps something of a parameter group, such as a step.
+    """
+
+    fused: bool
+    wraps: bool
+    nests: bool
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How an engine gives each rank a part of every parameter.
+
+    Attributes:
+        words: who does, for the user. ranks: so many. cut: does it to a module.
+        share: makes of a whole state, which is like that of the module, what it loads.
+    """
+
+    words: str
+    ranks: int
+    cut: Callable[[nn.Module], object]
+    share: Callable[[nn.Module, State], State]
+
+
+class _Trial:
+    """A layer of two parameters, and its optimizer.
+
+    Args:
+        rows: of its matrix. Torch sums equal parts otherwise than parts of several sizes, so both
+            are tried: a matrix of equal ones, and a vector.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        rows: int,
+        fused: bool,
+        sharding: Sharding | None,
+    ) -> None:
+        self.net = nn.Module()
+        self.net.weight = nn.Parameter(
+            torch.linspace(-1, 1, rows * _WIDE, device=device).reshape(rows, _WIDE)
+        )
+        self.net.bias = nn.Parameter(torch.linspace(-1, -0.9, _ODD, device=device))
+        if sharding is not None:
+            sharding.cut(self.net)
+        self._sharding = sharding
+        self.optimizer = make_optimizer(self.net, config, fused)
+        self.memory = OptimizerMemory(self.net, self.optimizer)
+
+    def steps(self, first: int, count: int) -> None:
+        """With gradients that depend on the step and the parameters alone."""
+        for step in range(first, first + count):
+            for parameter in self.net.parameters():
+                parameter.grad = (parameter.detach() * 3 + step).sin()
+            self.optimizer.step()
+
+    def save(self) -> State:
+        """As into a checkpoint."""
+        kept = self.memory.state()
+        tensors = model_state(self.net) | kept.tensors
+        return State({name: value.clone() for name, value in tensors.items()}, kept.plain)
+
+    def load(self, state: State) -> None:
+        """As from a checkpoint."""
+        state = State(state.tensors, json.loads(json.dumps(state.plain)))
+        if self._sharding is not None:
+            state = self._sharding.share(self.net, state)
+        load_model_state(self.net, state.tensors)
+        self.memory.load(state)
+
+
+def try_optimizer(
+    config: Config, device: torch.device, sharding: Sharding | None = None
+) -> OptimizerTraits:
+    """Step, save, load and step again. Leaves this process's random numbers as they were.
+
+    Args:
+        sharding: try it like this too; all ranks call it.
+
+    Raises:
+        MotleyError: ``--opt`` cannot step, would draw other random numbers on each rank, would
+            not go on to the bit from what a checkpoint keeps of it, or would be another one where
+            a rank has a part of each tensor.
+    """
+    rows = _ROWS * (sharding.ranks if sharding else 2)  # Adafactor takes small ones whole
+    config = dataclasses.replace(config, lr=_LARGE)  # the user's may make numbers infinite
+    whole, traits = _try(config, device, rows, True, None)
+    if sharding is None:
+        return traits
+    error = None
+    for fused in (True, False):
+        try:
+            parts, traits = _try(config, device, rows, fused, sharding)
+            if all(torch.allclose(parts[key], value, atol=1e-6) for key, value in whole.items()):
+                return traits
+        except MotleyError as found:
+            error = found
+    raise MotleyError(
+        f"--opt {config.opt} looks at whole tensors, and {sharding.words} gives it parts of them; "
+        "take --strategy ddp, or an optimizer such as adamw"
+    ) from error
+
+
+def _try(
+    config: Config, device: torch.device, rows: int, fused: bool, sharding: Sharding | None
+) -> tuple[dict[str, Tensor], OptimizerTraits]:
+    """The parameters at the end, whole, and what was seen."""
+    before = random_state(device)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # what is tried is worth no compiling
+            straight, resumed = (_Trial(config, device, rows, fused, sharding) for _ in range(2))
+            straight.steps(0, _STEPS)
+            _check_random(config, before, random_state(device))
+            resumed.load(straight.save())
+            for trial in (straight, resumed):
+                trial.steps(_STEPS, _MORE)
+            ends = [trial.save().tensors for trial in (straight, resumed)]
+    except Exception as error:
+        if isinstance(error, MotleyError) or out_of_memory(error):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise MotleyError(
+            f"--opt {config.opt} fails here ({type(error).__name__}: {said}); {_CHOOSE}"
+        ) from error
+    finally:
+        load_random_state(before, device)
+    one, other = ends
+    if one.keys() != other.keys() or not all(torch.equal(one[key], other[key]) for key in one):
+        raise MotleyError(
+            f"--opt {config.opt} keeps something that no checkpoint holds: a run would go on from "
+            f"one otherwise than without a stop; {_CHOOSE}"
+        )
+    slots = straight.memory.slots().values()
+    traits = OptimizerTraits(
+        fused=fused,
+        wraps=bool(slots) and not straight.optimizer.state,
+        nests=any(isinstance(v, list | tuple | dict) for each in slots for v in each.values()),
+        counts=any(straight.memory.changed()),
+    )
+    return {key: value for key, value in one.items() if key.startswith("model.")}, traits
+
+
+def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
+    """Step a small parameter like each of the network that is not fp32, or has no dimension.
+    Leaves this process's random numbers as they were.
+
+    Raises:
+        MotleyError: ``--opt`` cannot step one of them.
+    """
+    unusual: dict[tuple[torch.dtype, int], str] = {}
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad and (parameter.dtype != torch.float32 or not parameter.dim()):
+            unusual.setdefault((parameter.dtype, parameter.dim()), name)
+    before = random_state(device)
+    for (dtype, dim), name in unusual.items():
+        part = nn.Module()
+        part.weight = nn.Parameter(torch.ones((2,) * dim, dtype=dtype, device=device))
+        part.beside = nn.Parameter(torch.ones(2, 2, device=device))  # LAMB takes a norm over both
+        for parameter in part.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                optimizer = make_optimizer(part, config)
+                for _ in range(_MORE):
+                    optimizer.step()
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
+            raise MotleyError(
+                f"--opt {config.opt} cannot train the parameter {name}, {shape} "
+                f"({type(error).__name__}: {said}); {_CHOOSE}"
+            ) from error
+    load_random_state(before, device)
+
+
+def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    if any(not torch.equal(after[name], value) for name, value in before.items()):
+        raise MotleyError(
+            f"--opt {config.opt} draws random numbers, others on each rank, whose parameters would "
+            f"drift apart; {_CHOOSE}"
+        )
+
+
+def is_elementwise(config: Config) -> bool:
+    """Whether ``--opt`` does to a number what it does whatever the tensor around it, tried on a
+    small one: AdamW does, LAMB does not, nor MARS, which knows matrices. Draws no random numbers.
+    """
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    # In fp64 and in large steps, of which even LARS makes enough to be told from rounding. Halves
+    # unlike each other; vectors have no decay.
+    values = torch.linspace(0.1, 2, 64 * 64, dtype=torch.float64).reshape(64, 64)
+    config = dataclasses.replace(config, lr=0.1)
+    plain = dataclasses.replace(config, weight_decay=0.0)
+
+    def stepped(values: Tensor, config: Config) -> Tensor:
+        net = nn.Module()
+        net.weight = nn.Parameter(values.clone())
+        optimizer = make_optimizer(net, config)
+        for step in range(9):
+            here = net.weight.detach()
+            net.weight.grad = (
+                (here.square() * 5 + step).sin(),
+                signs.repeat(values.numel() // 2).view_as(values),  # at a right angle, nearly
+                torch.where(values > 1, 1.0, signs[step // 3 % 2]),  # one half turns round
+            )[step % 3]
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+        return net.weight.detach().flatten()
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        moved = float((one - values.flatten()).abs().max())
+        return torch.allclose(one, other, rtol=0.0, atol=1e-5 * moved)
+
+    halves = torch.cat([stepped(half, config) for half in torch.split(values, 32)])
+    flat = stepped(values.flatten(), plain)
+    return same(stepped(values, config), halves) and same(stepped(values, plain), flat)
+
+
+def kept_numbers(config: Config) -> float:
+    """What the optimizer keeps of each number of a parameter, in numbers of 32 bits, tried on a
+    small layer. Draws no random numbers: a resumed run continues with those of the checkpoint."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(64, BLOCK))
+    layer.weight.grad = torch.zeros(64, BLOCK)
+    try:
+        optimizer = make_optimizer(layer, config)
+        memory = OptimizerMemory(layer, optimizer)
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(_LOOKS_BACK):
+                optimizer.step()
+    except Exception:  # made for GPUs alone; what is estimated here must not end a run
+        return _USUAL_SLOTS
+    kept = memory.state().tensors.values()
+    return sum(value.nbytes for value in kept) / layer.weight.nbytes

@@ -16,7 +16,7 @@ from torch import Tensor
 from motley.config.options import Config
 from motley.data.source import Batch
 from motley.engines.average import ParameterAverage
-from motley.engines.optimizer_state import State
+from motley.engines.named_state import State
 from motley.engines.step_timer import Clock, Laps
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
@@ -151,7 +151,7 @@ class Engine(Protocol):
         """Have the model be :attr:`average` meanwhile; all ranks call it."""
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Sums of held-out samples; see motley.tasks.scores."""
+        """Sums of held-out samples; see motley.engines.base."""
 
     def state(self) -> State:
         """Everything that does not depend on the number of ranks; all ranks must call it.

@@ -1,7 +1,9 @@
 """The DeepSpeed engine: ZeRO with unequal shares and one loss scale.
 
-DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is inside
-the model, and the loss scale is Motley's, the same number on every rank.
+DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is inside the model,
+and the loss scale is Motley's, the same number on every rank. Operations that DeepSpeed runs for
+each parameter by itself in a step are run here for all at once: a GPU has nothing to do meanwhile,
+at stage 3 for a third of a step of ViT-L/16 on two H100s, at stage 1 for 4 of 163 ms.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from motley.comm.collectives import all_gather, all_gather_floats
@@ -20,19 +23,78 @@ from motley.engines.adamw8bit import converted
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import check_types, gradient_norm, silenced, unscale_and_clip
 from motley.engines.import_deepspeed import deepspeed
-from motley.engines.memory import no_second_try, out_of_memory
-from motley.engines.named_state import fill_tied, model_state, snapshot
-from motley.engines.optimizer_state import State
-from motley.engines.optimizer_trial import is_elementwise
+from motley.engines.named_state import State, fill_tied, model_state, snapshot
+from motley.engines.optimizer import is_elementwise
+from motley.engines.out_of_memory import no_second_try, out_of_memory
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.strategies.zero import TRAITS
-from motley.engines.zero_at_once import take_in_order, work_at_once
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
 from motley.engines.zero_state import cut_state, whole_state
 from motley.errors import MotleyError
 from motley.faults import Phase
+from motley.tasks.check import found_unused, refuse_unused, without_gradient
 from motley.tasks.model import TaskModel
-from motley.tasks.sometimes_unused import found_unused, refuse_unused, without_gradient
+
+
+def work_at_once(optimizer: Any, device: torch.device) -> None:
+    """Change DeepSpeed's optimizer of stage 1, 2 or 3 so that it does.
+
+    The norm of each gradient was taken by itself, in fp64. At stage 3, what is too small to be cut
+    up was gathered after each step, one by one: it comes with the block that needs it first, in one
+    message.
+
+    Args:
+        device: on which ranks talk.
+    """
+    optimizer.persistent_parameters = []  # of stage 3 alone
+    group = optimizer.dp_process_group
+
+    def get_grad_norm_direct(
+        gradients: Sequence[Tensor], params: Sequence[Tensor], norm_type: float = 2.0
+    ) -> Tensor:
+        """The norm of all ranks' parts, a scalar; -1, as DeepSpeed has it, if it is not finite."""
+        own = [each for each in gradients if not getattr(each, "_zero_padding", False)]
+        # A rank may have no part of a few small parameters.
+        total = torch.nn.utils.get_total_norm(own, norm_type).to(device)
+        squared = total.double().square()
+        dist.all_reduce(squared, group=group)
+        norm = squared.sqrt().float()
+        return torch.where(norm.isfinite(), norm, -1.0)
+
+    optimizer.get_grad_norm_direct = get_grad_norm_direct
+
+
+def take_in_order(optimizer: Any, parameters: Sequence[Tensor]) -> None:
+    """Have DeepSpeed's optimizer of stage 2 or 3 take gradients in one order on all ranks.
+
+    DeepSpeed lays gradients side by side as they arrive, and adds up what lies at one place on all
+    ranks. Autocast and torch.compile change the order of arrival, so ranks of which some do so
+    would add up unlike parameters, silently. A gradient that arrives before its turn waits.
+
+    Args:
+        parameters: that are trained, in the order of the model. Each has a gradient in each pass.
+    """
+    name = "process_gradients"  # of stage 2
+    if not hasattr(optimizer, name):
+        name = "reduce_ready_partitions_and_remove_grads"
+    take = getattr(optimizer, name)
+    turns = {id(each): turn for turn, each in enumerate(reversed(parameters))}
+    waiting: dict[int, tuple[Any, ...]] = {}
+    taken = 0
+
+    def take_next(parameter: Tensor, *others: Any) -> None:
+        nonlocal taken
+        if turns[id(parameter)] < taken:  # a pass was broken off
+            waiting.clear()
+            taken = 0
+        waiting[turns[id(parameter)]] = (parameter, *others)
+        while taken in waiting:
+            take(*waiting.pop(taken))
+            taken += 1
+        if taken == len(turns):
+            taken = 0
+
+    setattr(optimizer, name, take_next)
 
 
 def _nothing(value: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ from motley.comm.collectives import gather_parts
 from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.import_deepspeed import deepspeed, utils
 from motley.engines.named_state import (
+    State,
     load_model_state,
     model_state,
     of_another_model,
     part_of,
+    slots_of,
 )
-from motley.engines.optimizer_state import State, slots_of
 
 Optimizer = torch.optim.Optimizer
 

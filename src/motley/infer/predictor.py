@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from motley.checkpoint.read import checkpoints_at, newest_whole
 from motley.data.source import Batch, Source, UnreadableSample, read
-from motley.engines.memory import in_halves
 from motley.engines.named_state import part_of
+from motley.engines.out_of_memory import in_halves
 from motley.errors import MotleyError
-from motley.planner.worker import confirmed, promised_precision
+from motley.measure.process_group import confirmed, promised_precision
 from motley.tasks.find import SAMPLES, check_classes, task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.task import Task

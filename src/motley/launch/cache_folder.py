@@ -10,7 +10,7 @@ from pathlib import Path
 
 from motley.errors import MotleyError
 
-SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.planner.speed_cache
+SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.measure.speed_cache
 
 _OTHERS = ("/tmp", "/var/tmp")  # where TMPDIR cannot hold what is compiled
 _NAMES = 8  # of folders that are tried, where somebody else has the usual one

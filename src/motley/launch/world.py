@@ -106,7 +106,7 @@ class World:
     Attributes:
         rank, size: 0-based number of this process, of how many that are left of the launch.
         numbers: the number in the launch of each rank, by rank. Records, messages and
-            :class:`motley.planner.worker.Worker` name a rank by it: it never changes.
+            :class:`motley.measure.process_group.Worker` name a rank by it: it never changes.
         local_rank, local_size: the same among the ranks of this machine.
         host: name of this machine.
         machines: which machine each rank is on, by its lowest rank.

@@ -12,7 +12,7 @@ import numpy as np
 from motley.live.follow import slow_link
 from motley.live.snapshot import fraction_of_limit
 from motley.live.track import PARTS
-from motley.live.training import Array, Training, column, mean, median
+from motley.live.training_columns import Array, Training, column, mean, median
 from motley.plan.advice import Advice
 from motley.plan.speed_table import SpeedTable
 from motley.records.costs import joules, leak

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from motley.comm.collectives import leave_group
 from motley.comm.modes.numbers import EXACT
 from motley.comm.reducer import Bucket, Reducer, buckets_of
-from motley.measure.kernels import wait_for
+from motley.measure.device import wait_for
 from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
 
 _PIECE_MIB = 25.0  # sent at once at most, and

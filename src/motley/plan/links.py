@@ -1,6 +1,6 @@
 """What the links between machines carry, as measured, and what follows from it. Pure.
 
-The measurement is in motley.measure.links.
+The measurement is in motley.measure.link_speed.
 """
 
 from bisect import bisect_left

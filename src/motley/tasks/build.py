@@ -1,18 +1,182 @@
-"""Builds a task's network: whole, or without numbers, for a model that no rank need hold whole."""
+"""Builders of a task's network: whole, or block by block without numbers at first, for a model
+that no rank need hold whole.
 
+Until it has its numbers such a network may be *folded*: all blocks of a kind stand for themselves
+with the parameters of the first of them. It computes as long as the whole does, in as much memory
+for activations, and holds one block of each kind: enough to check a task, and to time and plan it.
+"""
+
+import contextlib
+import os
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from motley.config.options import Config
 from motley.errors import MotleyError
-from motley.tasks.block_by_block import BlockByBlock
-from motley.tasks.deferred import record
+from motley.tasks.blocks import kind_of
+from motley.tasks.deferred import Recording, record
 from motley.tasks.ghost_batch_norm import batch_norms
 from motley.tasks.net import build_net, prepared
 from motley.tasks.task import Task
+
+_THREADS = 8  # that draw numbers, each of a tensor of its own, some 100 million a second
+
+
+@dataclass
+class _Held:
+    """A parameter or buffer, as the network was built.
+
+    Attributes:
+        tensor: on the device ``meta``, or a small one with its numbers.
+        places: where modules hold it: in which table, by what name. A tied one has several.
+    """
+
+    tensor: Tensor
+    places: list[tuple[nn.Module, dict[str, Tensor | None], str]] = field(default_factory=list)
+
+    def put(self, tensor: Tensor) -> None:
+        """Another in its place."""
+        for _, table, name in self.places:
+            table[name] = tensor
+
+
+class BlockByBlock:
+    """Gives a network its numbers.
+
+    Args:
+        net: built by motley.tasks.deferred.record, which gave ``recording`` too.
+        blocks: modules by name, which are sharded and recomputed as one.
+    """
+
+    def __init__(
+        self, net: nn.Module, recording: Recording, blocks: Mapping[str, nn.Module]
+    ) -> None:
+        self._recording, self._blocks = recording, blocks
+        self._held: dict[int, _Held] = {}
+        for module in net.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        held = self._held.setdefault(id(tensor), _Held(tensor))
+                        held.places.append((module, table, name))  # type: ignore[arg-type]
+        self._waiting = dict(self._held)  # for their numbers
+        self._drawing: dict[int, Future[Tensor]] = {}
+        self._threads = ThreadPoolExecutor(
+            min(_THREADS, len(os.sched_getaffinity(0))), "initial numbers"
+        )
+
+    def parameters(self) -> list[Tensor]:
+        """One for each parameter of the network, like it in shape, also while it is folded; each
+        as it stands now."""
+        return [
+            table[name]  # type: ignore[misc]
+            for _, table, name in (held.places[0] for held in self._held.values())
+            if isinstance(table[name], nn.Parameter)
+        ]
+
+    def fold(self, device: torch.device) -> None:
+        """Have all blocks of a kind compute with the parameters and buffers of the first of them,
+        and give these, and all that is in no block, their numbers."""
+        instead: dict[int, int] = {}
+        first: dict[Hashable, list[int]] = {}
+        for block in self._blocks.values():
+            own, kind = self._only_in(block), kind_of(block)
+            like = first.setdefault(kind, own)
+            if like is not own and len(like) == len(own):
+                instead |= dict(zip(own, like, strict=True))
+        drawn = [key for key in self._held if key not in instead]
+        values = self._threads.map(
+            self._recording.value, [self._held[key].tensor for key in drawn]
+        )  # fmt: skip
+        made = {
+            key: _ready(value, self._held[key], device)
+            for key, value in zip(drawn, values, strict=True)
+        }
+        for key, held in self._held.items():
+            held.put(made[instead.get(key, key)])
+
+    @contextlib.contextmanager
+    def folded(self, device: torch.device) -> Iterator[None]:
+        """It is folded meanwhile."""
+        self.fold(device)
+        try:
+            yield
+        finally:
+            self.unfold()
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Have what it is folded with be in 16 bits, as where parameters are gathered in them."""
+        made: dict[int, Tensor] = {}
+        for held in self._held.values():
+            _, table, name = held.places[0]
+            if isinstance(now := table[name], nn.Parameter):
+                if id(now) not in made:
+                    made[id(now)] = nn.Parameter(now.detach().to(dtype), now.requires_grad)
+                held.put(made[id(now)])
+
+    def unfold(self) -> None:
+        """Let go of what it was folded with: all that has no numbers yet waits for them."""
+        for held in self._waiting.values():
+            held.put(held.tensor)
+
+    def fill(self, parts: Iterable[nn.Module], device: torch.device) -> None:
+        """Give some modules their numbers, on a device; not what has them already."""
+        keys = {
+            id(tensor): None
+            for part in parts for module in part.modules()
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if id(tensor) in self._waiting
+        }  # fmt: skip
+        for key in keys:
+            self._draw_ahead(key)
+            held = self._waiting.pop(key)
+            held.put(_ready(self._drawing.pop(key).result(), held, device))
+        if not self._waiting:
+            self._threads.shutdown()
+
+    def _draw_ahead(self, key: int) -> None:
+        """Have threads draw a tensor's numbers, and those of some that are likely to be next."""
+        order = list(self._waiting)
+        ahead = order[order.index(key) :][: 2 * _THREADS]
+        for each in ahead:
+            if each not in self._drawing:
+                tensor = self._waiting[each].tensor
+                self._drawing[each] = self._threads.submit(self._recording.value, tensor)
+
+    def _only_in(self, block: nn.Module) -> list[int]:
+        """What a block holds that nobody else does."""
+        inside = {id(module) for module in block.modules()}
+        return [
+            key for key in _tensors_of(block)
+            if all(id(module) in inside for module, _, _ in self._held[key].places)
+        ]  # fmt: skip
+
+
+def _ready(value: Tensor, held: _Held, device: torch.device) -> Tensor:
+    """Numbers as a module holds them."""
+    if not isinstance(held.tensor, nn.Parameter):
+        return value.to(device)
+    made = nn.Parameter(value.to(device), requires_grad=held.tensor.requires_grad)
+    made.__dict__.update(held.tensor.__dict__)  # what a model has noted on it
+    return made
+
+
+def _tensors_of(block: nn.Module) -> Iterator[int]:
+    """By id, each once."""
+    found = (
+        id(tensor)
+        for module in block.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    )
+    return iter(dict.fromkeys(found))
+
 
 LARGE = 1_000_000_000  # parameters; alike on all machines, whatever memory they have
 _COUNTED = LARGE // 3  # after so many it is looked how many there are, before more are drawn

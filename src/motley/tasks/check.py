@@ -1,28 +1,201 @@
-"""Finds the usual mistakes of a task before it is trained: by a few passes over two samples.
+"""Checks of a task before it is trained, by a few passes over two samples.
 
-What is exact only if it holds: each sample has a loss of its own, which depends on nothing else;
-what is drawn at random comes from torch, seeded for the sample; every parameter is known to torch,
-and has a gradient; a forward pass changes nothing that ranks hold alike.
+Training is exact only if these hold: each sample has a loss of its own, which depends on nothing
+else; random numbers come from torch, seeded for the sample; every parameter is known to torch, and
+has a gradient; a forward pass changes no parameter or buffer that ranks hold alike. A parameter
+may have a gradient for some samples alone, as an expert that a sample does not choose has none.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from motley.data.keyed import check_length, first_sample
+from motley.data.keyed import check_length, first_batch, first_sample
 from motley.data.source import Tensors
 from motley.errors import MotleyError
-from motley.tasks.forward_changes import (
-    ForwardChanges,
-    changed_in_forward,
-    check_renormalised,
-)
+from motley.tasks.fingerprint import fingerprint
 from motley.tasks.model import TaskModel
-from motley.tasks.sometimes_unused import check_used, unused
 from motley.tasks.task import Task
 from motley.text import name_some
+
+_UPDATE = (
+    "update it by its gradient instead, as a codebook by a term of the loss, or keep that part of "
+    "the model in eval mode"
+)
+_FIXES: dict[str, str] = {
+    "max_norm": "leave out max_norm, and scale the rows that the layer returns",
+    "instance_norm": "set track_running_stats=False, and it takes each sample's own statistics in "
+    "evaluations too",
+    "spectral_norm": "take torch.nn.utils.parametrizations.weight_norm or orthogonal, which are "
+    "computed of the weight alone, or divide by torch.linalg.matrix_norm(weight, 2)",
+}
+
+
+class ForwardChanges:
+    """The values of a network's parameters and buffers before some passes.
+
+    Args:
+        net: the network, whose values are fingerprints for parameters, and copies for buffers.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net, self._before = net, _values(net)
+
+    def names(self, caches: bool) -> list[str]:
+        """Return the parameters and buffers that have changed since.
+
+        Args:
+            caches: buffers count too that are in no checkpoint. Such a one may be a cache that the
+                first pass has filled.
+        """
+        saved, now = self._net.state_dict().keys(), _values(self._net)
+        return [
+            name for name, value in now.items()
+            if (caches or name in saved)
+            and (name not in self._before or not _equal(self._before[name], value))
+        ]  # fmt: skip
+
+
+def check_renormalised(name: str, net: nn.Module) -> None:
+    """Raise MotleyError if an embedding scales the rows that it reads, which a pass over two
+    samples need not show.
+
+    Args:
+        name: of the task.
+    """
+    found = [path for path, part in net.named_modules() if getattr(part, "max_norm", None)]
+    if found:
+        raise changed_in_forward(name, net, [f"{path}.weight" for path in found])
+
+
+def changed_in_forward(name: str, net: nn.Module, names: list[str]) -> MotleyError:
+    """Return the error for tensors that a forward pass changes.
+
+    Args:
+        name: of the task.
+    """
+    causes = dict.fromkeys(_cause(net, each) for each in names)
+    fix = "; ".join(_FIXES.get(cause, _UPDATE) for cause in causes)
+    return MotleyError(
+        f"a forward pass of {name} changes {name_some(names)}. Ranks have other "
+        "samples, and not equally many passes: their models would become different ones, and no "
+        f"rank's is that of one machine. Fix: {fix}"
+    )
+
+
+def _cause(net: nn.Module, name: str) -> str:
+    """Return the key of :data:`_FIXES` for a tensor; empty for a module of the user's own."""
+    path, _, last = name.rpartition(".")
+    owner: Any = net.get_submodule(path)
+    if getattr(owner, "max_norm", None):
+        return "max_norm"
+    if isinstance(owner, _InstanceNorm):
+        return "instance_norm"
+    hooks = (*owner._forward_pre_hooks.values(), owner)  # of the two ways that torch has
+    if any(type(each).__name__ in ("SpectralNorm", "_SpectralNorm") for each in hooks):
+        return "spectral_norm"
+    return last if last in _FIXES else ""
+
+
+@torch.no_grad()
+def _values(net: nn.Module) -> dict[str, Tensor]:
+    """Return fingerprints of parameters, of which a copy may not fit, and copies of buffers."""
+    parameters = {
+        key: fingerprint(each) for key, each in net.named_parameters() if not each.is_meta
+    }
+    buffers = {key: each.clone() for key, each in net.named_buffers() if not each.is_meta}
+    return parameters | buffers
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+
+
+_MORE = 32  # samples that are tried where the first ones leave some parameters out
+
+
+def check_used(name: str, model: TaskModel, passes: Iterable[set[str]]) -> tuple[str, ...]:
+    """Return the parameters that some passes give no gradient.
+
+    Args:
+        name: of the task.
+        passes: the parameters without a gradient after each of some passes.
+
+    Raises:
+        MotleyError: a parameter has no gradient after any pass, nor after one over more samples,
+            and none of its like has, as the experts of one layer are.
+    """
+    learning = [key for key, each in model.net.named_parameters() if each.requires_grad]
+    found = list(passes)
+    never = set.intersection(*found)
+    if never:
+        batch, _ = first_batch(model.task, _MORE)
+        found.append(unused(model, batch.to(model.device).data))
+        never &= found[-1]
+    used = {_like(key) for key in learning if key not in never}
+    without = [key for key in learning if key in never and _like(key) not in used]
+    if without:
+        raise MotleyError(
+            f"{len(without)} of the {len(learning)} parameters of {name} get no gradient: "
+            f"{name_some(without)}. Use them in losses(), take them out of the "
+            "model, or freeze them with requires_grad_(False)"
+        )
+    some = set.union(*found)
+    return tuple(key for key in learning if key in some)
+
+
+def unused(model: TaskModel, data: dict[str, torch.Tensor]) -> set[str]:
+    """Return the parameters to be trained that a pass over some samples gives no gradient."""
+    model.zero_grad(set_to_none=True)
+    model(data).sum().backward()
+    return without_gradient(model.net)
+
+
+def without_gradient(net: nn.Module) -> set[str]:
+    """Return the names of the parameters to be trained that have no gradient now."""
+    return {key for key, each in net.named_parameters() if each.requires_grad and each.grad is None}
+
+
+def _like(name: str) -> str:
+    """Return what the names of the same parameter in equal modules of a list have in common."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def refuse_unused(model: TaskModel, engine: str) -> None:
+    """Raise MotleyError if an engine is to train a model some of whose parameters have no gradient
+    in some steps, and cannot.
+
+    Args:
+        engine: as a user names it.
+    """
+    if model.sometimes_unused:
+        raise MotleyError(
+            f"{engine} needs a gradient of each parameter from each rank in each micro-batch, and "
+            f"some samples give none to {name_some(model.sometimes_unused)}: take "
+            "torch_dist/train_vit.py --strategy ddp, or compute all experts for each sample, and "
+            "multiply what was not chosen by 0"
+        )
+
+
+def found_unused(model: TaskModel, engine: str, names: Iterable[str]) -> MotleyError:
+    """Return the error for parameters without a gradient in a step, of which the samples that were
+    tried at the start have shown nothing.
+
+    Args:
+        engine: as a user names it. names: of the parameters.
+    """
+    return MotleyError(
+        f"{name_some(list(names))} had no gradient in this step, and {engine} waits for one: set "
+        f"sometimes_unused = True in the class {type(model.task).__name__}, and continue with "
+        "torch_dist/train_vit.py --strategy ddp --resume auto"
+    )
+
 
 _TOLERANCE = 1e-3  # of a loss; rounding alone is far below it
 

@@ -1,11 +1,19 @@
-"""Language models of the transformers library: their shape from a config.json, with weights drawn
-anew or those of a local folder. Nothing is fetched, no code but the library's is run, and weights
-are read from safetensors alone: a pickle may run anything."""
+"""Language models of the transformers library: their options, their shape from a config.json,
+weights drawn anew or those of a local folder, and LoRA.
+
+Nothing is fetched, no code but the library's is run, and weights are read from safetensors alone:
+a pickle may run anything. With LoRA the model's weights stay as they are, and small matrices
+beside some of them are trained.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; by the peft library.
+"""
 
 import hashlib
 import json
 import shutil
 import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +22,88 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motley.config.option import Decides, above_zero, names, option, positive
 from motley.errors import MotleyError
 from motley.extras import import_offline
+from motley.tasks.corpus import TOKENIZER, Corpus
+from motley.tasks.task import Task
+
+
+def add_lora(
+    net: nn.Module, rank: int, alpha: float | None, targets: tuple[str, ...] | None
+) -> nn.Module:
+    """Freeze a network, and put a pair of matrices beside each of its target layers, in place.
+
+    Args:
+        rank: of the matrices. alpha: what they say counts alpha / rank; None: as much as it is.
+        targets: last words of layers' names; None: peft's own, for an architecture that it knows.
+
+    Raises:
+        MotleyError: peft is missing, or finds no such layers.
+    """
+    peft = import_offline("peft", f"--lora {rank}")
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=rank if alpha is None else alpha, lora_dropout=0.0,
+        target_modules=None if targets is None else list(targets),
+        # GPT-2's layers are kept transposed; peft would find out too, and warn.
+        fan_in_fan_out=any(type(part).__name__ == "Conv1D" for part in net.modules()),
+    )  # fmt: skip
+    try:
+        found: nn.Module = peft.inject_adapter_in_model(config, net)
+    except ValueError as error:
+        said = str(error).splitlines()[0].partition(". ")[0]
+        raise MotleyError(
+            f"--lora {rank} finds no layer to stand beside ({said}); name some by --lora-targets: "
+            f"the model has {', '.join(_layers(net))}"
+        ) from None
+    if not any(parameter.requires_grad for parameter in found.parameters()):
+        raise MotleyError(
+            f"--lora {rank}: nothing is left to train; name layers by --lora-targets: the model "
+            f"has {', '.join(_layers(net))}"
+        )
+    return found
+
+
+def merge_lora(net: nn.Module) -> None:
+    """Add the matrices to the layers that they stand beside, and take them away, in place.
+
+    A layer that shares its weight with another one gets a weight of its own first: the matrices
+    change what this layer computes, and not the other.
+    """
+    owners = Counter(each for _, each in net.named_parameters(remove_duplicate=False))
+    for name, part in list(net.named_modules()):
+        if hasattr(part, "get_base_layer"):
+            base = part.get_base_layer()
+            if owners[base.weight] > 1:
+                base.weight = nn.Parameter(base.weight.detach().clone())
+                config: Any = getattr(net, "config", None)
+                if config is not None:  # else transformers ties them again
+                    config.tie_word_embeddings = False
+            part.merge()
+            above, _, last = name.rpartition(".")
+            setattr(net.get_submodule(above), last, part.get_base_layer())
+
+
+def matrices(net: nn.Module) -> tuple[str, ...]:
+    """Paths of LoRA's own modules."""
+    return tuple(
+        path for path, _ in net.named_modules() if path.rsplit(".", 1)[-1].startswith("lora_")
+    )
+
+
+def beside_lora(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Weights of a model without LoRA, by the names that they have with it."""
+    moved = {name.replace(".base_layer.", "."): name for name in net.state_dict()}
+    return {moved.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _layers(net: nn.Module) -> list[str]:
+    """Last words of the names of what LoRA can stand beside."""
+    return sorted({
+        name.rsplit(".", 1)[-1] for name, part in net.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding) or type(part).__name__ == "Conv1D"
+    })  # fmt: skip
+
 
 _CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -255,3 +343,121 @@ class _quiet:  # noqa: N801  # a context manager
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+MODEL, NUMBERS, SPEED, NOTHING = (
+    Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.NOTHING,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HfOptions(Task):
+    """A text task is one of these, besides what it has of its own."""
+
+    compiles_whole = True  # logits are the largest tensor of all, and are not written so
+
+    hf_config: str | None = option(
+        "a model of the transformers library (GPT-2, GPT-Neo, Llama, ...) with random weights: its "
+        "config.json, or a folder with one (needs: pip install transformers)",
+        NOTHING, metavar="FILE|DIR",
+    )  # fmt: skip
+    pretrained: str | None = option(
+        "such a model with its weights: a folder with config.json, *.safetensors and the files of "
+        "its tokenizer; nothing is downloaded",
+        NUMBERS, metavar="DIR",
+    )  # fmt: skip
+    lora: int | None = option(
+        "train matrices of this rank beside the model's layers, which stay as they are: a small "
+        "part of the gradient to send (needs: pip install peft)",
+        MODEL | SPEED, read=positive, metavar="R",
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        "what they say counts A / R, default 1", MODEL, read=above_zero, metavar="A"
+    )
+    lora_targets: tuple[str, ...] | None = option(
+        "last words of the layers' names, as in q_proj,v_proj; default: peft's own for the kind of "
+        "model",
+        MODEL | SPEED, read=names, metavar="NAME,...",
+    )  # fmt: skip
+
+    @cached_property
+    def named(self) -> HfModel | None:
+        """The model that ``--hf-config`` or ``--pretrained`` names."""
+        if self.pretrained:
+            return HfModel(Path(self.pretrained), "--pretrained", with_weights=True)
+        if self.hf_config:
+            return HfModel(Path(self.hf_config), "--hf-config", with_weights=False)
+        return None
+
+    def check_together(self, shape: Sequence[str], tokens: str | None) -> None:
+        """MotleyError for options that say nothing, or two things.
+
+        Args:
+            shape: options of the built-in model that were given. tokens: ``--tokens``.
+        """
+        if self.hf_config and self.pretrained:
+            raise MotleyError("--hf-config and --pretrained are two models; leave one out")
+        named = self.hf_config or self.pretrained
+        if named and shape:
+            raise MotleyError(
+                f"--{shape[0]} is of the GPT that is built in, and the config.json of {named} "
+                "says its own; leave one of them out"
+            )
+        if tokens == TOKENIZER and not (named and Path(named).is_dir()):
+            raise MotleyError(
+                f"--tokens {TOKENIZER} is that of a model's folder; name it by --pretrained DIR or "
+                "--hf-config DIR"
+            )
+        if self.lora is None and (self.lora_alpha or self.lora_targets):
+            raise MotleyError(
+                f"--lora-{'alpha' if self.lora_alpha else 'targets'} is of --lora, which is not "
+                "given; add --lora 8"
+            )
+
+    def check_fits(self, model: HfModel, length: int, corpus: Corpus) -> None:
+        """MotleyError for what the model cannot see or does not know."""
+        if model.longest is not None and length > model.longest:
+            raise MotleyError(
+                f"--length {length}: {model.said} sees {model.longest} tokens at most "
+                f"(max_position_embeddings, or n_positions); give --length {model.longest} or less"
+            )
+        if corpus.vocabulary > model.vocabulary:
+            raise MotleyError(
+                f"--tokens {corpus.kind}: there are {corpus.vocabulary} of them, and {model.said} "
+                f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
+            )
+
+    @property
+    def begins_with_weights(self) -> bool:
+        """See Task."""
+        return self.named is not None and self.named.with_weights
+
+    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+        """See Task."""
+        if self.named is None or not self.named.with_weights:
+            return None
+        return self.named.weights(), str(self.named.path)
+
+    def head(self, net: nn.Module) -> tuple[str, ...]:
+        """See Task: what begins anew beside weights from elsewhere."""
+        return matrices(net)
+
+    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+        """See Task."""
+        return beside_lora(tensors, net)
+
+    def save(self, net: nn.Module, folder: Path) -> None:
+        """See Task: as transformers loads it, its tokenizer too; LoRA's matrices are added to the
+        layers that they stand beside."""
+        if self.lora is not None:
+            merge_lora(net)
+        if self.named is None:
+            super().save(net, folder)
+            return
+        self.named.save(net, folder)
+
+    def with_lora(self, net: nn.Module) -> nn.Module:
+        """The network, as ``--lora`` wants it."""
+        if self.lora is None:
+            return net
+        return add_lora(net, self.lora, self.lora_alpha, self.lora_targets)

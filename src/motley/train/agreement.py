@@ -11,11 +11,11 @@ import torch
 
 from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
-from motley.engines.optimizer_state import State
+from motley.engines.named_state import State
 from motley.engines.protocol import Engine
 from motley.errors import MotleyError
+from motley.measure.process_group import Worker
 from motley.plan.length import TrainState
-from motley.planner.worker import Worker
 from motley.tasks.fingerprint import fingerprint
 from motley.text import name_some
 from motley.train.recorder import Recorder

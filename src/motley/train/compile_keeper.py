@@ -20,7 +20,7 @@ from motley.launch.cache_folder import cache_folder
 from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of, words_of
 from motley.launch.process import compiled_below
 from motley.launch.world import World
-from motley.planner.process_group import ProcessGroup
+from motley.measure.process_group import ProcessGroup
 
 FOLDER = ".compiled"  # in the folder of all runs
 _FIRST_STEPS = 8

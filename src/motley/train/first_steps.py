@@ -3,8 +3,8 @@
 from datetime import datetime
 from statistics import median
 
+from motley.measure.speed_cache import WireMemory
 from motley.plan.forecast import Forecast
-from motley.planner.wire_cache import WireMemory
 from motley.records.training import StepRecord
 
 _WARM_UP = 2  # steps that say nothing yet

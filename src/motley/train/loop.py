@@ -1,44 +1,131 @@
-"""The one training loop: epochs of global batches, each computed in micro-batches by every rank and
-finished by one step; a record after every step, an evaluation and a checkpoint after every epoch.
-Engines plug in.
+"""The one training loop: epochs of global batches, each computed in micro-batches by every rank
+and finished by one step; a record after every step, an evaluation and a checkpoint after every
+epoch. Engines plug in.
 """
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from motley.checkpoint.transfer import save
-from motley.comm.collectives import mark_now
+from motley.comm.collectives import all_gather_floats, mark_now
+from motley.config.option import Duration
 from motley.data.loader_memory import explain_workers
 from motley.data.order import seed_of
 from motley.data.source import Batch
 from motley.engines.named_state import seed_random
 from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.step_timer import HOST
+from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
-from motley.records.training import EpochRecord
+from motley.records.training import EMA, EpochRecord
 from motley.train.agreement import Agreement
-from motley.train.evaluate import evaluate
 from motley.train.loader_growth import LoaderGrowth
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import (
     check_numbers,
+    check_scores,
     readable,
     rebalance,
     shrink_micro_batches,
 )
 from motley.train.rescue import Rescue, pause
-from motley.train.save_timer import SaveTimer
 from motley.train.schedule import rate_of, set_rate
 from motley.train.setup import Job
+
+
+class SaveTimer:
+    """Asks rank 0's clock when half of the time that is left should have passed: some ten times
+    between two checkpoints, so that their steps need not be known before.
+
+    Args:
+        every: between checkpoints; anything but a time: never by the clock.
+    """
+
+    def __init__(self, every: object, step: int) -> None:
+        self._every_s = every.seconds if isinstance(every, Duration) else None
+        self.saved(step)
+
+    def saved(self, step: int) -> None:
+        """There is a checkpoint of this step."""
+        self._step, self._time, self._ask_at = step, time.monotonic(), step + 1
+
+    def asks(self, step: int) -> bool:
+        """Return True if :meth:`due` talks to the other ranks at this step."""
+        return self._every_s is not None and step >= self._ask_at
+
+    def due(self, step: int) -> bool:
+        """Whether one is to be made now; all ranks call it, after the same step."""
+        if not self.asks(step):
+            return False
+        assert self._every_s is not None
+        ((passed_s,), *_) = all_gather_floats([time.monotonic() - self._time])
+        steps = max(1, step - self._step)
+        left = (self._every_s - passed_s) / (passed_s / steps) if passed_s else 1.0
+        self._ask_at = step + max(1, int(left / 2))
+        return left < 1
+
+
+def evaluate(world: World, job: Job, plan: Plan, position: TrainState) -> EpochRecord:
+    """The task's scores of the held-out samples, shared as ``plan`` shares a batch; also of the
+    average of the parameters, where there is one, as ``ema_...``."""
+    start = time.monotonic()
+    world.supervisor.set_status(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    job.engine.sync_parameters()
+    average = job.engine.average is not None
+    metrics, samples = _scores(world, job, plan, None if average else position)
+    if average:
+        with job.engine.averaged():
+            also, _ = _scores(world, job, plan, position)
+        metrics |= {f"{EMA}{name}": value for name, value in also.items()}
+    return EpochRecord(
+        step=position.step, epoch=position.epoch - (position.consumed == 0), metrics=metrics,
+        samples=samples, seconds=time.monotonic() - start, time=time.time(),
+    )  # fmt: skip
+
+
+def _scores(
+    world: World, job: Job, plan: Plan, then: TrainState | None
+) -> tuple[dict[str, float], int]:
+    """The summary of all held-out samples, and their number: sums and weights over all ranks, never
+    a mean of means.
+
+    Args:
+        then: where training goes on; its first samples are read while the device still evaluates.
+    """
+    parts, indices = list[torch.Tensor](), list[tuple[int, ...]]()
+    say = world.supervisor.set_status
+    say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    for batch in job.loader.test_batches(plan):
+        parts.append(job.engine.evaluate(batch))
+        indices.append(readable(batch, job.config, job.run))
+        say(Phase.EVALUATE, PROGRESS_TIMEOUT_S)
+    if then and not job.length.ended(then):
+        job.loader.prepare(then.epoch, then.consumed, plan)
+    say(Phase.ALL_REDUCE, PROGRESS_TIMEOUT_S)
+    scores = torch.stack(parts)
+    check_scores(scores, indices, lambda: job.loader.test_batches(plan))
+    table = all_gather_floats(list(scores.sum(dim=0)))
+    *sums, weight, samples = (math.fsum(column) for column in zip(*table, strict=True))
+    names = job.model.score_names
+    if weight == 0:
+        raise MotleyError(
+            f"the {int(samples):,} held-out samples weigh 0 in all, and have no mean; weights() of "
+            f"{type(job.model.task).__name__} gives a number above 0 for a sample that counts"
+        )
+    means = {name: total / weight for name, total in zip(names, sums, strict=True)}
+    return dict(job.model.task.summary(means)), int(samples)
 
 
 @dataclass(frozen=True)

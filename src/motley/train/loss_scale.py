@@ -14,8 +14,8 @@ from motley.data.loader import Loader
 from motley.data.source import Batch
 from motley.engines.gradients import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
+from motley.measure.process_group import ProcessGroup
 from motley.plan.plan import Plan
-from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import TaskModel
 
 HIGHEST = 32  # a power of two; above it, squares in the norm of an fp32 gradient overflow

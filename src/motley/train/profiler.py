@@ -23,8 +23,7 @@ from motley.config.option import ALL, SLOWEST, StepSpan
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.planner.process_group import ProcessGroup
-from motley.planner.worker import Worker
+from motley.measure.process_group import ProcessGroup, Worker
 from motley.records.run_folder import RunFolder
 from motley.records.trace import TraceClock, step_span_name, write_trace
 from motley.train.recorder import Recorder, Timed

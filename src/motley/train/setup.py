@@ -1,41 +1,240 @@
-"""What training needs: data, model, engine, schedule and checkpoints, put together once."""
+"""The objects that training needs: data, length, room for checkpoints, model, engine and schedule,
+put together once.
+"""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from motley.checkpoint.resume import resume
+from motley.checkpoint.resume import resume, state_of
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints
+from motley.checkpoint.store import Checkpoints, free_bytes
 from motley.checkpoint.transfer import Kept, go_on
 from motley.comm.collectives import all_gather_object
+from motley.config.option import Duration
 from motley.config.options import Config
 from motley.data.import_timm import Scheduler
 from motley.data.loader import Loader
-from motley.engines.memory import release
+from motley.engines.optimizer import kept_numbers
+from motley.engines.out_of_memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.errors import MotleyError
-from motley.plan.length import Length, TrainState
+from motley.measure.measured_plan import Planned
+from motley.measure.process_group import ProcessGroup, Worker
+from motley.plan.length import Length, TrainState, ramp_of
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.replan import Device, ReplanMonitor
 from motley.plan.speed_table import SpeedTable
-from motley.planner.measured_plan import Planned
-from motley.planner.process_group import ProcessGroup
-from motley.planner.worker import Worker
 from motley.tasks.find import CLASS_NAMES, SAMPLES, identity_of, task_of
 from motley.tasks.model import TaskModel
 from motley.text import name_some
-from motley.train.budget import Budget
 from motley.train.command_line import options_to_save
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
-from motley.train.ready import Note, Ready, make_ready
+from motley.train.recorder import clock
 from motley.train.schedule import explain_early_end, make_schedule
+
+Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run is going to take.
+
+    Attributes:
+        steps: that are left. step_s: of each, forecast; None where nothing was measured.
+        checkpoint: bytes of one. saves: that are going to be made. keep: that stay.
+        there: that are on the disk already, and give way. free: bytes, in ``folder``.
+    """
+
+    steps: int
+    step_s: float | None
+    checkpoint: float
+    saves: int
+    keep: int
+    there: int
+    free: float
+    folder: Path
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the disk, at most: a new checkpoint is whole before the oldest goes."""
+        return self.checkpoint * min(self.saves, max(1, self.keep + 1 - self.there))
+
+    def check(self) -> None:
+        """MotleyError if the disk is too small."""
+        if self.needed <= self.free:
+            return
+        fewer = replace(self, keep=1).needed < self.needed
+        raise MotleyError(
+            f"checkpoints of {_size(self.checkpoint)} each are going to need {_size(self.needed)}, "
+            f"and {_size(self.free)} are free in {self.folder}; free some disk, "
+            f"{'keep fewer with --keep 1, ' if fewer else ''}or choose another one with --logs DIR "
+            "(there, a run is continued by --resume PATH)"
+        )
+
+    def sentence(self) -> str:
+        """For the log."""
+        taken = f"{self.steps:,} steps"
+        if self.step_s is not None:
+            taken += f" should take {clock(self.steps * self.step_s)}, and evaluations"
+        if not self.saves:
+            return f"{taken}; no checkpoints"
+        return (
+            f"{taken}; checkpoints take up to {_size(self.needed)} of the {_size(self.free)} that "
+            f"are free in {self.folder}"
+        )
+
+
+def budget_of(
+    checkpoints: Checkpoints,
+    length: Length,
+    state: TrainState,
+    checkpoint: float,
+    keep: int,
+    step_s: float | None,
+) -> Budget:
+    """What the rest of a run is going to take, from ``state``; on the rank that writes.
+
+    Args:
+        checkpoint: bytes of one. step_s: of a step, as Budget has it.
+    """
+    checkpoints.sweep()
+    return Budget(
+        length.last_step(state) - state.step, step_s, checkpoint, length.saves_left(state), keep,
+        there=len(checkpoints.found(state.step)), free=free_bytes(checkpoints.path),
+        folder=checkpoints.path,
+    )  # fmt: skip
+
+
+def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:
+    """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
+    their average, and what the wire keeps on each rank.
+
+    Args:
+        numbers: in the model. trained: of these; of others nothing else is kept.
+    """
+    copies = kept_numbers(config) + plan.wire.kept_copies * len(plan.counts)
+    copies += config.model_ema
+    return float(4 * (numbers + copies * trained))
+
+
+def _size(number: float) -> str:
+    unit = 0
+    while number >= 999.5 and unit < 4:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model before an engine cuts it, folded or not; see motley.train.setup.Job.
+
+    Attributes:
+        parameters: ``trained`` or not.
+    """
+
+    numbers: int
+    parameters: int
+    trained: int
+    gradient_bytes: int
+
+    @classmethod
+    def of(cls, model: TaskModel, plan: Plan) -> "Sizes":
+        parameters = model.every_parameter()
+        shapes = [tuple(each.shape) for each in parameters if each.requires_grad]
+        return cls(
+            sum(value.numel() for value in model.net.state_dict().values()),
+            sum(each.numel() for each in parameters), sum(map(math.prod, shapes)),
+            plan.wire.bytes_of(shapes),
+        )  # fmt: skip
+
+    def notes(self) -> list[Note]:
+        """That some parameters stay as they are."""
+        if self.trained == self.parameters:
+            return []
+        text = (
+            f"{self.trained:,} of {self.parameters:,} parameters are trained: a gradient of "
+            f"{self.gradient_bytes / 1e6:.3g} MB"
+        )
+        return [("frozen", text, {"trained": self.trained, "parameters": self.parameters})]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is known, and made, before there is an engine. Attributes: see
+    motley.train.setup.Job."""
+
+    config: Config
+    plan: Plan
+    loader: Loader
+    length: Length
+    checkpoints: Checkpoints
+    sizes: Sizes
+    notes: list[Note]
+
+    def state(self, folders: list[Path]) -> TrainState | None:
+        """Where the run is going to begin; see motley.checkpoint.resume.state_of."""
+        found = state_of(folders)
+        return found and self.length.at(found)
+
+    def budget(self, state: TrainState, planned: Planned) -> Budget:
+        """What the rest of the run is going to take; on the rank that writes.
+
+        Raises:
+            MotleyError: the disk is too small.
+        """
+        size = checkpoint_bytes(self.sizes.numbers, self.sizes.trained, self.config, self.plan)
+        step_s = planned.forecast.step_s if planned.forecast else None
+        found = budget_of(self.checkpoints, self.length, state, size, self.config.keep, step_s)
+        found.check()
+        return found
+
+
+def make_ready(
+    run: Run, group: ProcessGroup, planned: Planned, config: Config, model: TaskModel
+) -> Ready:
+    """All that needs no engine; every rank that trains calls it."""
+    assert group.rank is not None
+    plan = planned.plan
+    most = max(plan.micro_batches[group.rank], default=0)
+    readers = planned.speeds[group.rank].readers if planned.speeds else None
+    loader = Loader(model.task, config, group.rank, group.device, model.example, most, readers)
+    return Ready(
+        config, plan, loader, _length(config, plan, loader, keeps=model.task.keeps),
+        Checkpoints(run.folder.checkpoints, config.keep), Sizes.of(model, plan),
+        _loader_notes(loader, group),
+    )  # fmt: skip
+
+
+def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
+    """Where the run ends, and when it saves.
+
+    Args:
+        keeps: checkpoints, unless the user says how often.
+    """
+    every = config.save_every or (None if keeps else 0)
+    return Length(
+        config.epochs, loader.order.epoch_samples, plan.global_batch, config.max_steps,
+        save_every=None if isinstance(every, Duration) else every,
+        by_clock=isinstance(every, Duration), ramp=ramp_of(config.batch_size),
+    )  # fmt: skip
+
+
+def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
+    """What all ranks' loaders say, each of its own host's memory."""
+    said = zip(group.workers, all_gather_object(loader.note), strict=True)
+    return [
+        ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})
+        for worker, text in said if text
+    ]  # fmt: skip
+
 
 # Of the speeds and the kinds of all ranks.
 MonitorFactory = Callable[[Sequence[SpeedTable], Sequence[Hashable]], ReplanMonitor]

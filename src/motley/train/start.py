@@ -1,43 +1,78 @@
-"""A run, from who is there to the last record. Read :func:`train` from top to bottom.
+"""A run, from the ranks that are there to the last record. Read :func:`train` from top to bottom.
 
-A run is: who takes part, the data, the model, the plan; then the loop; then what it reached. Where
-a rank is lost and the others can go on, the same again with those who are left.
+A run is: the ranks that take part, the data, the model, the plan; then the loop; then its result.
+Where a rank is lost and the others can go on, the same again with the survivors.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 from motley.checkpoint.initial import load_initial
+from motley.checkpoint.resume import read_saved_options
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, step_of
 from motley.cluster.slurm import idle_nodes
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
-from motley.engines.memory import release, set_aside
+from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
+from motley.engines.strategy import Strategy, chosen_strategy, engines_of, known_strategies
 from motley.faults import Phase
 from motley.launch.survivors import Survivors
 from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
-from motley.launch.world import World
-from motley.plan.replan import ReplanMonitor
-from motley.planner.open_model import ModelFactory, open_model
-from motley.planner.planner import plan_batch
-from motley.planner.process_group import (
+from motley.launch.world import World, run
+from motley.measure.planner import ModelFactory, open_model, plan_batch
+from motley.measure.process_group import (
     ProcessGroup,
     gpu_logger,
     join_process_group,
     leave_process_group,
 )
+from motley.plan.replan import ReplanMonitor
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
+from motley.train.command_line import (
+    list_different_options,
+    make_resume_line,
+    read_config,
+    restore_options,
+    training_parser,
+)
 from motley.train.compile_keeper import CompileKeeper
 from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
-from motley.train.rescue import Rescue, arm_rescue
-from motley.train.resume_line import make_resume_line
+from motley.train.rescue import Rescue, Survivor, arm_rescue
 from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, print_verdict, records_of
-from motley.train.survivor import Survivor
+
+
+def train_script(package: str, description: str) -> None:
+    """Train as the command line asks.
+
+    Args:
+        package: whose strategies are known: motley.engines.strategy.TORCH or ZERO.
+        description: the script's docstring, which holds the examples.
+    """
+    strategies = known_strategies(package)
+    config = read_config(training_parser(description, strategies))
+    run(
+        lambda world: _train(world, config, strategies),
+        packages=chosen_strategy(config, strategies).packages,
+    )
+
+
+def _train(world: World, given: Config, strategies: Mapping[str, Strategy]) -> None:
+    """Train with the options of the checkpoint that is continued, unless the user typed others."""
+    found, config = Run.find(world, given), given
+    saved = world.from_first(lambda: read_saved_options(found.resume_from))
+    if saved is not None:
+        config = restore_options(given, saved)
+        taken = ", ".join(list_different_options(config, given))
+        if taken and world.rank == 0:
+            print(f"options of the checkpoint: {taken}", flush=True)
+    train(world, config, engines_of(config, strategies), run=found)
+
 
 _LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end
 

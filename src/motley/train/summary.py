@@ -1,4 +1,6 @@
-"""The summary of a run before it starts, for run.json and for the terminal."""
+"""The summary of a run before it starts, for run.json and for the terminal, with the time that it
+is going to take and the disk space of its checkpoints.
+"""
 
 import dataclasses
 import shlex
@@ -10,16 +12,16 @@ from motley.checkpoint.run import Run
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
-from motley.live.training import read_training
+from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
+from motley.measure.measured_plan import Planned
+from motley.measure.process_group import ProcessGroup
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
 from motley.plan.length import growth, ramp_of
 from motley.plan.plan import Plan
-from motley.planner.measured_plan import Planned
-from motley.planner.process_group import ProcessGroup
 from motley.tasks.find import identity_of, task_of
-from motley.train.resume_line import make_resume_line
+from motley.train.command_line import make_resume_line
 from motley.train.setup import Job
 
 _JUDGED = 10  # steps; fewer say nothing of a run

@@ -16,7 +16,7 @@ class LateOptions:
 
 
 def _engine(model: Any, context: Any) -> Any:
-    from motley.engines.no_overlap import NoOverlapEngine
+    from motley.engines.ddp import NoOverlapEngine
 
     if context.config.of(LateOptions).tell:
         print(f"rank {context.rank} is late", flush=True)

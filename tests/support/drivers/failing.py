@@ -21,9 +21,8 @@ from late import LateEngine
 
 from motley.data.source import Batch
 from motley.engines.base import EngineBase
-from motley.engines.ddp import DdpEngine
+from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
-from motley.engines.no_overlap import NoOverlapEngine
 from motley.engines.protocol import EngineContext
 from motley.engines.strategy import Engines
 from motley.launch.survivors import SURVIVE

@@ -8,7 +8,7 @@ The options are those of train_vit.py.
 import functools
 
 import motley.train.start as start
-from motley.engines.no_overlap import NoOverlapEngine
+from motley.engines.ddp import NoOverlapEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 

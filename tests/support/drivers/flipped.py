@@ -12,9 +12,8 @@ import argparse
 import torch
 
 import motley.train.agreement
-from motley.engines.ddp import DdpEngine
+from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
-from motley.engines.no_overlap import NoOverlapEngine
 from motley.engines.protocol import Engine, EngineContext, LaunchedStep
 from motley.launch.world import run
 from motley.plan.engine_traits import EngineTraits

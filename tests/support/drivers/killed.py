@@ -12,7 +12,7 @@ import signal
 from torch import Tensor
 
 from motley.data.source import Batch
-from motley.engines.no_overlap import NoOverlapEngine
+from motley.engines.ddp import NoOverlapEngine
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train

@@ -8,7 +8,7 @@ late.
 
 import sys
 
-from motley.engines.no_overlap import NoOverlapEngine
+from motley.engines.ddp import NoOverlapEngine
 from motley.engines.protocol import LaunchedStep
 from motley.launch.world import run
 from motley.train.command_line import read_config, training_parser

@@ -18,9 +18,9 @@ from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineContext
 from motley.launch.world import World, run
+from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
-from motley.planner.process_group import join_process_group, leave_process_group
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net

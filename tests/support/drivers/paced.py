@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from motley.data.source import Tensors
-from motley.engines.no_overlap import NoOverlapEngine
+from motley.engines.ddp import NoOverlapEngine
 from motley.launch.world import run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser

@@ -14,8 +14,8 @@ from torch import Tensor
 from motley.comm.modes import parse_wire
 from motley.comm.reducer import Reducer, buckets_of
 from motley.launch.world import World, run
+from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.precision import read_precisions
-from motley.planner.process_group import join_process_group, leave_process_group
 
 SHAPES = ((96, 64), (96,), (64, 96), (128, 64), (7,))
 STEPS, LONG = 8, 100

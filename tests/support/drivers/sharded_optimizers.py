@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from motley.engines.fsdp import FsdpEngine
-from motley.engines.optimizer_trial import Sharding, try_optimizer
+from motley.engines.optimizer import Sharding, try_optimizer
 from motley.errors import MotleyError
 from motley.launch.world import World, run
+from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.precision import read_precisions
-from motley.planner.process_group import join_process_group, leave_process_group
 from motley.train.command_line import read_config, training_parser
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from motley.data.loader import Loader, Steps
 from motley.data.source import Batch, Tensors
-from motley.engines.no_overlap import NoOverlapEngine
+from motley.engines.ddp import NoOverlapEngine
 from motley.engines.protocol import EngineContext
 from motley.launch.world import run
 from motley.plan.plan import Plan

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from motley.data.source import Batch, Tensors
-from motley.engines.no_overlap import NoOverlapEngine
+from motley.engines.ddp import NoOverlapEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable

@@ -32,7 +32,7 @@ elif "local:2" in sys.argv:
 elif "--late" in sys.argv:
     from late import LateEngine as Engine
 elif "--no-overlap" in sys.argv:
-    from motley.engines.no_overlap import NoOverlapEngine as Engine
+    from motley.engines.ddp import NoOverlapEngine as Engine
 else:
     from motley.engines.ddp import DdpEngine as Engine
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import motley.train.loop
-import motley.train.script
 import motley.train.setup
 import motley.train.start
 from motley.config.options import Config
@@ -180,7 +179,8 @@ class Probe:
             back = frame.f_back
             if event != "return" or back is None or back.f_code.co_filename not in LOOP:
                 return
-            step = self.world.supervisor.step
+            world = getattr(self, "world", None)  # there is none while ranks meet
+            step = world and world.supervisor.step
             if step is None or step < fault["step"]:
                 return
             if left == 0 or step > fault["step"]:  # it had fewer
@@ -247,7 +247,7 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
               monitor=lambda speeds, _: Told(probe, speeds), **more)  # fmt: skip
         probe.digest()
 
-    script = motley.train.script
+    script = motley.train.start
     script.train = watched  # type: ignore[assignment]
     script.run = lambda work, **_: run(work, launched)  # type: ignore[assignment]
     script.train_script(ZERO if argument["deepspeed"] else TORCH, "a case of the fuzzer")

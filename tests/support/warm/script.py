@@ -18,7 +18,7 @@ MODULES = (
     "warm.script",
     "motley.train.start",
     "motley.engines.ddp",
-    "motley.engines.no_overlap",
+    "motley.engines.ddp",
     "motley.engines.fsdp",
     "motley.engines.local_sgd",
     "motley.engines.zero_engine",

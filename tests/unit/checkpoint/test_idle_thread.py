@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from motley.checkpoint import idle_thread
-from motley.checkpoint.idle_thread import IdleThread
+from motley.checkpoint import store
+from motley.checkpoint.store import IdleThread
 
 
 def niceness() -> int:
@@ -57,7 +57,7 @@ def test_the_rest_is_done_at_the_priority_of_who_waits_for_it(tmp_path: Path) ->
 def test_where_there_is_no_idle_time_it_is_done_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_thread, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(store, "PATIENCE_S", 0.0)
     thread = IdleThread()
     work = Work(thread)
     for let in work.let:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.checkpoint.part_files import Parts, part_names, wait_for_parts, write_part
 from motley.checkpoint.read import open_checkpoint
 from motley.checkpoint.store import Checkpoints
+from motley.checkpoint.tensor_files import Parts, part_names, wait_for_parts, write_part
 from motley.errors import MotleyError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -103,7 +103,7 @@ def test_a_rank_that_cannot_write_is_heard(tmp_path: Path) -> None:
 
 
 def test_parts_that_never_come_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motley.checkpoint.part_files._SILENT_S", 0.2)
+    monkeypatch.setattr("motley.checkpoint.tensor_files._SILENT_S", 0.2)
     write_part(tmp_path, 0, {})
     with pytest.raises(MotleyError, match="nothing more comes from ranks 1, 2"):
         wait_for_parts(tmp_path, 3)

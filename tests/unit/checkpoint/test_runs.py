@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from motley.checkpoint.find_run import find_run, new_folder
-from motley.checkpoint.run import Run
+from motley.checkpoint.run import Run, find_run, new_folder
 from motley.checkpoint.store import Checkpoints
 from motley.config.options import Config
 from motley.errors import MotleyError

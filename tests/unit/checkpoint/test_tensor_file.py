@@ -8,17 +8,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from motley.checkpoint import tensor_file
-from motley.checkpoint.tensor_file import write_tensors
+from motley.checkpoint import tensor_files
+from motley.checkpoint.tensor_files import write_tensors
 
 
 def test_safetensors_reads_all_kinds_and_shapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "_PIECE", 7)  # more than one of each
+    monkeypatch.setattr(tensor_files, "_PIECE", 7)  # more than one of each
     whole = torch.randn(6, 4)
     tensors = {
-        **{str(kind): torch.ones(3, 5).to(kind) for kind in tensor_file._NAMES},
+        **{str(kind): torch.ones(3, 5).to(kind) for kind in tensor_files._NAMES},
         "a number": torch.tensor(2.5), "nothing": torch.zeros(0, 3), "odd": torch.ones(3) > 0,
         "turned": whole.T, "part": whole[1:3], "same": whole, "tied": whole, "Größe": whole,
     }  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 import torch
 from forked import run_script
 
+from motley.checkpoint.read import Finding, verify
 from motley.checkpoint.store import Checkpoints
-from motley.checkpoint.verify import Finding, verify
 from motley.errors import MotleyError
 from motley.records.run_folder import RunFolder
 

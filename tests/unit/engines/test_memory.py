@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from motley.data.source import Batch, Tensors
 from motley.engines.base import EngineBase
-from motley.engines.memory import release, release_all, set_aside
+from motley.engines.out_of_memory import release, release_all, set_aside
 
 
 class Narrow(nn.Module):

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from motley.checkpoint.read import load_checkpoint
 from motley.checkpoint.store import Checkpoints
 from motley.config.options import Config
-from motley.engines.named_state import load_model_state, model_state
-from motley.engines.optimizer import make_optimizer
-from motley.engines.optimizer_state import OptimizerMemory, State
-from motley.engines.optimizer_trial import is_elementwise, try_optimizer, try_types
+from motley.engines.named_state import OptimizerMemory, State, load_model_state, model_state
+from motley.engines.optimizer import is_elementwise, make_optimizer, try_optimizer, try_types
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
 from motley.train.command_line import read_config, training_parser
@@ -168,7 +166,7 @@ def test_what_cannot_go_on_is_refused(
     kind: type[torch.optim.SGD], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "motley.engines.optimizer_trial.make_optimizer",
+        "motley.engines.optimizer.make_optimizer",
         lambda net, *_: kind(net.parameters(), lr=0.1),
     )
     before: Tensor = torch.get_rng_state()

@@ -16,8 +16,7 @@ from jobs import wait_until
 from project import ROOT, environment
 
 from motley.errors import MotleyError
-from motley.infer.leases import Leases
-from motley.infer.shards import Shards
+from motley.infer.shards import Leases, Shards
 
 
 def test_a_lease_is_taken_once_and_from_whoever_is_gone(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_lease(
 RACE = """
 import sys, time
 from pathlib import Path
-from motley.infer.leases import Leases
+from motley.infer.shards import Leases
 
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 leases = Leases(folder)

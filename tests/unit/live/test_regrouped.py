@@ -11,7 +11,7 @@ from small_runs import START, write_run
 from motley import records
 from motley.live.collect import Copies
 from motley.live.every_record import NewRecords, Position
-from motley.live.training import read_training
+from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.publish.series import step_rows
 from motley.records.costs import joules

@@ -8,7 +8,7 @@ import pytest
 from forked import run_script
 from small_runs import START, write_run
 
-from motley.live.training import read_training
+from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.plan.advice import Advice
 from motley.plan.links import Flow, Links

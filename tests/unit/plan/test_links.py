@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.measure import links as traffic
+from motley.measure import link_speed as traffic
 from motley.plan.forecast import choose_machines
 from motley.plan.links import Flow, Links, Port, rounds
 from motley.plan.speed_table import SpeedTable

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 
-from motley.plan.speed_table import SpeedTable
-from motley.planner.compile_trial import (
+from motley.measure.compile_trial import (
     _MOST_FASTER,
     Promise,
     _is_wanted,
@@ -23,10 +22,10 @@ from motley.planner.compile_trial import (
     steps_of,
     why_not,
 )
+from motley.plan.speed_table import SpeedTable
 from motley.tasks.blocks import parts_around
-from motley.tasks.compiled import Compiled
 from motley.tasks.find import task_of
-from motley.tasks.model import TaskModel
+from motley.tasks.model import Compiled, TaskModel
 from motley.tasks.net import build_net, recompute
 from motley.train.command_line import read_config, training_parser
 

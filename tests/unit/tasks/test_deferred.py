@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
-from motley.tasks.block_by_block import BlockByBlock
 from motley.tasks.blocks import find_blocks
-from motley.tasks.build import LARGE, build
+from motley.tasks.build import LARGE, BlockByBlock, build
 from motley.tasks.deferred import record
 from motley.tasks.find import task_of
 from motley.tasks.task import Task

@@ -16,8 +16,7 @@ from motley.data.loader import Loader
 from motley.data.source import UnreadableSample, read
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
-from motley.tasks.aurora_net import as_batch, usual
-from motley.tasks.builtin.weather import WeatherTask
+from motley.tasks.builtin.weather import WeatherTask, as_batch, usual
 from motley.tasks.check import check_task
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel

@@ -12,8 +12,8 @@ from torch import nn
 from motley.comm.modes.numbers import EXACT
 from motley.errors import MotleyError
 from motley.plan.plan import make_plan
-from motley.train.budget import Budget, checkpoint_bytes
 from motley.train.command_line import read_config, training_parser
+from motley.train.setup import Budget, checkpoint_bytes
 
 BUDGET = Budget(360, 0.5, 2.0**30, 30, 2, 0, 4.0 * 2**30, Path("/logs/run/checkpoints"))
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from motley.measure.speed_cache import WireFigures, WireMemory
 from motley.plan.forecast import Forecast
-from motley.planner.wire_cache import WireFigures, WireMemory
 from motley.records.training import StepRecord
 from motley.train.first_steps import FirstSteps
 

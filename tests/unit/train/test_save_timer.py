@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.config.option import Duration
-from motley.train import save_timer
-from motley.train.save_timer import SaveTimer
+from motley.train import loop
+from motley.train.loop import SaveTimer
 
 
 class Clock:
@@ -29,8 +29,8 @@ class Clock:
 def test_each_comes_within_a_step_or_a_tenth_of_its_time(seed: int, step_s: float) -> None:
     clock, dice = Clock(), random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_timer.time, "monotonic", clock.monotonic)
-        patch.setattr(save_timer, "all_gather_floats", clock.gather)
+        patch.setattr(loop.time, "monotonic", clock.monotonic)
+        patch.setattr(loop, "all_gather_floats", clock.gather)
         timer, last, saves = SaveTimer(Duration("1m", 60), 0), 0.0, 0
         for step in range(1, 2001):
             clock.now += step_s * dice.uniform(0.8, 1.25)

@@ -27,7 +27,7 @@ KEEPER = """
 import subprocess, sys
 code = (
     "import sys; from pathlib import Path; from motley.records.run_folder import RunFolder;"
-    "from motley.train.resume_line import make_resume_line;"
+    "from motley.train.command_line import make_resume_line;"
     "print(make_resume_line(RunFolder(Path(sys.argv[1]))))"
 )
 subprocess.run([sys.executable, "-c", code, "my logs/a run"], check=True)

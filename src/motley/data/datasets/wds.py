@@ -1,151 +1,23 @@
 """Shards of webdataset, as timm's ``wds/`` knows them, but any image of them by its index.
 
-timm's reader goes through shards from begin to end, in an order of its own for each process. Here
-the global order says which image comes next. The tar's headers say once where each image lies, and
-it is read from there: no member is unpacked, so its name or the link that it is reaches nothing.
+timm's reader goes through shards from begin to end, in an order of its own for each process; here
+the global order says which image comes next, so they are read by motley.data.shards.
 """
 
 import json
 import re
-import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
 from motley.data.dataset import HELD_OUT, TRAIN, Dataset, Family, held_out_split
-from motley.data.images import decoded
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:
     from motley.data.images import Images
-
-
-# By their endings; of two beside each other the first.
-_IMAGES = ("jpg", "jpeg", "png", "webp")
-_MOST_LABEL_BYTES = 1 << 20
-_MOST_CLASSES = 1 << 24  # what is above is another number than a class
-
-
-class Shards:
-    """Images of .tar files, in the order of the files and within them.
-
-    A sample is the members whose paths are the same up to the first dot of the file's name: an
-    image, and its label in ``.cls``, or in ``.json`` as ``label``. Members without an image are
-    none. A file is opened for each image: processes that are forked share nothing that moves.
-
-    Args:
-        label_key: where else in ``.json`` the label is; who has a label below 0 there is no
-            sample, as for timm.
-
-    Raises:
-        MotleyError: a file cannot be read, is cut short, or an image in it has no label.
-    """
-
-    def __init__(self, paths: Sequence[Path], label_key: str = "") -> None:
-        self._paths = tuple(paths)
-        places = [_places(path, label_key) for path in self._paths]
-        # [images, 4]: where a header, and then an image, begins; its bytes; its label.
-        self._places = np.concatenate([np.empty((0, 4), np.int64), *places])
-        self._shard = np.repeat(np.arange(len(places)), [len(each) for each in places])
-
-    @property
-    def targets(self) -> list[int]:
-        """The labels, as torchvision calls them."""
-        found: list[int] = self._places[:, 3].tolist()
-        return found
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        _, begin, size, label = self._places[index].tolist()
-        with self._paths[self._shard[index]].open("rb") as file:
-            file.seek(begin)
-            content = file.read(size)
-        return decoded(Image.open(BytesIO(content))), label
-
-    def name_of(self, index: int) -> str:
-        """The shard, and what an image is called in it."""
-        path = self._paths[self._shard[index]]
-        with path.open("rb") as file:
-            file.seek(self._places[index, 0])
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                member = tar.next()
-        return f"{path}: {member.name if member else ''!a}"
-
-
-def _places(path: Path, label_key: str) -> NDArray[np.int64]:
-    """Of each image of a shard: where its header and its content begin, its size, its label."""
-    try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            samples = _samples(tar)
-            # tarfile takes a header that is damaged, or not there, for the end.
-            file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"no tar goes on like this at byte {tar.offset}")
-            found = []
-            for key, parts in samples.items():
-                image = next((parts[each] for each in _IMAGES if each in parts), None)
-                if image is None:
-                    continue
-                label = _label(tar, parts, label_key, f"{path}: {key!a}")
-                if label is not None:
-                    found.append((image.offset, image.offset_data, image.size, label))
-    except MotleyError:
-        raise
-    except Exception as error:  # of what a header may say, tarfile's authors did not think of all
-        raise MotleyError(
-            f"{path} cannot be read: it is cut short, damaged, or no .tar that is not compressed "
-            f"({type(error).__name__}: {error}); copy it anew"
-        ) from None
-    return np.array(found, np.int64).reshape(-1, 4)
-
-
-def _samples(tar: tarfile.TarFile) -> dict[str, dict[str, tarfile.TarInfo]]:
-    """The members of each sample by their endings; of two of one name the later, as in any tar."""
-    samples: dict[str, dict[str, tarfile.TarInfo]] = {}
-    for member in tar:
-        if member.size < 0:  # tarfile goes back then, and round and round
-            raise tarfile.ReadError(f"{member.name!a} would have {member.size} bytes")
-        folder, slash, name = member.name.rpartition("/")
-        stem, _, ending = name.partition(".")
-        if stem and member.isreg() and not member.issparse():
-            samples.setdefault(folder + slash + stem, {})[ending.lower()] = member
-    return samples
-
-
-def _label(
-    tar: tarfile.TarFile, parts: dict[str, tarfile.TarInfo], key: str, name: str
-) -> int | None:
-    """None: it is below 0 under a key that was asked for."""
-    kind = "json" if key or "cls" not in parts else "cls"
-    try:
-        member = parts[kind]
-        file = tar.extractfile(member)
-        if file is None or member.size > _MOST_LABEL_BYTES:
-            raise ValueError(f"its .{kind} has {member.size} bytes")
-        text = file.read()
-        label = int(json.loads(text)[key or "label"] if kind == "json" else text)
-        if key and label < 0:
-            return None
-        if not 0 <= label < _MOST_CLASSES:
-            raise ValueError(f"{label} is no class; they are counted from 0")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else error
-        beside = "" if key else "a .cls with the number of its class, or "
-        raise MotleyError(
-            f"{name} has no label ({why}); put {beside}a .json with "
-            f'{{"{key or "label"}": NUMBER}} beside it'
-        ) from None
-    return label
-
+    from motley.data.shards import Shards
 
 _INFO = ("_info.json", "info.json")
 
@@ -159,7 +31,7 @@ class _Split:
     label_key: str = ""
 
     def open(self, name: str, folder: Path) -> "Shards":
-        from motley.data.datasets.wds import Shards
+        from motley.data.shards import Shards
 
         images = Shards(self.paths, self.label_key)
         # With a key of labels, those without one are not counted alike by all who write it.

@@ -22,7 +22,7 @@ def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
     some_unused = any(all_gather_object(bool(model.sometimes_unused)))
     is_alone = context.size == 1 and context.plan.wire.is_exact
     if some_unused or context.plan.buckets == 1 or is_alone:
-        from motley.engines.no_overlap import NoOverlapEngine
+        from motley.engines.ddp import NoOverlapEngine
 
         return NoOverlapEngine(model, context)
     from motley.engines.ddp import DdpEngine

@@ -16,6 +16,7 @@ from motley.data.source import Source, Tensors
 from motley.data.transforms import Look, Mixing, Transform, mix
 from motley.errors import MotleyError
 from motley.tasks.classifiers import (
+    ImageOptions,
     adapted,
     blocks_of,
     build_classifier,
@@ -27,7 +28,6 @@ from motley.tasks.classifiers import (
     native_size,
     save_classifier,
 )
-from motley.tasks.image_options import ImageOptions
 from motley.tasks.task import Net
 
 

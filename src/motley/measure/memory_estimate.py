@@ -1,4 +1,6 @@
-"""Foresees the memory of a model that no rank holds whole, and refuses one that cannot fit."""
+"""The memory that a model which no rank holds whole is going to take, estimated before it is
+built; one that cannot fit is refused.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -10,15 +12,15 @@ from torch import Tensor, nn
 from motley.cluster.device_facts import MIB
 from motley.config.options import Config
 from motley.engines.fsdp import pieces_of
-from motley.engines.optimizer_trial import kept_numbers
+from motley.engines.optimizer import kept_numbers
 from motley.engines.strategy import IN_8_BITS
 from motley.errors import NoMemoryError
 from motley.launch.world import World
 from motley.measure.device import room_mib
+from motley.measure.measured_plan import Planned
+from motley.measure.process_group import ProcessGroup
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.memory import Foreseen, MemoryNeed, ModelSize, amount, enough_ranks, need_of
-from motley.planner.measured_plan import Planned
-from motley.planner.process_group import ProcessGroup
 from motley.tasks.model import AUTOCAST, TaskModel, common_type
 from motley.tasks.task import Task
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from motley.comm.modes.numbers import EXACT
+from motley.measure import speed_cache as speeds
+from motley.measure.measured_plan import refine
+from motley.measure.profile import Measured
 from motley.plan.plan import split
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
-from motley.planner import speed_cache as speeds
-from motley.planner.profile import Measured
-from motley.planner.refine import refine
 
 
 @dataclass
@@ -89,7 +89,7 @@ def test_where_each_micro_step_sends_a_share_is_timed_in_few(
     found = sizes_timed(monkeypatch, rate=3)
     table = SpeedTable((1, 2, 6)[: 2 if most else 3], (0.34, 0.67, 2.0)[: 2 if most else 3], 0.0)
     table = table.at_most(most or 6)
-    monkeypatch.setattr("motley.planner.refine.has_room", lambda _, speed, size: size <= 11)
+    monkeypatch.setattr("motley.measure.measured_plan.has_room", lambda _, speed, size: size <= 11)
     wire = AllReduceCost(0.0, 3.0, overlaps=not sends, allreduces_per_step=1.0 - sends,
                          allreduces_per_micro_step=sends)  # fmt: skip
     group: Any = SimpleNamespace(rank=1, workers=[SimpleNamespace(uuid="")] * 2)

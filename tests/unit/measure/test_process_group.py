@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from motley.errors import MotleyError
-from motley.planner import process_group
-from motley.planner.process_group import ProcessGroup, check_nccl
-from motley.planner.worker import Worker
+from motley.measure import process_group
+from motley.measure.process_group import ProcessGroup, Worker, check_nccl
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Measures how quickly a rank reads its samples: each is read, changed and put into a batch."""
+"""The speed at which a rank reads its samples: each is read, changed and put into a batch."""
 
 import math
 import os

@@ -18,10 +18,10 @@ from motley.comm.modes import parse_wire
 from motley.comm.modes.local_sgd import LocalSgd
 from motley.comm.modes.numbers import BF16, EXACT
 from motley.comm.modes.power_sgd import PowerSgd
+from motley.measure import measured_plan, speed_cache
+from motley.measure.speed_cache import WireCache, WireFigures, WireMemory
 from motley.plan.links import Flow, rounds
 from motley.plan.wire import AllReduceCost, FewerCost
-from motley.planner import measured_plan, wire_cache
-from motley.planner.wire_cache import WireCache, WireFigures, WireMemory
 
 MACHINES = (0, 1, 2)
 FLOWS = {
@@ -173,15 +173,15 @@ def key_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         "backend": "gloo", "worker": WORKER, "model": Linear(2, 3), "versions": {"a": 1},
         "nccl": None,
     } | changes  # fmt: skip
-    monkeypatch.setattr(wire_cache, "versions", lambda: of["versions"])
-    monkeypatch.setattr(wire_cache, "nccl_version", lambda: of["nccl"])
+    monkeypatch.setattr(speed_cache, "versions", lambda: of["versions"])
+    monkeypatch.setattr(speed_cache, "nccl_version", lambda: of["nccl"])
     world: Any = SimpleNamespace(
         network=SimpleNamespace(address=of["address"], interface=of["interface"]),
         machines=of["machines"], nodes=[SimpleNamespace(host=of["host"])] * 2,
         allgather=lambda own: [own] * len(of["machines"]),
     )  # fmt: skip
     group: Any = SimpleNamespace(workers=[of["worker"]], backend=of["backend"])
-    found = wire_cache.wire_cache(world, group, of["model"], of["asked"])
+    found = speed_cache.wire_cache(world, group, of["model"], of["asked"])
     return found.path.name, found.key
 
 

@@ -1,8 +1,4 @@
-"""Measures what the links between machines carry: they meet in pairs, over TCP.
-
-In each round every machine meets one other, so the time grows with the machines and not with
-their pairs. A connection begins with a token that all ranks know, so strangers are sent away.
-"""
+"""The speed of links between machines: they meet in pairs, over TCP."""
 
 import secrets
 import socket

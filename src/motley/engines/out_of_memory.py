@@ -1,4 +1,4 @@
-"""Running out of memory: how it is told from other errors, reported, and retried in halves."""
+"""The end of memory: how it is told from other errors, reported, and retried in halves."""
 
 import gc
 import os

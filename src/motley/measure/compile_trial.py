@@ -1,4 +1,6 @@
-"""Whether a model is compiled: each GPU's rank times both ways at the sizes that it would use."""
+"""The trial that decides if a model is compiled: each GPU's rank times both ways at the sizes that
+it would use.
+"""
 
 import json
 import math
@@ -16,13 +18,13 @@ from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import PASSES, time_micro_batch
-from motley.measure.loader import with_readers_of_compiled
+from motley.measure.loader_speed import with_readers_of_compiled
+from motley.measure.process_group import ProcessGroup
+from motley.measure.speed_cache import compile_file
 from motley.plan.forecast import arrange
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
-from motley.planner.process_group import ProcessGroup
-from motley.planner.speed_cache import compile_file
 from motley.tasks.blocks import kind_of
 from motley.tasks.model import TaskModel
 

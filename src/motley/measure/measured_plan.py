@@ -1,4 +1,6 @@
-"""Makes a plan from measurements: which hosts train, in which wire mode, and their shares."""
+"""The plan from measurements: which hosts train, in which wire mode, and their shares; the sizes
+that it uses are timed, and faster ways that the user may ask for are named.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,35 +9,158 @@ from motley.checkpoint.run import Run
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.launch.world import World
-from motley.measure.links import Traffic
-from motley.plan.advice import (
-    Advice,
-    better_engine,
-    bound_by_input,
-)
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
-from motley.plan.links import Links
-from motley.plan.memory import Foreseen
-from motley.plan.plan import Plan, make_plan
-from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import AllReduceCost, WireMode
-from motley.planner.advise import faster, other_engines
-from motley.planner.compile_trial import compile_where_faster
-from motley.planner.process_group import ProcessGroup, shrink_group
-from motley.planner.profile import (
+from motley.measure.compile_trial import compile_where_faster
+from motley.measure.device import has_room
+from motley.measure.link_speed import Traffic
+from motley.measure.process_group import ProcessGroup, shrink_group
+from motley.measure.profile import (
     Measured,
     alike,
+    can_overlap,
     may_take,
     measure_between,
     measure_speeds,
     wires_of,
 )
-from motley.planner.refine import refine
-from motley.planner.speed_cache import remember
-from motley.planner.wire_cache import WireMemory, recall, wire_cache
+from motley.measure.speed_cache import WireMemory, recall, remember, wire_cache, with_sizes
+from motley.plan.advice import (
+    Advice,
+    better_engine,
+    better_modes,
+    bound_by_input,
+    fewer_hosts,
+    larger_batch,
+)
+from motley.plan.engine_traits import EngineTraits
+from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
+from motley.plan.links import Links
+from motley.plan.memory import Foreseen
+from motley.plan.plan import Plan, cut, make_plan
+from motley.plan.speed_table import SpeedTable
+from motley.plan.wire import AllReduceCost, WireMode
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
+
+
+def faster(
+    world: World,
+    group: ProcessGroup,
+    config: Config,
+    measured: Measured,
+    options: Mapping[WireMode, Choice],
+    mode: WireMode,
+) -> tuple[Advice, ...]:
+    """Other modes, fewer hosts, larger batches.
+
+    Args:
+        group: those that could train. measured: of them.
+        options: who should train, by mode. mode: the one that was chosen.
+    """
+    names, machines = [worker.host for worker in group.workers], group.machines(world)
+    advice = better_modes(options, mode, names)
+    job = config.batch_size, machines, measured.speeds
+    ring = measured.wires.get(replace(mode, slow_rank=None), measured.wires[EXACT])
+    if config.hosts != "auto":
+        fewer = choose_machines(*job, ring, measured.links, world.machines[0])
+        planned_s = options[mode].chosen.step_s
+        advice += fewer_hosts(fewer, planned_s, names, machines, measured.links)
+    if mode.slow_rank is None:
+        advice += larger_batch(config.batch_size, names, *job[1:], ring, measured.links)
+    return advice
+
+
+def other_engines(
+    world: World,
+    group: ProcessGroup,
+    global_batch: int,
+    measured: Measured,
+    mode: WireMode,
+    traits: EngineTraits,
+) -> dict[str, Forecast]:
+    """The same through engines that send otherwise, by what a user writes to have them."""
+    wire, exact = measured.wires[mode], measured.wires.get(EXACT)
+    wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
+    through = {
+        name: other.through(wire, mode, group.precisions, exact)
+        for name, other in traits.others.items() if other.can(mode)
+    }  # fmt: skip
+    return {name: arrange(global_batch, measured.speeds, sent)[2] for name, sent in through.items()}
+
+
+_ROUNDS = 4  # of timing and splitting, at most
+_SHOWS = 0.02  # of a step: a wire that cannot be hidden
+
+
+def refine(
+    world: World,
+    group: ProcessGroup,
+    model: TaskModel | None,
+    global_batch: int,
+    measured: Measured,
+    mode: WireMode = EXACT,
+    most: int | None = None,
+) -> Measured:
+    """Time the micro-batches that the split would use, and split anew, some times over.
+
+    A GPU computes in waves of tiles: one image more can cost a whole wave (8 % on a H200), and
+    between powers of two a straight line does not show it. Where the wire takes a part of the
+    step, a whole share in one micro-batch is timed too: the longer the last backward pass, the
+    more of the wire it hides; and where each micro-step has its part of the wire, a share in as few
+    as memory and ``most`` allow. Every launched rank calls it.
+
+    Args:
+        most: samples in a micro-batch of this rank; None: as many as fit in memory.
+    """
+    for _ in range(_ROUNDS):
+        wire = measured.wires[mode]
+        speeds, counts, predicted = arrange(global_batch, measured.speeds, wire)
+        shows = wire.likes_long_batches and predicted.exposed_s > _SHOWS * predicted.step_s
+        speed = None
+        if model is not None and group.rank is not None:
+            own, gpu = counts[group.rank], bool(group.workers[group.rank].uuid)
+            speed, sizes = measured.speeds[group.rank], tuple[int, ...]()
+            if gpu:
+                grain, m = speed.grain, speeds[group.rank].micro_batch
+                sizes = tuple(grain * groups for groups in cut(own // grain, m // grain))
+            speed = with_sizes(model, speed, sizes)
+            if shows:
+                speed = _with_long(model, speed, own, most, wire)
+        found = tuple(each for each in world.allgather(speed) if each is not None)
+        if found == measured.speeds:
+            break
+        measured = replace(measured, speeds=found)
+    return measured
+
+
+def _with_long(
+    model: TaskModel, speed: SpeedTable, own: int, most: int | None, wire: AllReduceCost
+) -> SpeedTable:
+    """The speed with the longest micro-batch in its table that a share may be cut into.
+
+    Args:
+        own: the share. most: samples that a micro-batch may have.
+    """
+    is_cpu = next(model.parameters()).device.type == "cpu"
+    each_sends = wire.allreduces_per_micro_step > 0
+    for size in _sizes_of_like_parts(own, speed.grain, min(own, most or own)):
+        # A processor's time is on a straight line between the sizes that were timed.
+        if size in speed.sizes or (is_cpu and size <= speed.sizes[-1]):
+            return speed
+        if has_room(model, speed, size) and (size == own or each_sends):
+            speed = with_sizes(model, speed, (size,))
+            if size in speed.sizes:
+                break
+        if is_cpu or not each_sends:  # nobody says what a processor's memory holds
+            break
+    return speed
+
+
+def _sizes_of_like_parts(count: int, grain: int, limit: int) -> list[int]:
+    """The larger micro-batch of each way to cut ``count`` samples into parts of like size, of
+    ``limit`` samples at most; descending."""
+    groups, most = count // grain, limit // grain
+    parts = range(-(-groups // most), groups + 1) if most else ()
+    return list(dict.fromkeys(grain * -(-groups // each) for each in parts))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures what a plan is made from: speeds of all ranks, links, and the cost of wire modes."""
+"""Measurements that a plan is made from: speeds of all ranks, links, and the cost of wire modes."""
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -12,16 +12,15 @@ from motley.faults import Phase
 from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.all_reduce import TRIES, cost_of, measure_fewer, measure_wire
-from motley.measure.links import Traffic, known_links, measure_links
-from motley.measure.loader import with_reading
+from motley.measure.link_speed import Traffic, known_links, measure_links
+from motley.measure.loader_speed import with_reading
+from motley.measure.process_group import ProcessGroup
+from motley.measure.speed_cache import WireFigures, speed_of
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange
 from motley.plan.links import Links
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
-from motley.planner.process_group import ProcessGroup
-from motley.planner.speed_cache import speed_of
-from motley.planner.wire_cache import WireFigures
 from motley.tasks.model import TaskModel
 
 _WORTH_A_WORD = 0.05  # of a step: an exact wire that takes less is not worth another
