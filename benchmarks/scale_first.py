@@ -18,7 +18,7 @@ import result  # noqa: F401  finds src
 
 from motley.faults import Phase
 from motley.launch.process import allow_files
-from motley.launch.supervisor import Supervisor
+from motley.membership.supervisor import Supervisor
 
 _HOST_RANKS = 8  # of a usual GPU host
 

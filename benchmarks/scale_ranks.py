@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from motley.faults import Phase
-from motley.launch.handshakes import greeting
-from motley.launch.messages import Messages, encode
 from motley.launch.process import allow_files
-from motley.launch.watchdog import Heartbeat, heartbeat_interval_s
+from motley.membership.detector import Heartbeat, heartbeat_interval_s
+from motley.membership.messages import Messages, encode, greeting
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.ALL_REDUCE)
 _LIMIT_S = 40.0  # for rank 0 to end a job

@@ -37,8 +37,12 @@ def is_here_by_name(name: str) -> bool:
 
 
 def tell(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
-    """What ``motley.launch.give_way WORDS...`` answers on a host; HostTrouble if it does not."""
-    return read(run_module(host, "motley.launch.give_way", *words, limit=limit))
+    """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
+
+    Raises:
+        HostTrouble: there is none.
+    """
+    return read(run_module(host, "motley.membership.host_agent", *words, limit=limit))
 
 
 def read(output: str) -> dict[str, Any]:

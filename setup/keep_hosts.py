@@ -30,7 +30,7 @@ class Asked:
             words. ends: when the marks of these end, seconds since the epoch, where they do.
         nodes: what a host calls itself, which is what a run's records call it.
         sees: it sees the run's folder as this machine does.
-        speeds: by its own name, what it remembers; see motley.launch.give_way.
+        speeds: by its own name, what it remembers; see motley.membership.host_agent.
     """
 
     alive: tuple[Host, ...]
@@ -91,7 +91,7 @@ def be_polite(hosts: Sequence[Host]) -> None:
 def _be_polite(host: str) -> None:
     while True:
         try:
-            run_module(host, "motley.launch.give_way", "polite", QUIET_S, limit=_NO_END_S)
+            run_module(host, "motley.membership.host_agent", "polite", QUIET_S, limit=_NO_END_S)
         except HostTrouble:
             time.sleep(_AGAIN_S)
 

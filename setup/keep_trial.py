@@ -19,8 +19,8 @@ from launch_line import LaunchLine
 
 from motley.cluster.launcher import WITHOUT_MPI
 from motley.launch.process import die_with_parent
-from motley.launch.survivors import SURVIVE, SURVIVES
 from motley.launch.tcp_ranks import SECRET_VARIABLE
+from motley.membership.survivors import SURVIVE, SURVIVES
 from motley.signals import ignores_hangup
 from motley.text import seconds_of
 

@@ -11,7 +11,7 @@ from cn_report import printable
 
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import MotleyError
-from motley.launch.give_way import WAIT_S
+from motley.membership.host_agent import WAIT_S
 from motley.text import seconds_of
 
 

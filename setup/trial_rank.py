@@ -9,7 +9,7 @@ import signal
 import time
 
 from motley.launch.mpi import check_size
-from motley.launch.ranks import ranks_of_launch
+from motley.launch.world import ranks_of_launch
 
 # Open MPI 4.1 sends SIGCONT at once and SIGTERM after 1 s. Slurm's PMIx plugin kills after 1 s.
 _WAIT_S = 2.0

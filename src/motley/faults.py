@@ -14,7 +14,7 @@ _ECHO = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|socket|TCPStore|peer",
     re.IGNORECASE,
 )
-# Characters, of 12 bytes at most; see motley.launch.messages.
+# Characters, of 12 bytes at most; see motley.membership.messages.
 MOST_DETAILS, _MOST_WORDS = 75_000, 10_000
 _NO_MEMORY = (
     r"out of memory|can't allocate memory|_ALLOC_FAILED|cudaErrorMemoryAllocation|bad_alloc|"

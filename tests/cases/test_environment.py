@@ -14,12 +14,13 @@ from project import ROOT, environment
 from ssh_files import own_key
 from test_cn_connection import judge_keys
 
-from motley.cluster import gpus, presence
+from motley.cluster import gpus
+from motley.cluster.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
 from motley.cluster.facts import home_folder, user_name
 from motley.cluster.login import read_login
 from motley.errors import MotleyError
-from motley.launch.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
 from motley.launch.tcp_ranks import secret
+from motley.membership import away
 
 CASES = Path(__file__).parent
 
@@ -90,7 +91,7 @@ def test_user_without_a_name_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) 
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", fail)
-    assert presence._on_gpu() == ""
+    assert away._on_gpu() == ""
 
 
 def test_a_user_without_a_name_and_a_home_is_told_so(

@@ -23,7 +23,7 @@ MARKS = (
     "motley.launch",
     "prte",
     "ssh -o BatchMode",
-    "motley.launch.launcher_reaper",
+    "motley.membership.reaper",
 )  # in their command lines
 
 RUN = """

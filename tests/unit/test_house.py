@@ -17,11 +17,11 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # The rooms of the library, in order: a room imports those above it, and nothing below. Modules
 # beside the rooms are of the first.
 ROOMS = (
-    "root", "cluster", "records", "plan", "live", "publish", "sweep", "launch", "config", "data",
-    "tasks", "comm", "engines", "checkpoint", "measure", "train", "infer",
+    "root", "cluster", "records", "plan", "live", "publish", "sweep", "membership", "launch",
+    "config", "data", "tasks", "comm", "engines", "checkpoint", "measure", "train", "infer",
 )  # fmt: skip
 # These load neither torch nor mpi4py.
-PURE = ("root", "cluster", "records", "plan", "live", "publish", "sweep")
+PURE = ("root", "cluster", "records", "plan", "live", "publish", "sweep", "membership")
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
 OWNERS = {
     "mpi4py": "mpi",

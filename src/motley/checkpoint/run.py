@@ -20,9 +20,9 @@ from motley.child import ChildTimeoutError, run_child
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
-from motley.launch.fault_record import record_fault
 from motley.launch.same_code import version
 from motley.launch.world import World
+from motley.membership.fault_causes import record_fault
 from motley.records.folder_lock import refuse_link
 from motley.records.json_files import JsonDict
 from motley.records.rank_groups import add_group, read_groups

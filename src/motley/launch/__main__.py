@@ -73,9 +73,9 @@ def main() -> None:
     """Run the script that the command line names."""
     # Imported once a failure would name the host.
     from motley.cluster.binding import cores_per_rank, few_cores_note, leave_default_binding
+    from motley.cluster.cache_folder import cache_note, temporary_note
     from motley.cluster.launcher import Launcher, launch_of
     from motley.errors import MotleyError
-    from motley.launch.cache_folder import cache_note, temporary_note
     from motley.launch.mpi import finalize_mpi
     from motley.launch.process import (
         die_with_parent,

@@ -10,8 +10,8 @@ process, without the libraries that it makes for a CPU.) A folder holds
     <kind>-<hash>.tar.gz   the same files, in the order in which they were written
 
 TorchInductor unpickles what is in its cache, so whoever could write here could have others run
-code: see motley.launch.own_folder. Compilers name a file by a hash of what it is made from, so one
-that is there is never replaced.
+code: see motley.cluster.cache_folder. Compilers name a file by a hash of what it is made from, so
+one that is there is never replaced.
 """
 
 import contextlib
@@ -34,9 +34,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from motley.cluster.cache_folder import cache_folder, create, open_own, own_folder
 from motley.cluster.facts import NodeFacts
-from motley.launch.cache_folder import cache_folder
-from motley.launch.own_folder import create, open_own, own_folder
 from motley.launch.process import die_with_parent
 from motley.launch.same_code import version
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from motley.cluster.cache_folder import cache_folder, is_lasting
 from motley.cluster.launcher import launch_of
 from motley.errors import MotleyError
-from motley.launch.cache_folder import cache_folder, is_lasting
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)

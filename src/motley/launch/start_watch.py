@@ -1,10 +1,27 @@
-"""Ends a job whose ranks do not all start: a small process beside each rank, until it has joined.
+"""The start of a job: a process beside each rank that ends it where not all ranks start, and the
+clock of the parts of a start.
 
 A launcher waits without end for a rank that is stopped, or a host that is frozen, before it has
 joined the others, and so does MPI, inside of which no thread of Python's runs. So each rank that
-is ready to join has a process watch the time. It knows the ranks of its machine by their processes,
-and of the others nothing; who can name a rank speaks first, and the lowest rank of its machine.
-Where all are stopped while they import, none is ready: until it is, a rank has another one watch.
+is ready to join has a process watch the time. It knows the ranks of its machine by their
+processes, and of the others nothing; a process that can name a rank speaks first, and the lowest
+rank of its machine. Where all are stopped while they import, none is ready: until it is, a rank
+has another one watch.
+
+    imports      since the process began, its environment included, until all ranks have imported
+                 and meet by MPI
+    connect      code, facts and addresses of all hosts; the supervisor
+    prepare      the run's folder, and the data on each host's disk
+    group        the process group, and the precision of each rank
+    model        built, with the data opened and the initial weights read
+    speeds       of all devices, measured, or remembered and tried
+    links        between machines, and
+    wires        adding up gradients, measured where they are not remembered
+    compile      the trial of compiling the model
+    plan         the arithmetic between them
+    engine       the loader, the loss scale, the engine, what is resumed
+
+A part that was not there has no entry.
 """
 
 import contextlib
@@ -21,10 +38,49 @@ from pathlib import Path
 import psutil
 
 from motley.cluster.launcher import RANKS, launch_of
+from motley.cluster.processes import ticks
 from motley.errors import MotleyError
-from motley.launch.launcher_reaper import reap_after_this_process
 from motley.launch.process import die_with_parent
-from motley.launch.ssh_sessions import sessions_of
+from motley.membership.reaper import reap_after_this_process, sessions_of
+
+_SHOWN_S = 0.05
+
+
+class StartClock:
+    """Cuts one rank's start into parts that sum to the whole, in the order in which they ended.
+
+    Args:
+        before_s: seconds that this process has lived, all of which it imported for.
+    """
+
+    def __init__(self, before_s: float | None = None) -> None:
+        self._parts = {} if before_s is None else {"imports": before_s}
+        self._last = time.perf_counter()
+
+    @classmethod
+    def of_process(cls) -> "StartClock":
+        """Made where this process has imported what it needs: it has done nothing else yet."""
+        started_s = ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+        return cls(time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+
+    def lap(self, part: str) -> None:
+        """End a part: the time since the last one ended was spent on it; one may come again."""
+        now = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def as_json(self) -> dict[str, float]:
+        """Seconds by part."""
+        return {part: round(seconds, 4) for part, seconds in self._parts.items()}
+
+    def sentence(self) -> str:
+        """For the log, without what is over before one could read of it."""
+        parts = dict(self._parts)
+        imports_s = parts.pop("imports", 0.0)
+        said = ", ".join(f"{part} {s:.1f} s" for part, s in parts.items() if s >= _SHOWN_S)
+        after = f" after {imports_s:.1f} s of imports" if imports_s >= _SHOWN_S else ""
+        return f"ready in {sum(parts.values()):.1f} s{after}{': ' if said else ''}{said}"
+
 
 TIMEOUT_VARIABLE = "MOTLEY_START_TIMEOUT"
 _TIMEOUT_S = 120.0  # torch from a cold disk of a network takes one of them

@@ -1,10 +1,14 @@
-"""All launched ranks: who they are, their addresses, and the variables of the process group.
+"""All launched ranks: their hosts, their addresses, and the variables of the process group.
 
-Every script starts through :func:`run`.
+Every script starts through :func:`run`. A thread of the lowest rank of each machine says which
+ranks of earlier jobs are still there, holding its GPU and memory: a launch waits for nothing of
+this.
 """
 
 import atexit
+import contextlib
 import copy
+import errno
 import gc
 import os
 import socket
@@ -25,10 +29,9 @@ from motley.cluster.network import (
     next_in_ring,
     pick_network,
 )
+from motley.cluster.processes import state, survey
 from motley.errors import MotleyError
-from motley.launch.leftovers import say_leftovers
-from motley.launch.mpi import Launched, check_size
-from motley.launch.ports import reserve_port, why_not_free
+from motley.launch.mpi import Launched, MpiRanks, check_size
 from motley.launch.process import (
     allow_files,
     die_with_parent,
@@ -37,15 +40,92 @@ from motley.launch.process import (
     launched_rank,
     stop_usage,
 )
-from motley.launch.ranks import ranks_of_launch
 from motley.launch.same_code import compare_code
-from motley.launch.start_clock import StartClock
-from motley.launch.start_watch import StartWatch
-from motley.launch.supervisor import Supervisor
-from motley.launch.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
-from motley.launch.tcp_ranks import TORCHRUN_GROUP
+from motley.launch.start_watch import StartClock, StartWatch
+from motley.launch.tcp_ranks import TORCHRUN_GROUP, TcpRanks
+from motley.membership.supervisor import Supervisor
+from motley.membership.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
+
+
+def why_not_free(port: int) -> str:
+    """Why nobody can listen on a port of this machine; empty if one can."""
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            return "another program listens there" if taken else str(error.strerror)
+    return ""
+
+
+def reserve_port(address: str) -> socket.socket:
+    """A free port, held by a socket that is bound and never listens.
+
+    No other program is given the port, while torch, which sets SO_REUSEADDR, can take it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder
+
+
+_AGE_S = 10.0  # younger ones may be ending: of the job before, in a loop of jobs
+
+
+def say_leftovers() -> None:
+    """Begin to look; what is found is said once, in one line."""
+    threading.Thread(target=_look, name="leftovers", daemon=True).start()
+
+
+def _look() -> None:
+    with contextlib.suppress(Exception):  # a process that ends meanwhile, a driver: it is advice
+        here = survey()
+        old = [
+            each for each in here.found
+            if each.kind == "rank" and each.age_s > _AGE_S
+            and state(each, [(here.node, here.mpiruns)]) == "leftover"
+        ]  # fmt: skip
+        if old:
+            print(words(here.node, [each.pid for each in old]), file=sys.stderr, flush=True)
+
+
+def words(host: str, pids: list[int]) -> str:
+    """What to say of processes that were left."""
+    many = len(pids) > 1
+    shown = ", ".join(map(str, pids[:8])) + (", ..." if len(pids) > 8 else "")
+    return (
+        f"  {host} still has {len(pids)} rank{'s' * many} of earlier runs (process{'es' * many} "
+        f"{shown}), which may hold its GPU; end {'them' if many else 'it'} with: bash "
+        "setup/clean_cn.sh"
+    )
+
 
 T = TypeVar("T")
+
+
+class OneRank:
+    """Implements :class:`Launched` for a process that nobody launched, as in a notebook."""
+
+    rank, size = 0, 1
+
+    def allgather(self, value: T) -> list[T]:
+        """See Launched."""
+        return [value]
+
+    def on_this_machine(self) -> list[int]:
+        """See Launched."""
+        return [0]
+
+
+def ranks_of_launch(environ: Mapping[str, str] = os.environ) -> Launched:
+    """Meet the others; all ranks call it."""
+    launch = launch_of(environ)
+    if launch.by is Launcher.MPI:
+        return MpiRanks()
+    if launch.size == 1:
+        return OneRank()
+    return TcpRanks(launch, environ)
 
 
 def run(

@@ -15,12 +15,12 @@ from motley.checkpoint.run import Run
 from motley.checkpoint.store import step_of
 from motley.config.options import Config
 from motley.faults import Phase
-from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import PASSES, time_micro_batch
 from motley.measure.loader_speed import with_readers_of_compiled
 from motley.measure.process_group import ProcessGroup
 from motley.measure.speed_cache import compile_file
+from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.forecast import arrange
 from motley.plan.plan import cut
 from motley.plan.speed_table import SpeedTable

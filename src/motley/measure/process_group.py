@@ -13,9 +13,9 @@ from motley.cluster.binding import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
 from motley.engines.out_of_memory import uuid_of
 from motley.errors import MotleyError
-from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
+from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.per_rank import PerRank, named_hosts
 from motley.plan.plan import Candidate, LeftOut, choose_participants
 from motley.plan.precision import PRECISIONS, best_precision, best_precision_of_amd, read_precisions
@@ -263,7 +263,7 @@ def _connect(
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = _TIMEOUT  # else torch warns that it is another
         # Else torch ends this process a minute after the group has lost a rank, though it may have
-        # gone on without it; what to do then is for motley.launch.supervisor to say.
+        # gone on without it; what to do then is for motley.membership.supervisor to say.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device, pg_options=options)
     return "nccl"

@@ -9,13 +9,13 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.all_reduce import TRIES, cost_of, measure_fewer, measure_wire
 from motley.measure.link_speed import Traffic, known_links, measure_links
 from motley.measure.loader_speed import with_reading
 from motley.measure.process_group import ProcessGroup
 from motley.measure.speed_cache import WireFigures, speed_of
+from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import arrange
 from motley.plan.links import Links

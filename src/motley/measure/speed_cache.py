@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from motley.checkpoint.run import versions
+from motley.cluster.cache_folder import SPEED_FILES, cache_folder
 from motley.comm.modes import parse_wire
 from motley.config.option import Decides
 from motley.config.options import Config
 from motley.engines.optimizer import a_part, make_optimizer, try_optimizer, try_types
 from motley.errors import MotleyError
-from motley.launch.cache_folder import SPEED_FILES, cache_folder
 from motley.launch.world import World
 from motley.measure.device import leaves_room, measure_speed, passes, time_micro_batch
 from motley.measure.process_group import ProcessGroup, nccl_version

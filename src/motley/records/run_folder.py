@@ -130,7 +130,7 @@ class RunFolder:
         """Replace run.json in one piece.
 
         At least ``status`` (running, finished, stopped or failed), ``result``, ``config``,
-        ``task``, ``facts``, ``plan``, ``start`` (seconds, see motley.launch.start_clock); as in
+        ``task``, ``facts``, ``plan``, ``start`` (seconds, see motley.launch.start_watch); as in
         ``{"status": "finished", "result": {"top1": 0.97, ...}, "config": {"model": "vit_digits",
         ...}, "ranks": [{"rank": 0, "host": "a"}], "start": {"imports": 1.9, ...}, ...}``.
 

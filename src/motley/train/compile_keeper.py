@@ -14,9 +14,9 @@ from pathlib import Path
 
 from motley.checkpoint.run import Run
 from motley.child import ChildTimeoutError, run_child
+from motley.cluster.cache_folder import cache_folder
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
-from motley.launch.cache_folder import cache_folder
 from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of, words_of
 from motley.launch.process import compiled_below
 from motley.launch.world import World

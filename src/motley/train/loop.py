@@ -23,8 +23,8 @@ from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.step_timer import HOST
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
+from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal

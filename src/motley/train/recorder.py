@@ -26,8 +26,8 @@ from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.config.options import Config
 from motley.engines.protocol import StepResult
 from motley.engines.step_timer import HOST, LAPS, Laps
-from motley.launch.watchdog import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.measure.process_group import ProcessGroup
+from motley.membership.detector import PROGRESS_TIMEOUT_S, step_timeout_s
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.records.gpu_logger import Progress
@@ -233,7 +233,7 @@ class Recorder:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds in which some rank should move within a step; see motley.launch.watchdog."""
+        """Seconds in which some rank should move within a step; see motley.membership.detector."""
         # First steps build kernels; a compiled model is built again for each size of batch. And
         # a usual local step says nothing of the one that waits for the wire.
         if self._compiles or self._local or len(self._seconds) < 3:

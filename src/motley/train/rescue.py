@@ -28,11 +28,11 @@ from motley.engines.out_of_memory import release_all
 from motley.engines.protocol import Engine, LaunchedStep
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.launch.survivors import Survivors
-from motley.launch.watchdog import PROGRESS_TIMEOUT_S
 from motley.launch.world import World
 from motley.measure.measured_plan import Planned
 from motley.measure.process_group import ProcessGroup, leave_process_group, reconnected
+from motley.membership.detector import PROGRESS_TIMEOUT_S
+from motley.membership.survivors import Survivors
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan, make_plan
 from motley.plan.speed_table import SpeedTable

@@ -18,8 +18,6 @@ from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
 from motley.engines.strategy import Strategy, chosen_strategy, engines_of, known_strategies
 from motley.faults import Phase
-from motley.launch.survivors import Survivors
-from motley.launch.watchdog import DATA, PROGRESS_TIMEOUT_S
 from motley.launch.world import World, run
 from motley.measure.planner import ModelFactory, open_model, plan_batch
 from motley.measure.process_group import (
@@ -28,6 +26,8 @@ from motley.measure.process_group import (
     join_process_group,
     leave_process_group,
 )
+from motley.membership.detector import DATA, PROGRESS_TIMEOUT_S
+from motley.membership.survivors import Survivors
 from motley.plan.replan import ReplanMonitor
 from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel

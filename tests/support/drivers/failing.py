@@ -25,8 +25,8 @@ from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import EngineContext
 from motley.engines.strategy import Engines
-from motley.launch.survivors import SURVIVE
 from motley.launch.world import run
+from motley.membership.survivors import SURVIVE
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.wire import Addition
 from motley.tasks.model import TaskModel

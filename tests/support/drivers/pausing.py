@@ -10,8 +10,8 @@ import threading
 import time
 
 from motley.engines.strategy import TORCH, engines_of, known_strategies
-from motley.launch.pause import PAUSE_SIGNAL
 from motley.launch.world import World, run
+from motley.membership.pause import PAUSE_SIGNAL
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
 

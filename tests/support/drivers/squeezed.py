@@ -19,8 +19,8 @@ from torch import Tensor
 from motley.data.source import Batch
 from motley.engines.protocol import LaunchedStep
 from motley.engines.strategies.zero import TRAITS
-from motley.launch import fault_handler
 from motley.launch.world import run
+from motley.membership import messages
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALL)
     # A thread that comes and goes leaves an arena of malloc's, 64 MiB of addresses that are within
     # the limit: where memory is to end, it would not.
-    fault_handler.get_on = lambda _: None
+    messages.get_on = lambda _: None
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--stage", type=int)
     own.add_argument("--no-overlap", action="store_true")

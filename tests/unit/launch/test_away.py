@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from motley.cluster.presence import who_is_here
 from motley.cluster.processes import send, ticks
 from motley.errors import MotleyError
 from motley.faults import FaultKind
-from motley.launch import away
-from motley.launch.away import mark_away, read_away, remove_mark
-from motley.launch.messages import encode
-from motley.launch.pause import LEAVE_SIGNAL, OwnPause, PauseAgreement
-from motley.launch.watchdog import RankStatus
+from motley.membership import away
+from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
+from motley.membership.detector import RankStatus
+from motley.membership.messages import encode
+from motley.membership.pause import LEAVE_SIGNAL, OwnPause, PauseAgreement
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.utils import clear_caches
 
+from motley.cluster.cache_folder import RefusedError
 from motley.cluster.facts import read_node
 from motley.launch import compile_archive
 from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of
-from motley.launch.own_folder import RefusedError
 
 KIND = "5eed"
 FILES = {

@@ -12,11 +12,12 @@ from project import ROOT, environment
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
 from motley.launch.mpi import check_size
-from motley.launch.ports import reserve_port, why_not_free
 from motley.launch.process import keep_caches_local, launched_rank
 from motley.launch.world import (
     port_of_user,
+    reserve_port,
     set_rank_variables,
+    why_not_free,
 )
 
 

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.faults import Fault, FaultKind
-from motley.launch.dead_links import dead_peers, is_dead
-from motley.launch.handshakes import Listening
-from motley.launch.leftovers import words
-from motley.launch.messages import MOST_BYTES, encode
-from motley.launch.own_rank import OwnRank
-from motley.launch.survivors import Survivors, parts
+from motley.launch.world import words
+from motley.membership.detector import dead_peers, is_dead
+from motley.membership.messages import MOST_BYTES, Listening, encode
+from motley.membership.own_rank import OwnRank
+from motley.membership.survivors import Survivors, parts
 
 
 def info(unacked: int, tries: int, last_ack_s: float) -> bytes:

@@ -19,14 +19,22 @@ from project import ROOT, environment
 
 from motley.errors import MotleyError
 from motley.faults import fault_of
-from motley.launch.handshakes import MOST_STRANGERS, TIMEOUT_S, Arrival, Handshakes, greeting
-from motley.launch.messages import MOST_BYTES, Messages, encode
-from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
+from motley.membership.detector import HEARTBEAT_TIMEOUT_S
+from motley.membership.messages import (
+    MOST_BYTES,
+    MOST_STRANGERS,
+    TIMEOUT_S,
+    Arrival,
+    Handshakes,
+    Messages,
+    encode,
+    greeting,
+)
 
 RANK = """
 import os, sys, time
 from dataclasses import replace
-from motley.launch.supervisor import Supervisor
+from motley.membership.supervisor import Supervisor
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 supervisor = Supervisor(rank, size, f"host{rank}")

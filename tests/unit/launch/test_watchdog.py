@@ -5,21 +5,23 @@ import time
 import pytest
 
 from motley.faults import FaultKind, Phase
-from motley.launch.messages import Messages, encode
-from motley.launch.unheard import CUT_OFF_AFTER_S, TOLD_AFTER_S, Unheard
-from motley.launch.waited_for import WaitedFor
-from motley.launch.watchdog import (
+from motley.membership.detector import (
+    CUT_OFF_AFTER_S,
     HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
     SETTLED_S,
     SUSPECT_AFTER_S,
+    TOLD_AFTER_S,
     AwakeClock,
     Heartbeat,
     RankStatus,
+    Unheard,
+    WaitedFor,
     Watchdog,
     heartbeat_interval_s,
     step_timeout_s,
 )
+from motley.membership.messages import Messages, encode
 
 
 class Hand:

@@ -1,7 +1,8 @@
-"""Whether this machine is away: its user has asked that it take part in no training for now.
+"""The mark of a machine whose user has asked that it take part in no training for now, and the
+reasons to set one: somebody at its console, or somebody's process on its GPU.
 
-That is a mark, one small file of this user's in a folder of this user's on this machine, outside of
-any run, so that it works for all of them and whoever may log in here may leave it:
+The mark is one small file of this user's in a folder of this user's on this machine, outside of
+any run, so that it works for all of them and everybody who may log in here may leave it:
 
     /tmp/motley-1000/away.ecetesla1.json
     {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
@@ -13,13 +14,80 @@ owns, and nobody else may write to, counts; no symbolic link is followed.
 import contextlib
 import json
 import os
+import re
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
+from motley.cluster.device_facts import user_of
+from motley.cluster.gpus import read_gpu_processes
 from motley.errors import MotleyError
+
+_TYPED_S = 300.0  # at a text console: so long ago is idle
+_LIMIT_S = 4.0  # for an answer of logind's
+_ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint", "Type", "TTY")
+
+
+def who_is_here() -> str:
+    """Somebody else who needs this machine, in words; empty if nobody does."""
+    return _at_console() or _on_gpu()
+
+
+def _at_console() -> str:
+    sessions = _ask("list-sessions", "--no-legend")
+    if sessions is None:
+        return _at_console_by_utmp()
+    for line in sessions.splitlines():
+        words = line.split()
+        told = _ask("show-session", words[0], *(f"-p{name}" for name in _ASKED)) if words else None
+        if told and (who := _active(dict(re.findall(r"^(\w+)=(.*)$", told, re.MULTILINE)))):
+            return f"{who} is at its console"
+    return ""
+
+
+def _active(session: dict[str, str]) -> str:
+    """The name of a session's user, if that is at the machine now."""
+    is_person = session.get("Class") == "user" and session.get("Seat")
+    here = is_person and session.get("Active") == "yes" and session.get("Remote") == "no"
+    idle = "yes" in (session.get("IdleHint"), session.get("LockedHint"))
+    return session.get("Name", "?") if here and not idle else ""
+
+
+def _ask(*words: str) -> str | None:
+    """What logind says; None where there is none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["loginctl", "--no-pager", *words], capture_output=True, text=True, check=True,
+            timeout=_LIMIT_S, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return done.stdout
+    return None
+
+
+def _at_console_by_utmp() -> str:
+    for login in psutil.users():
+        terminal = login.terminal or login.host or ""
+        if terminal.startswith(":"):
+            return f"{login.name} is at its console"
+        if re.fullmatch(r"tty\d+", terminal):
+            with contextlib.suppress(OSError):
+                if time.time() - Path("/dev", terminal).stat().st_atime < _TYPED_S:
+                    return f"{login.name} is at its console"
+    return ""
+
+
+def _on_gpu() -> str:
+    own = user_of(os.getpid())  # a number where the user has no name
+    for process in read_gpu_processes() or ():
+        if process.user not in (own, str(os.getuid())):
+            return f"a process of {process.user} is on GPU {process.gpu}"
+    return ""
+
 
 _PARENT = Path("/tmp")  # and not TMPDIR: who is logged in by ssh may have another than a rank
 _MOST_BYTES = 4096

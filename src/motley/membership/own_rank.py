@@ -1,23 +1,31 @@
-"""The state of this rank that its supervisor reports: its phase, step, messages and end."""
+"""The state of this rank that its supervisor reports: its phase, step, messages and end. Before a
+job ends by a lost rank, a surviving one saves the state that all of them hold.
+"""
 
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from motley.faults import Fault
-from motley.launch.dead_links import dead_peers
-from motley.launch.handshakes import Listening
-from motley.launch.launcher_reaper import LauncherReaper
-from motley.launch.pause import REQUESTS, OwnPause, request_of
-from motley.launch.survivors import Survivors, machines_of
-from motley.launch.watchdog import AwakeClock, Heartbeat, heartbeat_interval_s
+from motley.membership.detector import (
+    AwakeClock,
+    Heartbeat,
+    RankStatus,
+    dead_peers,
+    heartbeat_interval_s,
+)
+from motley.membership.messages import Listening, encode
+from motley.membership.pause import REQUESTS, OwnPause, request_of
+from motley.membership.reaper import LauncherReaper
+from motley.membership.survivors import Survivors, machines_of
 
 _LINKS_S = 2.0  # between looks at what this process's connections do
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -254,3 +262,48 @@ def line_of(fault: Fault) -> str:
 
 def _leave_to_watching_thread(number: int, frame: object) -> None:
     """It acts on the wake-up byte; the main thread may be stuck in C."""
+
+
+HOLD_S = 60.0  # that it may take
+# Open MPI 5 kills the others 0.5 s after a rank is lost, 4.1 after 2 s: too soon for a large model.
+_CUT_SHORT = (
+    "motley: the last step is not saved: the launcher ended all ranks while one wrote it; --resume "
+    "auto goes on from the checkpoint before, and --save-every 1m makes more of them"
+)
+
+
+def save_before_end(
+    own: OwnRank,
+    others: Mapping[socket.socket, RankStatus],
+    lost: int,
+    tell_all: Callable[[dict[str, Any]], None],
+) -> None:
+    """Have the state saved, by rank 0 or another rank that can, while the others wait.
+
+    Args:
+        others: all ranks but 0. lost: who cannot, by its number in the launch.
+    """
+    able = [line for line, each in others.items() if each.rescues and each.number != lost]
+    if not able and own.rescue is None:
+        return
+    tell_all({"hold": True})
+    reaper = None if own.stopped else own.reaper  # which else has a line to print already
+    if reaper:
+        reaper.tell(line=_CUT_SHORT)
+    said = own.save_what_is_known() if own.rescue else _ask(able[0], others[able[0]])
+    if reaper:
+        reaper.tell(line="")
+    if said:
+        own.print(f"motley: {said}")
+
+
+def _ask(line: socket.socket, status: RankStatus) -> str:
+    """What a rank says that it has saved."""
+    with contextlib.suppress(OSError):
+        line.sendall(encode({"rescue": True}))
+        line.settimeout(HOLD_S)
+        while data := line.recv(65536):
+            for message in status.messages.feed(data):
+                if "rescued" in message:
+                    return str(message["rescued"])
+    return ""

@@ -1,15 +1,24 @@
-"""Who may talk to rank 0: who has said the token, and nobody before.
+"""Messages between ranks, a JSON object a line, and the handshake without which none is read.
 
 Rank 0's port is open to a whole network while a training runs, so port scanners, browsers and
 other people's programs connect to it too. Of a stranger rank 0 reads no more bytes than the
-greeting of a rank begins with, parses none of them, says nothing, waits a few seconds, and keeps a
-few dozen at once: whoever comes then takes the place of the one that has waited longest.
+greeting of a rank begins with, parses none of them, sends nothing, waits a few seconds, and keeps
+a few dozen connections at once: a new one then takes the place of the one that has waited longest.
+Every rank has such a port, and accepts nobody there while it is not the first.
 
-Every rank has such a port, and hears nobody there while it is not the first.
+Python's fault handler writes into a connection too: the traceback of a crash, and a sign that this
+process lives while none of Python's threads runs. One call may keep Python's lock for a long time:
+of a reader of a large JSON file or a pickle, a minute on a slow host; a collection of fifty
+million objects; compiled code that does not give the lock away. No heartbeat is sent meanwhile, as
+by a process that was stopped or whose host froze. But the fault handler has a thread that needs no
+lock: unless Python's threads move it on in time, it writes all stacks. There is one such thread: a
+script that calls ``faulthandler.dump_traceback_later`` has none of its own.
 """
 
 import contextlib
+import faulthandler
 import hmac
+import json
 import secrets
 import selectors
 import socket
@@ -18,7 +27,55 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from motley.launch.messages import Messages, encode
+# Of one message. The longest are tracebacks, which motley.faults cuts to a tenth of it.
+MOST_BYTES = 1 << 20
+_BEGIN = (b"Fatal Python error", b"Timeout (")  # what the fault handler writes, of a crash or not
+_MOST_WORDS = 16_384  # bytes; Python's fault handler says a tenth of it for each thread
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One line."""
+    return json.dumps(message).encode() + b"\n"
+
+
+class Messages:
+    """The messages of one connection, out of pieces of bytes.
+
+    A line that is too long or no JSON object is dropped: it takes no memory, and ends nothing.
+
+    Attributes:
+        last_words: lines that are no JSON object, the first few of those that nothing followed;
+            Python's fault handler writes some into the connection of a rank that crashes, or that
+            is busy (see motley.membership.messages).
+    """
+
+    def __init__(self) -> None:
+        self.last_words = ""
+        self._rest = b""
+        self._dropping = False  # the rest of a line that was too long
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """What is complete now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if lines and self._dropping:
+            lines, self._dropping = lines[1:], False
+        if len(self._rest) > MOST_BYTES:
+            self._rest, self._dropping = b"", True
+        found = [(line, _decode(line)) for line in lines if len(line) <= MOST_BYTES]
+        for line, message in found:
+            if isinstance(message, dict) or line.startswith(_BEGIN):
+                self.last_words = ""
+            if not isinstance(message, dict) and len(self.last_words) + len(line) < _MOST_WORDS:
+                self.last_words += line.decode(errors="replace") + "\n"
+        return [message for _, message in found if isinstance(message, dict)]
+
+
+def _decode(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+
 
 TIMEOUT_S = 5.0  # for the greeting; a rank sends it in the moment that it connects
 MOST_STRANGERS = 64
@@ -188,3 +245,28 @@ class Handshakes:
         self._selector.unregister(line)
         with contextlib.suppress(OSError):
             line.close()
+
+
+_BUSY_AFTER_S = 6.0  # without :func:`get_on`; and from one sign to the next
+
+
+def write_to(line: socket.socket) -> None:
+    """Have a crash be written into a connection, from now on."""
+    faulthandler.enable(line.fileno())
+
+
+def get_on(line: socket.socket | None) -> None:
+    """Say that this thread of Python's does: for a while nothing is written but a crash. 0.1 ms.
+
+    Args:
+        line: that is written into after that while; None, or closed: none.
+    """
+    end()
+    if line is not None and line.fileno() >= 0:
+        with contextlib.suppress(RuntimeError, MemoryError):  # no room for another thread's stack
+            faulthandler.dump_traceback_later(_BUSY_AFTER_S, repeat=True, file=line.fileno())
+
+
+def end() -> None:
+    """Write nothing but a crash."""
+    faulthandler.cancel_dump_traceback_later()

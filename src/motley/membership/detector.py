@@ -1,17 +1,33 @@
-"""Who is silent, and who is stuck: rank 0 judges the heartbeats of all ranks.
+"""The detector of silent, stuck and slow ranks: rank 0 judges the heartbeats of all ranks.
 
-A heartbeat says that a process lives, and what its training is doing. A rank without any is silent:
-its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
+A heartbeat says that a process lives, and what its training is doing. A rank without any is
+silent: its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
+People who watch the run see silent ranks, and the machine that keeps all others from the next
+step, long before that is a fault.
+
+Two hosts may lose each other while rank 0 receives from both: a switch's port, a wrong route, a
+firewall. No rank is silent then, and all wait for one another, in a collective, at an epoch's end
+or while they start. But TCP sends again whatever is not acknowledged, whichever library opened the
+connection, and the kernel tells for how long no answer came. A peer that is only busy, or stopped,
+acknowledges.
 """
 
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
-from motley.faults import Fault, Phase
-from motley.launch.job_faults import alone, link_lost, silent, stuck
-from motley.launch.messages import Messages
+from motley.faults import Fault, FaultKind, Phase
+from motley.membership.fault_causes import alone, link_lost, silent, stopped, stuck
+from motley.membership.messages import Messages
 
 HEARTBEAT_INTERVAL_S = 0.5  # and between looks at deadlines
 
@@ -113,7 +129,7 @@ class RankStatus:
     Attributes:
         rank: its number in the group that is left. number: the one in the launch.
         heard: when it last said something, in rank 0's waking seconds.
-        wrote: when it wrote anything, as a process does that lives (motley.launch.fault_handler).
+        wrote: when it wrote anything, as a process does that lives (motley.membership.messages).
         rescues: it can save the state, for rank 0 cannot.
         regroups: it can go on without another rank.
         address: of its machine, in the network that all share.
@@ -253,3 +269,193 @@ def _are(statuses: Sequence[RankStatus]) -> str:
 def _hosts(statuses: Sequence[RankStatus]) -> str:
     names = list(dict.fromkeys(status.host for status in statuses))
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+DEAD_AFTER_S = 18.0  # without an answer, though there was something to answer
+_LEAST_TRIES = 3  # that were sent again; TCP doubles the time between two
+# Of struct tcp_info, linux/tcp.h: tcpi_retransmits; tcpi_unacked; tcpi_last_ack_recv, ms.
+_RETRANSMITS, _UNACKED, _LAST_ACK_MS = 2, 24, 56
+_INFO_BYTES = 256
+_getsockopt = ctypes.PyDLL(None).getsockopt  # which never waits, so it keeps Python's lock
+_LOCAL = ("127.", "::1", "::ffff:127.")
+
+
+def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list[str]:
+    """Addresses of other machines that do not answer; takes two milliseconds for 1,000 connections.
+
+    Args:
+        after_s: seconds without an answer. tries: how often something was sent again, or more.
+    """
+    found = set()
+    for number, info in _connections():
+        if is_dead(info, after_s, tries):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
+                found.add(str(line.getpeername()[0]).removeprefix("::ffff:"))
+    return sorted(address for address in found if not address.startswith(_LOCAL))
+
+
+def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
+    """Whether a connection has sent in vain for so long, and so often.
+
+    Args:
+        info: struct tcp_info.
+    """
+    unacked = struct.unpack_from("=I", info, _UNACKED)[0]
+    last_ack_ms = struct.unpack_from("=I", info, _LAST_ACK_MS)[0]
+    tried = info[_RETRANSMITS]
+    return bool(unacked and tried >= tries and last_ack_ms > 1000 * after_s)
+
+
+def _connections() -> Iterator[tuple[int, bytes]]:
+    """This process's TCP sockets, whoever opened them: descriptor, and struct tcp_info.
+
+    The system is asked of every descriptor, without a socket object for each: a rank of a
+    thousand has as many connections.
+    """
+    info, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  its paths take as long as all else
+        size.value = _INFO_BYTES
+        where = ctypes.byref(info), ctypes.byref(size)
+        if not _getsockopt(int(name), socket.IPPROTO_TCP, socket.TCP_INFO, *where):
+            yield int(name), info.raw[: size.value]
+
+
+TOLD_AFTER_S = 2.5  # without a heartbeat: gaps of 1.5 s are usual on a busy machine
+# The same where its machine acknowledges nothing that was sent twice again: a busy one does.
+CUT_OFF_AFTER_S, _TRIES = 1.0, 2
+
+
+def cut_off() -> Collection[str]:
+    """Addresses of machines that acknowledge nothing."""
+    return dead_peers(CUT_OFF_AFTER_S, _TRIES)
+
+
+class Unheard:
+    """Remembers who was silent.
+
+    Args:
+        awake: rank 0's waking time. cut_off: see :func:`cut_off`.
+    """
+
+    def __init__(self, awake: AwakeClock, cut_off: Callable[[], Collection[str]] = cut_off) -> None:
+        self._awake, self._cut_off = awake, cut_off
+        self._silent = set[int]()
+
+    def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
+        """Events to record: who is silent now, and who is heard again, and was neither before.
+
+        Args:
+            statuses: all ranks but 0; one that is lost is none of them.
+        """
+        now = self._awake.seconds
+        late, soon = now - TOLD_AFTER_S, now - CUT_OFF_AFTER_S
+        first = min((each.heard for each in statuses), default=now)
+        if not self._silent and first >= soon:
+            return []
+        cut_off = self._cut_off() if first < soon else ()
+        silent = {
+            each.number: each for each in statuses
+            if each.heard < late or (each.heard < soon and each.address in cut_off)
+        }  # fmt: skip
+        again = [each for each in statuses if each.number in self._silent - silent.keys()]
+        new = [each for number, each in silent.items() if number not in self._silent]
+        self._silent = {*silent}
+        return [
+            *({"kind": "silent", "rank": each.number, "host": each.host,
+               "step": each.heartbeat.step, "seconds": round(now - each.heard, 1)}
+              for each in new),
+            *({"kind": "heard_again", "rank": each.number, "host": each.host} for each in again),
+        ]  # fmt: skip
+
+
+_TOLD_AFTER_S, _TOLD_AFTER_STEPS = 1.0, 3.0  # without a step, whichever is longer
+_LOOKS_BACK = 8  # at times when a step had been taken, whose median is usual
+_LATELY_S = 1.5  # heartbeats come once a second or more often
+_OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)  # that keep the others waiting
+
+
+class WaitedFor:
+    """Remembers when steps were taken.
+
+    Args:
+        awake: rank 0's waking time.
+    """
+
+    def __init__(self, awake: AwakeClock) -> None:
+        self._awake = awake
+        self._step: int | None = None
+        self._since, self._told = 0.0, False
+        self._took = deque[float](maxlen=_LOOKS_BACK)
+
+    def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
+        """Events to record: who is waited for in this step, once, if it is clear.
+
+        Args:
+            statuses: all ranks.
+        """
+        now = self._awake.seconds
+        training = [each for each in statuses if each.heartbeat.step is not None and not each.done]
+        step = max((each.heartbeat.step or 0 for each in training), default=None)
+        if step != self._step:
+            if step is not None and self._step is not None and step > self._step:
+                self._took.append((now - self._since) / (step - self._step))
+            self._step, self._since, self._told = step, now, False
+        quiet = now - self._since
+        if self._told or not self._took:
+            return []
+        if quiet <= max(_TOLD_AFTER_S, _TOLD_AFTER_STEPS * median(self._took)):
+            return []
+        behind = [each for each in training if not each.heartbeat.waits]
+        clear = len(behind) < len(training) and len({each.host for each in behind}) == 1
+        if not clear or not all(self._is_at_work(each) for each in behind):
+            return []
+        self._told = True
+        first = min(behind, key=lambda each: each.number)
+        return [
+            {"kind": "waited_for", "rank": first.number, "host": first.host, "step": step,
+             "seconds": round(quiet, 1), "doing": first.heartbeat.doing}
+        ]  # fmt: skip
+
+    def _is_at_work(self, status: RankStatus) -> bool:
+        """As far as it has said lately: whose host froze is silent."""
+        heard = status.rank == 0 or self._awake.seconds - status.heard < _LATELY_S
+        return heard and status.heartbeat.phase in _OWN
+
+
+class StopSignals:
+    """The ranks that one came to."""
+
+    def __init__(self) -> None:
+        self._ranks = set[int]()
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._ranks
+
+    def came(
+        self,
+        status: RankStatus,
+        number: int,
+        statuses: Sequence[RankStatus],
+        step: int | None,
+        how_to_continue: str,
+    ) -> Fault:
+        """One came to a rank; the fault that it is, as far as is known by now.
+
+        Args:
+            number: of the signal. statuses: of all ranks. step: that training is at.
+        """
+        self._ranks.add(status.rank)
+        name = signal.Signals(number).name
+        _, where = whereabouts(statuses)
+        if 0 in self._ranks or len(self._ranks) > 1:
+            slurm = " or by Slurm" if "SLURM_JOB_ID" in os.environ else ""
+            by = f"you{slurm} ({name} from the launcher, while {where})"
+            return stopped(step, number, by, how_to_continue)
+        return Fault(
+            status.number, status.host, step,
+            f"stopped by {name}, which came to this rank alone, when {where}",
+            "continue with --resume auto", echo=True, kind=FaultKind.KILLED, signal=number,
+        )  # fmt: skip
+
+
+# Faults after which what the others hold is right, and worth to be saved.

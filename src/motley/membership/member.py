@@ -1,4 +1,4 @@
-"""Every other rank's thread: sends its heartbeat to rank 0, and watches rank 0."""
+"""The thread of every other rank, a member: sends its heartbeat to rank 0, and watches rank 0."""
 
 import contextlib
 import selectors
@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from motley.faults import Fault
-from motley.launch import fault_handler
-from motley.launch.handshakes import Listening
-from motley.launch.job_faults import alone, died, silent
-from motley.launch.messages import Messages, encode
-from motley.launch.own_rank import OwnRank, line_of
-from motley.launch.survivors import Survivors, standby_of
-from motley.launch.watchdog import HEARTBEAT_TIMEOUT_S
+from motley.membership import messages
+from motley.membership.detector import HEARTBEAT_TIMEOUT_S
+from motley.membership.fault_causes import alone, died, silent
+from motley.membership.messages import Listening, Messages, encode
+from motley.membership.own_rank import OwnRank, line_of
+from motley.membership.survivors import Survivors, standby_of
 
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
 STOP_S = 0.2
@@ -77,7 +76,7 @@ class FirstRankWatch:
                 if own.leaves.is_set():
                     own.leave(0)
                 if own.heartbeat_due():
-                    fault_handler.get_on(self._line)
+                    messages.get_on(self._line)
                     self._line.sendall(encode({"heartbeat": own.heartbeat_now().message()}))
             except OSError:
                 with contextlib.suppress(OSError):

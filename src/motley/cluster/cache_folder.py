@@ -1,6 +1,14 @@
-"""The folder in which this machine keeps caches, as measured speeds and compiled code."""
+"""Folders of this user alone: the one in which this machine keeps caches, as measured speeds and
+compiled code, and the check of any such folder on a disk that others may see.
+
+A folder that belongs to another user, or that another user can write to, is refused; links are not
+followed. The folder that was checked is the one that is opened: it cannot be changed for another
+one in between.
+"""
 
 import contextlib
+import errno
+import io
 import os
 import socket
 import tempfile
@@ -9,6 +17,47 @@ from functools import cache
 from pathlib import Path
 
 from motley.errors import MotleyError
+
+
+class RefusedError(OSError):
+    """Somebody else could have written it."""
+
+
+@contextlib.contextmanager
+def own_folder(path: Path) -> Iterator[int]:
+    """Its descriptor, for the functions here; RefusedError if it is not this user's alone."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _check(folder)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def open_own(folder: int, name: str) -> io.BufferedReader:
+    """Open a file to read it; RefusedError if it is not this user's alone."""
+    file = os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb")
+    try:
+        _check(file.fileno())
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def create(folder: int, name: str) -> io.BufferedRandom:
+    """Open a new file, or an empty one in place of what was there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    return os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "w+b")
+
+
+def _check(opened: int) -> None:
+    found = os.fstat(opened)
+    if found.st_uid != os.getuid():
+        raise RefusedError(errno.EPERM, f"it belongs to the user of number {found.st_uid}")
+    if found.st_mode & 0o022:
+        raise RefusedError(errno.EPERM, "other users can write to it")
+
 
 SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.measure.speed_cache
 

@@ -1,8 +1,9 @@
-"""Those who are left when a rank is lost go on: who they are, and how they exchange values.
+"""The survivors of a lost rank: which ranks go on, and how they exchange values.
 
-MPI may wait for the lost rank for ever, so they talk through the supervisor's connections, which
-all of them have to rank 0. Rank 0 first has everybody keep its state, then tells them to go on:
-whoever leaves a broken collective may break that of others, who must not be reading theirs still.
+MPI may wait for the lost rank for ever, so survivors talk through the supervisor's connections,
+which all of them have to rank 0. Rank 0 first has all of them keep their state, then tells them to
+go on: a rank that leaves a broken collective may break that of others, which must not be reading
+theirs still.
 """
 
 import base64
@@ -14,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from motley.errors import MotleyError
 from motley.faults import Fault, FaultKind
-from motley.launch.messages import MOST_BYTES
+from motley.membership.messages import MOST_BYTES
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ def parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 class Status(Protocol):
-    """What must be known of a rank; see motley.launch.watchdog.RankStatus."""
+    """What must be known of a rank; see motley.membership.detector.RankStatus."""
 
     rank: int
     regroups: bool

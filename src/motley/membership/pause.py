@@ -1,9 +1,10 @@
-"""A job that ends at a step boundary, the same on all ranks, with all that they hold saved.
+"""A pause: the job ends at a step boundary, the same on all ranks, with all that they hold saved.
 
 A host leaves, or one that was missing is taken back: all ranks live, and each engine can save. So
-no step is lost, whatever a rank holds alone. Rank 0 asks all which step they have begun; who was
-asked begins no other before it is told where to stop, which is before the step after the last one
-that any rank has begun. Nobody waits for a rank that waits, for all take every step before that.
+no step is lost, whatever a rank holds alone. Rank 0 asks all which step they have begun; a rank
+that was asked begins no other before rank 0 says where to stop, which is before the step after the
+last one that any rank has begun. No rank waits for one that waits, for all take every step before
+that.
 
     rank k                               rank 0
     {"leave": "leaves as asked (...)"} ----> or {"pause": true}, as a signal has asked
@@ -22,13 +23,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from motley.faults import Fault
-from motley.launch.away import read_away
-from motley.launch.job_faults import left, paused
-from motley.launch.messages import encode
-from motley.launch.watchdog import RankStatus
+from motley.membership.away import read_away
+from motley.membership.detector import RankStatus
+from motley.membership.fault_causes import left, paused
+from motley.membership.messages import encode
 
 # What a signal asks of a rank; nobody but its own user, and root, can send it one.
-LEAVE_SIGNAL = signal.SIGUSR1  # this machine was marked as away: see motley.launch.away
+LEAVE_SIGNAL = signal.SIGUSR1  # this machine was marked as away: see motley.membership.away
 PAUSE_SIGNAL = signal.SIGUSR2  # save, and end
 REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 

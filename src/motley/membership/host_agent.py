@@ -1,12 +1,12 @@
-"""Has this machine leave training and come back: what setup/leave_cn.sh, join_cn.sh and
-keep_training.sh run on it by ssh. Each prints one line of JSON.
+"""The agent on a host, by which it leaves training and comes back: setup/leave_cn.sh, join_cn.sh
+and keep_training.sh run it there by ssh. Each command prints one line of JSON.
 
-python -m motley.launch.give_way ranks             # this user's ranks here, and whether it is away
-python -m motley.launch.give_way ask FOLDER        # is it away; does it see a run's folder
-python -m motley.launch.give_way leave [SECONDS]   # mark it, tell the ranks, wait until they ended
-python -m motley.launch.give_way join              # remove the mark
-python -m motley.launch.give_way pause LOGS RUN    # have a run save and end at a step boundary
-python -m motley.launch.give_way polite SECONDS    # give way while somebody else is here
+    python -m motley.membership.host_agent ranks             # this user's ranks here, and away?
+    python -m motley.membership.host_agent ask FOLDER        # is it away; does it see the folder
+    python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, and wait
+    python -m motley.membership.host_agent join              # remove the mark
+    python -m motley.membership.host_agent pause LOGS RUN    # save and end at a step boundary
+    python -m motley.membership.host_agent polite SECONDS    # leave while somebody else is here
 
 Nobody but this user, and root, can do it: the mark lies in a folder of this user's, and the kernel
 takes signals to a process from its own user alone.
@@ -23,12 +23,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from motley.cluster.presence import who_is_here
+from motley.cluster.cache_folder import SPEED_FILES, cache_folder
 from motley.cluster.processes import Found, is_alive, send, survey
 from motley.errors import MotleyError
-from motley.launch.away import mark_away, read_away, remove_mark
-from motley.launch.cache_folder import SPEED_FILES, cache_folder
-from motley.launch.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
+from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
+from motley.membership.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
 from motley.plan.speed_table import SpeedTable
 
 WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved

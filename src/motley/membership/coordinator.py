@@ -1,32 +1,235 @@
-"""The first rank's thread: hears all, judges who failed first, and ends the job in one line."""
+"""The coordinator, a thread of rank 0: receives from all ranks, judges which failed first, has the
+survivors go on without a lost rank, or ends the job in one line.
+
+A job ends so: the first cause is recorded and printed, the state that all hold is saved, all ranks
+are told. A signal to stop is the user's, whose launcher sends it to all ranks at once, or one
+rank's. A thread of its own writes to disk, so that a slow disk delays no heartbeat.
+"""
 
 import contextlib
 import os
+import queue
 import selectors
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn
 
 from motley.faults import Fault, FaultKind
-from motley.launch import fault_handler
-from motley.launch.background_writer import BackgroundWriter
-from motley.launch.first_cause import FirstCause
-from motley.launch.handshakes import Arrival, Handshakes
-from motley.launch.job_end import JobEnd
-from motley.launch.job_faults import died
-from motley.launch.messages import encode
-from motley.launch.own_rank import OwnRank
-from motley.launch.pause import PauseAgreement
-from motley.launch.regroup import Regroup
-from motley.launch.stop_signals import StopSignals
-from motley.launch.survivors import Regrouping
-from motley.launch.unheard import Unheard
-from motley.launch.waited_for import WaitedFor
-from motley.launch.watchdog import SUSPECT_AFTER_S, Heartbeat, RankStatus, Watchdog
+from motley.membership import messages
+from motley.membership.detector import (
+    SUSPECT_AFTER_S,
+    Heartbeat,
+    RankStatus,
+    StopSignals,
+    Unheard,
+    WaitedFor,
+    Watchdog,
+)
+from motley.membership.fault_causes import FirstCause, daemon_gone, died
+from motley.membership.messages import Arrival, Handshakes, encode
+from motley.membership.own_rank import OwnRank, line_of, save_before_end
+from motley.membership.pause import PauseAgreement
+from motley.membership.survivors import Regrouping, Survivors, parts
+
+
+class BackgroundWriter:
+    """Does what it is given, one after another.
+
+    Attributes:
+        error: of the first that failed.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="background writer", daemon=True).start()
+
+    def write(self, work: Callable[[], None]) -> None:
+        """Have it done, some time after all that was given before."""
+        self._queue.put(work)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was given is done; whether it is.
+
+        Args:
+            timeout_s: to wait at most; None: as long as it takes.
+        """
+        reached = threading.Event()
+        self._queue.put(reached)
+        return reached.wait(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            work = self._queue.get()
+            if isinstance(work, threading.Event):
+                work.set()
+                continue
+            try:
+                work()
+            except Exception as error:
+                self.error = self.error or error
+
+
+RESCUED = {*FaultKind} - {
+    FaultKind.NOT_FINITE, FaultKind.REFUSED, FaultKind.STOPPED,
+    FaultKind.LEFT, FaultKind.PAUSED,  # all was saved before
+}  # fmt: skip
+_SESSION_S = 0.2  # from the death of a rank by its daemon's to the end of the session to its host
+_HOST_LOST_S = 1.0  # that mpirun may take, which would wait for its daemon there
+_RECORD_S = 5.0  # that the record of a fault may take; the job ends anyway
+
+
+class JobEnd:
+    """The end of a job, from rank 0's watching thread.
+
+    Args:
+        on_fault: records the first cause. tell_all: sends a message to all other ranks.
+    """
+
+    def __init__(
+        self,
+        own: OwnRank,
+        writer: BackgroundWriter,
+        on_fault: Callable[[Fault], None],
+        tell_all: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._own, self._writer = own, writer
+        self._on_fault, self._tell_all = on_fault, tell_all
+
+    def end(
+        self, fault: Fault, phases: Mapping[int, str], others: Mapping[socket.socket, RankStatus]
+    ) -> NoReturn:
+        """Record the first cause, say it, and end all ranks.
+
+        Args:
+            phases: what each rank last said that it is at, by its number in the launch.
+            others: all ranks but 0.
+        """
+        fault = self._launchers_loss(fault)
+        fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
+        self._writer.write(partial(self._on_fault, fault))
+        self._writer.flush(_RECORD_S)
+        if fault.details:
+            self._own.print(fault.details)
+        self._own.print(line_of(fault))
+        if fault.kind in RESCUED and not fault.signal:
+            save_before_end(self._own, others, fault.rank, self._tell_all)
+        if fault.kind is FaultKind.HOST_LOST and self._own.reaper:
+            self._own.reaper.tell(timeout_s=_HOST_LOST_S)
+        self._tell_all({"stop": fault.code})
+        time.sleep(0.1)  # let the others read it
+        self._own.leave(fault.code)
+
+    def _launchers_loss(self, fault: Fault) -> Fault:
+        """The same, unless the launcher has lost the host of a rank that died, which dies of it."""
+        own = self._own
+        if fault.kind is not FaultKind.KILLED or fault.host == own.host or not own.reaper:
+            return fault
+        own.reaper.tell(fault=asdict(fault))  # should mpirun end this rank meanwhile
+        address = own.listening[own.numbers.index(fault.rank)].address
+        if not own.reaper.lost_session({fault.host, address}, _SESSION_S):
+            return fault
+        own.stopped = True  # mpirun passes nothing on any more
+        return daemon_gone(fault.rank, fault.host, fault.step)
+
+
+# A launcher that does not let ranks outlive one of them ends the others within this time: Open MPI
+# 4.1 takes 1 s.
+_LAUNCHER_S = 5.0
+
+
+class Regroup:
+    """Played by the watching thread.
+
+    Args:
+        regrouping: who is lost, and who is ready.
+        tell_all: sends a message to all other ranks. record: an event of the run.
+    """
+
+    def __init__(
+        self,
+        own: OwnRank,
+        regrouping: Regrouping,
+        tell_all: Callable[[dict[str, Any]], None],
+        record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._own, self._regrouping = own, regrouping
+        self._tell_all, self._record = tell_all, record
+        self._last: tuple[Fault, float] | None = None  # the last loss, and when the others went on
+
+    @property
+    def begun(self) -> bool:
+        """A rank is lost, and the others are not told yet how to go on."""
+        return self._regrouping.first is not None
+
+    @property
+    def waits(self) -> bool:
+        """The others have not all gone on yet."""
+        return self._regrouping.waits
+
+    @property
+    def recent_loss(self) -> Fault | None:
+        """The loss for which the launcher may now end the other ranks; None if there is none."""
+        if self._last is None or time.monotonic() > self._last[1] + _LAUNCHER_S:
+            return None
+        return self._last[0]
+
+    def witness(self, rank: int) -> None:
+        """See Regrouping."""
+        self._regrouping.witness(rank)
+
+    def lose(self, rank: int, fault: Fault, left: Collection[RankStatus]) -> bool:
+        """A rank is gone: have the others keep their state; False if the job has to end."""
+        begun = self.begun
+        if not self._regrouping.lose(rank, fault, left):
+            return False
+        if not begun:
+            self._tell_all({"keep": True})
+            self._own.say({"kept": self._own.keep_state()})
+        return True
+
+    def hear(self, status: RankStatus, message: dict[str, Any]) -> Fault | None:
+        """What a rank says of it; the fault that ends the job, if it cannot go on."""
+        if message.get("kept"):
+            return self._regrouping.first
+        if "kept" in message:
+            self._regrouping.kept(status.rank)
+        elif (values := self._regrouping.gather(status.rank, message["gather"])) is not None:
+            for part in parts(values):
+                self._tell_all({"gathered": part})
+            self._own.gathered.put(values)
+        return None
+
+    def overdue(self, left: Collection[RankStatus]) -> Fault | None:
+        """The fault that ends the job after all, if somebody was waited for too long."""
+        return self._regrouping.overdue(left)
+
+    def go_on(self, left: Collection[RankStatus]) -> Survivors | None:
+        """Have those who are left form a group of their own, if all can; they have new numbers."""
+        survivors = self._regrouping.survivors(left)
+        if survivors is None:
+            return None
+        own, lost = self._own, survivors.lost
+        faults = self._regrouping.faults
+        said = [line_of(fault) for fault in faults]
+        own.print("\n".join(said) + f"; on with {len(survivors.ranks)} of {own.size} ranks")
+        for fault in faults:
+            self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,
+                          "step": fault.step, "error": fault.error})  # fmt: skip
+        self._regrouping.begin_anew(survivors)
+        self._last = lost, time.monotonic()
+        self._tell_all({"regroup": survivors.message()})
+        for status in left:
+            status.rank = survivors.ranks.index(status.rank)
+            status.done = status.rescues = False
+        own.go_on(survivors)
+        return survivors
+
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
@@ -155,11 +358,11 @@ class AllRanksWatch:
         for line, status in self._others.items():
             if status.rank == self._standby:
                 self._to_standby = line
-                fault_handler.write_to(line)
+                messages.write_to(line)
 
     def _judge(self) -> None:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
-        fault_handler.get_on(self._to_standby)
+        messages.get_on(self._to_standby)
         statuses = self._statuses()
         told = self._unheard.changes(statuses[1:]) + self._waited_for.changes(statuses)
         for event in told:

@@ -1,20 +1,20 @@
 """The supervisor: every rank keeps one TCP connection to rank 0 for as long as it lives.
 
-MPI and the process group cannot say who failed first: a rank that is killed makes all
+MPI and the process group cannot say which rank failed first: a rank that is killed makes all
 others fail too, and NCCL waits for minutes. So each rank tells rank 0 twice a second (one of a
 thousand: once) what it is doing, its own failure in its own words, and that it is done. Rank 0
 sees a connection that breaks without a word, a rank that falls silent and a job that stands still;
-it names the first cause in one line and ends the job. A rank that hears nothing of rank 0 ends
+it names the first cause in one line and ends the job. A rank that receives nothing of rank 0 ends
 itself.
 
-    rank k (watch_first.py)               rank 0 (watch_all.py)
-    {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see watchdog.py
-                            <------------ {"heartbeat": null}, or who may be silent
+    rank k (member.py)                    rank 0 (coordinator.py)
+    {"heartbeat": [17, ...]}  ----------> remembered; none for 15 s: see detector.py
+                            <------------ {"heartbeat": null}, or which ranks may be silent
     {"fault": {...}}        ------------> first cause? print, record, stop all
     (connection breaks)     ------------> "rank 3 on b died without a word at step 17"
     Fatal Python error: ... ------------> the same, with a crash's traceback
-    Timeout (0:00:06)! ...  ------------> one call keeps Python's lock, and no thread gets on: it
-                                          lives (fault_handler.py); rank 0 tells the standby so
+    Timeout (0:00:06)! ...  ------------> one call keeps Python's lock, and no thread runs: it
+                                          lives (messages.py); rank 0 tells the standby so
     {"event": {...}}        ------------> recorded, by a thread of its own
     {"done": true}          ------------> all done? {"finish": true} to all
                             <------------ {"stop": code}
@@ -22,17 +22,17 @@ itself.
 Where all can go on without a lost rank (survivors.py), the job does not end:
 
                             <------------ {"keep": true}: the state, apart from the group
-    {"kept": ""}            ------------> from all? then {"regroup": {...}}: with whom
+    {"kept": ""}            ------------> from all? then {"regroup": {...}}: with which ranks
     {"gather": value}       ------------> from all? then {"gathered": [values]} of some, to all
 
-When it is rank 0 that is lost, the next one takes its part: all others connect to that one's port,
-and it has everybody keep the state and go on in the same way.
-
-How all stop together at a step that they agree on is in pause.py.
+When rank 0 itself is lost, the next one takes its part: all others connect to that one's port, and
+it has all of them keep the state and go on in the same way. How all stop together at a step that
+they agree on is in pause.py.
 """
 
 import contextlib
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,16 +41,132 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.faults import Fault, Phase, fault_of
-from motley.launch.away import read_away
-from motley.launch.handshakes import Listening
-from motley.launch.launcher_reaper import LauncherReaper, outlived_by_launcher
-from motley.launch.own_rank import OwnRank, line_of
-from motley.launch.pause import LEAVE_SIGNAL
-from motley.launch.save_before_end import HOLD_S
-from motley.launch.survivors import RankLostError, Survivors, packed, standby_of, unpacked
-from motley.launch.watch_all import FIRST_CAUSE_S
-from motley.launch.watchdog import Heartbeat
-from motley.launch.watching import Watching
+from motley.membership import messages
+from motley.membership.away import read_away
+from motley.membership.coordinator import ARRIVE_S, FIRST_CAUSE_S, AllRanksWatch, BackgroundWriter
+from motley.membership.detector import Heartbeat
+from motley.membership.member import FirstRankWatch
+from motley.membership.messages import Handshakes, Listening, greeting
+from motley.membership.own_rank import HOLD_S, OwnRank, line_of
+from motley.membership.pause import LEAVE_SIGNAL
+from motley.membership.reaper import LauncherReaper, outlived_by_launcher
+from motley.membership.survivors import (
+    RankLostError,
+    Regrouping,
+    Survivors,
+    packed,
+    standby_of,
+    unpacked,
+)
+
+_CONNECT_S = 30.0  # that rank 0 may take to answer, while all start
+
+
+class Watching:
+    """One rank's: :meth:`listen`, then :meth:`start`.
+
+    Args:
+        own: what the rank says of itself. on_fault, on_event: see Supervisor.
+    """
+
+    def __init__(
+        self,
+        own: OwnRank,
+        on_fault: Callable[[Fault], None],
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._own, self._on_fault, self._on_event = own, on_fault, on_event
+        self._writer: BackgroundWriter | None = None  # on the first rank
+        self._watch: AllRanksWatch | FirstRankWatch | None = None  # once it has started
+
+    def listen(self, address: str) -> Listening:
+        """See Supervisor."""
+        listener = socket.create_server((address, 0), backlog=1024)
+        self._handshakes = Handshakes(listener, self._own.host, self._own.size)
+        return self._handshakes.listening
+
+    def start(self) -> None:
+        """Connect, and watch from now on."""
+        self._watch = self._connected(0, _CONNECT_S) if self._own.rank else self._as_first()
+        threading.Thread(target=self._guard, name="supervisor", daemon=True).start()
+
+    @property
+    def started(self) -> bool:
+        """Whether a fault of this rank would be heard."""
+        return self._watch is not None
+
+    @property
+    def lines(self) -> list[socket.socket]:
+        """Its connections."""
+        return self._watch.lines if self._watch else []
+
+    def flush(self) -> None:
+        """Wait until what was told is recorded; on the first rank.
+
+        Raises:
+            Exception: what kept it from being recorded.
+        """
+        if self._writer is not None:
+            self._writer.flush()
+            if self._writer.error is not None:  # of what was told last
+                raise self._writer.error
+
+    def _as_first(self, lost: Fault | None = None) -> AllRanksWatch:
+        """Be the rank that watches all.
+
+        Args:
+            lost: why rank 0, which has been so far, cannot.
+        """
+        own, self._writer = self._own, BackgroundWriter()
+        self._handshakes.expect(range(own.rank + 1, own.size))
+        regrouping = Regrouping(own.machines, own.survives)
+        return AllRanksWatch(
+            own, self._handshakes, self._writer, self._on_fault, self._on_event,
+            standby_of(own.machines), regrouping, lost,
+        )  # fmt: skip
+
+    def _connected(self, first: int, limit_s: float) -> FirstRankWatch:
+        """Be watched by the rank that does."""
+        own, to = self._own, self._own.listening[first]
+        line = socket.create_connection((to.address, to.port), timeout=limit_s)
+        line.sendall(greeting(to.token, own.rank, own.host))
+        line.settimeout(None)
+        messages.write_to(line)
+        return FirstRankWatch(own, line, to.host, self._on_fault)
+
+    def _without_first(self, watch: FirstRankWatch, lost: Fault) -> AllRanksWatch | FirstRankWatch:
+        """The same, now that rank 0 is lost and the next one takes its part."""
+        own = self._own
+        if own.rank == 1:
+            own.reaper = own.reaper or LauncherReaper(own.rank, own.number, own.host)
+            return self._as_first(lost)
+        try:
+            connected = self._connected(1, ARRIVE_S)
+        except OSError:  # it is lost too
+            watch.end(lost)
+        if own.rescue is not None:
+            own.say({"rescuer": True})
+        own.say({"first_lost": asdict(lost)})
+        own.say({"regroups": True, "group": own.group})
+        return connected
+
+    def _guard(self) -> None:
+        """A watching thread that fails must not die in silence: nobody else notices failures or
+        acts on signals."""
+        try:
+            while isinstance(self._watch, FirstRankWatch) and (lost := self._watch.run()):
+                self._watch = self._without_first(self._watch, lost)
+            if isinstance(self._watch, AllRanksWatch):
+                self._watch.run()
+        except Exception as error:
+            fault = fault_of(error, self._own.number, self._own.host, self._own.step)
+            if isinstance(self._watch, AllRanksWatch):
+                self._watch.end_job(fault)
+            self._own.print(line_of(fault))
+            self._own.leave(fault.code)
+        finally:
+            messages.end()
+
 
 _LOOK_S = 0.2  # between looks whether a rank is lost, while this one waits for the others' end
 _SAVE_S = 600.0  # that the launcher of a host which has left may wait for the others
@@ -108,7 +224,7 @@ class Supervisor:
     def listen(self, address: str) -> Listening:
         """Open a port, for the others when this rank is the first; what they must know of it.
 
-        Nobody is heard who has not said the token: see motley.launch.handshakes.
+        Nobody is heard who has not said the token: see motley.membership.messages.
         """
         return self._watching.listen(address)
 
@@ -151,7 +267,7 @@ class Supervisor:
         """Say what this rank is at from now on, or that it has got on with it.
 
         Args:
-            timeout_s: seconds in which some rank should move; see motley.launch.watchdog.
+            timeout_s: seconds in which some rank should move; see motley.membership.detector.
             detail: as in "rank 3 is measuring links", in place of the phase's own words.
 
         Raises:

@@ -1,20 +1,23 @@
-"""Ends a hung mpirun or daemon after its rank has died: a small process on each host.
+"""The reaper: a small process on each host, which ends a hung mpirun or daemon after its rank has
+died, and removes the files that a killed launcher leaves.
 
-mpirun ends when its daemon on every host says so, and waits without end for one that is
-frozen or cut off; a daemon waits so for mpirun. And once mpirun is told to stop, it passes
-nothing on of what its ranks say and kills them, at once or after a tenth of a second. Where
-mpirun is killed itself, nobody else is left to say so, to record it, and to remove its files.
+mpirun ends when its daemon on every host says so, and waits without end for one that is frozen or
+cut off; a daemon waits so for mpirun. And once mpirun is told to stop, it passes on nothing more
+of its ranks' output and kills them, at once or after a tenth of a second. Where mpirun is killed
+itself, no other process is left to say so, to record it, and to remove its files.
 """
 
 import contextlib
 import json
 import os
+import re
 import select
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,12 +27,101 @@ import psutil
 from motley.cluster.launcher import MPIRUN
 from motley.errors import MotleyError
 from motley.faults import Fault, FaultKind
-from motley.launch.fault_record import record_fault
-from motley.launch.handshakes import greeting
-from motley.launch.job_faults import daemon_gone, died, launcher_gone
-from motley.launch.job_files import remove, segments_of_this_job, session_folder
-from motley.launch.ssh_sessions import SshSessions, sessions_of
+from motley.membership.fault_causes import daemon_gone, died, launcher_gone, record_fault
+from motley.membership.messages import greeting
 from motley.records.run_folder import RunFolder
+
+# sm_segment.HOST.USER.JOB.RANK, of Open MPI 5; 4.1 calls it vader_segment
+_SEGMENT = re.compile(r"/dev/shm/((?:sm|vader)_segment\.\S+\.)\d+$", re.MULTILINE)
+
+
+def segments_of_this_job() -> str:
+    """How the names of its shared memory begin, in /dev/shm; empty if it has none.
+
+    A rank maps its own, so they are known without a rule for numbers of jobs.
+    """
+    with contextlib.suppress(OSError):
+        found = _SEGMENT.search(Path("/proc/self/maps").read_text(errors="replace"))
+        return found[1] if found else ""
+    return ""
+
+
+def session_folder(launcher: int, environ: Mapping[str, str]) -> str:
+    """The launcher's folder for its jobs, which is named by its process; empty if unknown."""
+    folder = environ.get("PMIX_SERVER_TMPDIR", "")
+    names = (f"/ompi.{launcher}", f"/pid.{launcher}", f"/prted.{launcher}")
+    return folder if folder.endswith(names) else ""
+
+
+def remove(segments: str, session: str) -> None:
+    """Remove what is left of a job that has ended; what is another user's is not touched."""
+    if segments:
+        for path in Path("/dev/shm").glob("*"):
+            if path.name.startswith(segments):
+                with contextlib.suppress(OSError):
+                    if _is_ours(path):
+                        path.unlink()
+    if session:
+        with contextlib.suppress(OSError):
+            if _is_ours(Path(session)):
+                shutil.rmtree(session, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.lstat().st_uid == os.getuid() and not path.is_symlink()
+
+
+def sessions_of(launcher: int) -> dict[int, str]:
+    """The process of each, with its host as hosts.txt has it; none, unless ``launcher`` is an
+    mpirun that has started some."""
+    found = {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                words = child.cmdline()
+                daemon = next((n for n, word in enumerate(words) if "prted" in word), 0)
+                if daemon and any(word.endswith("ssh") for word in words[:2]):
+                    found[child.pid] = words[daemon - 1].rpartition("@")[2]
+    return found
+
+
+class SshSessions:
+    """Which session of a launcher ends first.
+
+    mpirun loses a host with its session, or just before it, and ends the others with itself.
+    """
+
+    def __init__(self, launcher: int) -> None:
+        self._first = ""
+        self._hosts: dict[int, str] = {}  # of those that are open, by a descriptor of the process
+        for pid, host in sessions_of(launcher).items():
+            with contextlib.suppress(OSError):  # an older kernel, or it has just ended
+                self._hosts[os.pidfd_open(pid)] = host
+
+    def register(self, poll: select.epoll) -> None:
+        """Have it wait for them too; what it finds is for :meth:`look`."""
+        for descriptor in self._hosts:
+            poll.register(descriptor, select.EPOLLIN)
+
+    def look(self, ready: Sequence[int], poll: select.epoll) -> None:
+        """Take note of those that have ended, in the order in which they did: epoll keeps it."""
+        for descriptor in ready:
+            if (host := self._hosts.pop(descriptor, None)) is not None:
+                poll.unregister(descriptor)
+                self._first = self._first or host
+
+    def first(self, limit_s: float) -> str:
+        """Host of the one that has ended first; empty where none does.
+
+        Args:
+            limit_s: seconds to wait for it.
+        """
+        with select.epoll() as poll:
+            self.register(poll)
+            if not self._first and self._hosts:
+                self.look([ready for ready, _ in poll.poll(limit_s)], poll)
+        return self._first
+
 
 _RECORD_AFTER_S = 0.5  # for a rank of another host, which records what it knows
 _GAVE_UP_S = 1.0  # from mpirun's end to that of the session to the host that it gave up
@@ -52,7 +144,7 @@ class LauncherReaper:
                 with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
                     errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "motley.launch.launcher_reaper", str(launcher.pid)],
+                [sys.executable, "-m", "motley.membership.reaper", str(launcher.pid)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
                 start_new_session=True,
             )  # fmt: skip
@@ -108,7 +200,7 @@ class _Told:
         fault: what ends the job, as far as is known, until it is said. step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
         hosts: the lowest rank of each, as of the launch, by name and by address; on rank 0.
-        segments, session: see motley.launch.job_files.
+        segments, session: see motley.membership.reaper.
         supervisor: whom to tell that this host outlives the rank: address, port and token; None
             where the others could not go on without it.
         timeout_s: that the launcher may take to end.
@@ -135,7 +227,7 @@ def reap_after_this_process(pid: int) -> None:
     launcher = psutil.Process(pid)
     if _is_for_one_job(launcher):
         subprocess.Popen(
-            [sys.executable, "-m", "motley.launch.launcher_reaper", str(pid)],
+            [sys.executable, "-m", "motley.membership.reaper", str(pid)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

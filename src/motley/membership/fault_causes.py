@@ -1,9 +1,31 @@
-"""Faults that no rank says of itself: who died, left or fell silent, in words for a user. Pure."""
+"""Causes of faults that no rank reports itself: a rank died, left or fell silent. The first of
+several is blamed, since one leads to others, and its echo may arrive before it. Pure.
+"""
 
 import re
+import time
 from collections.abc import Sequence
 
 from motley.faults import MOST_DETAILS, Fault, FaultKind
+from motley.records.run_folder import RunFolder
+
+_STOPPED = (FaultKind.STOPPED, FaultKind.LEFT, FaultKind.PAUSED)
+
+
+def record_fault(folder: RunFolder, fault: Fault) -> None:
+    """Record the first cause of the end, where this process sees the run's records."""
+    if not (folder.path / "run.json").exists():
+        return
+    fields = {
+        "rank": fault.rank, "host": fault.host, "step": fault.step, "kind": fault.kind,
+        "phase": fault.phase, "error": fault.error,
+    }  # fmt: skip
+    status = "stopped" if fault.kind in _STOPPED else "failed"
+    try:  # first what others go by, whatever else fails
+        folder.update_run(status=status, failure=fields, ended=time.time())
+    finally:
+        folder.event("fault", **fields, details=fault.details)
+
 
 _CRASHES = (
     (FaultKind.SEGFAULT, "Segmentation fault|Bus error"),
@@ -140,3 +162,42 @@ def stuck(rank: int, host: str, step: int | None, seconds: float, where: str) ->
         rank, host, step, f"no rank has moved for {seconds:.0f} s: {where}",
         "continue with --resume auto", kind=FaultKind.HANG,
     )  # fmt: skip
+
+
+class FirstCause:
+    """The best cause so far, until it is time to blame it.
+
+    Attributes:
+        fault: that cause; None: there is no fault.
+    """
+
+    def __init__(self) -> None:
+        self.fault: Fault | None = None
+        self._deadline = 0.0
+
+    def suspect(self, fault: Fault, within_s: float) -> Fault:
+        """Blame ``fault`` unless a better cause turns up in time; the best so far."""
+        deadline = time.monotonic() + within_s
+        if self.fault is not None:
+            fault = max(self.fault, fault, key=_weight)  # the first of equals
+            deadline = min(deadline, self._deadline)
+        self.fault, self._deadline = fault, deadline
+        return fault
+
+    def forget(self) -> None:
+        """What was heard was the echo of something else."""
+        self.fault = None
+
+    def due(self) -> Fault | None:
+        """The cause to blame now, if it is time."""
+        return self.fault if time.monotonic() >= self._deadline else None
+
+    def due_in(self, at_most: float) -> float:
+        """Seconds until then."""
+        left = at_most if self.fault is None else self._deadline - time.monotonic()
+        return min(at_most, max(0.0, left))
+
+
+def _weight(fault: Fault) -> int:
+    """A failure counts more than the launcher's stop for it, and that more than one rank's."""
+    return 2 if not fault.signal else int(fault.kind is FaultKind.STOPPED)

@@ -1,0 +1,1 @@
+"""The members of a job: which of them live, the end of a lost one, and the return of hosts."""
