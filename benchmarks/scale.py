@@ -14,12 +14,12 @@ how soon all stop when a rank is killed, or falls silent.
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import result
 from scale_ranks import FakeRanks
 
@@ -35,10 +35,7 @@ from motley.plan.links import Flow, Links, rounds
 from motley.plan.replan import ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.plan.wire import AllReduceCost
-
-sys.path.append(str(result.ROOT / "plots"))
-import matplotlib.pyplot as plt
-import style
+from motley.plotting import style
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
 MOST_WATCHED = 1000

@@ -43,7 +43,7 @@ PLACES = {  # in the order in which a user meets them
     "src/motley/sweep": "Comparing ways to train",
     "src/motley/live": "Looking",
     "src/motley/publish": "Publishing to trackers",
-    "plots": "Looking",
+    "src/motley/plotting": "Looking",
 }
 HEAD = (
     "# Every message of an error\n\n"

@@ -17,11 +17,12 @@ SCRIPTS = ("setup", "torch_dist", "deepspeed", "plots", "lab", "benchmarks", "te
 # The rooms of the library, in order: a room imports those above it, and nothing below. Modules
 # beside the rooms are of the first.
 ROOMS = (
-    "root", "cluster", "records", "plan", "live", "publish", "sweep", "membership", "launch",
+    "root", "cluster", "records", "plan", "live", "publish", "sweep", "plotting",
+    "membership", "launch",
     "config", "data", "tasks", "comm", "engines", "checkpoint", "measure", "train", "infer",
 )  # fmt: skip
 # These load neither torch nor mpi4py.
-PURE = ("root", "cluster", "records", "plan", "live", "publish", "sweep", "membership")
+PURE = ("root", "cluster", "records", "plan", "live", "publish", "sweep", "plotting", "membership")
 HEAVY = {"torch", "timm", "torchvision", "deepspeed"}
 OWNERS = {
     "mpi4py": "mpi",
@@ -131,13 +132,6 @@ def test_launch_alone_knows_the_variables_of_a_rank(path: Path) -> None:
     text = path.read_text()
     if path.stem not in ("world", "tcp_ranks"):  # the second meets where torchrun's are
         assert not [name for name in VARIABLES if f'"{name}"' in text]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "plots").glob("*.py")), ids=lambda path: path.stem)
-def test_plots_need_neither_torch_nor_mpi(path: Path) -> None:
-    assert not tops(path) & (HEAVY | {"mpi4py"})
-    rooms = {room_of(name.split(".")[1:]) for name in imports(path) if name.startswith("motley.")}
-    assert rooms <= {"root", "records", "plan", "live", "publish", "sweep"}
 
 
 def test_the_plan_reads_no_clock_environment_or_hardware() -> None:

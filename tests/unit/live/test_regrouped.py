@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import plot_training
 import pytest
-import style
 from matplotlib.text import Text
 from small_runs import START, write_run
 
@@ -13,6 +11,7 @@ from motley.live.collect import Copies
 from motley.live.every_record import NewRecords, Position
 from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
+from motley.plotting import plot_training, style
 from motley.publish.series import step_rows
 from motley.records.costs import joules
 from motley.records.gpu_csv import LAB_GPU_COLUMNS

@@ -9,12 +9,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import plot_gpu
-import plot_training
 import pytest
-import style
 from forked import run_script
-from gpu_series import read_folder
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
@@ -26,6 +22,8 @@ from motley import records
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError
 from motley.live.training_columns import read_training
+from motley.plotting import plot_gpu, plot_training, style
+from motley.plotting.plot_gpu import read_folder
 from motley.records.run_folder import RunFolder
 from motley.records.training import others_ready
 from motley.sweep.matrix import read_matrix
@@ -156,8 +154,7 @@ def test_modules(tmp_path: Path) -> None:
     write_lab_log(tmp_path / "lab")
     code = """
 import json, pathlib, sys
-sys.path.insert(0, "plots")
-import plot_gpu, plot_training, style
+from motley.plotting import plot_gpu, plot_training, style
 series = plot_gpu.to_series(
     plot_gpu.read_folder([pathlib.Path(sys.argv[1])]), style.host_colours(["rank 0", "rank 1"])
 )

@@ -7,17 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import style
 from forked import run_script
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from plot_runs import draw_runs, losses_of
-from plot_timeline import longest, spans
 from project import ROOT, environment
-from run_steps import read_or_say
 from small_runs import START, write_run
 
+from motley.plotting import style
+from motley.plotting.plot_runs import draw_runs, losses_of
+from motley.plotting.plot_timeline import longest, spans
+from motley.plotting.run_steps import read_or_say
 from motley.records.run_folder import RunFolder, find_runs
 
 

@@ -10,10 +10,9 @@ from forked import run_script
 from live_runs import LAB, LiveRun
 from pseudo_terminal import PseudoTerminal
 from small_runs import write_run
-from watch_screen import View, runs_screen, screen
-from watch_text import ASCII, BLOCKS, Sort
 
 from motley.live.runs import Runs
+from motley.plotting.watch_screen import ASCII, BLOCKS, Sort, View, runs_screen, screen
 
 HOSTILE = "<b>\x1b[2Jpwned\u202e"
 

@@ -155,7 +155,7 @@ def legend_above(ax: Axes) -> None:
 
     def fits(columns: int) -> bool:
         widths = [column.max() for column in np.array_split(lengths, columns)]  # as a legend does
-        return _CHARACTER * sum(widths) + _HANDLE * len(widths) <= inches
+        return bool(_CHARACTER * sum(widths) + _HANDLE * len(widths) <= inches)
 
     columns = next((count for count in range(max(1, len(labels)), 1, -1) if fits(count)), 1)
     look = {"ncols": columns, "columnspacing": 1.2, "borderpad": 0}
@@ -177,7 +177,7 @@ def smooth(values: Array, window: int) -> Array:
 def _moving_sum(values: Array, window: int) -> Array:
     """Return centred sums over ``window`` values. Unlike a convolution, half a million values take
     milliseconds, however wide the window is."""
-    before = np.concatenate([[0.0], np.cumsum(np.pad(values, window // 2))])
+    before: Array = np.concatenate([[0.0], np.cumsum(np.pad(values, window // 2))])
     return before[window:] - before[:-window]
 
 

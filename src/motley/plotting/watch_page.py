@@ -139,7 +139,7 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Without asking for this machine's name, which may take long."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has left is no error."""

@@ -3,13 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import command
 import numpy as np
-import style
 
 from motley.errors import MotleyError
 from motley.live.track import PARTS
 from motley.live.training_columns import Training, column, mean, median, read_training
+from motley.plotting import command, style
 from motley.records.costs import lead
 from motley.records.gpu_csv import device_name
 from motley.records.json_files import JsonDict

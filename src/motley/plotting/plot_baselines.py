@@ -1,0 +1,299 @@
+"""Draw what baseline_measure.py found: speed against the limit, scaling, loss against time.
+
+    python plots/plot_baselines.py baselines/strategies              # beside its results.csv
+    python plots/plot_baselines.py baselines/ --out pictures
+    python plots/plot_baselines.py old_logs/                         # 5_GPUs/p1_b16_e10/metrics.csv
+
+Exit code: 0, or 2 if there is nothing to draw.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from motley.errors import MotleyError
+from motley.live.training_columns import read_training
+from motley.plotting import command, style
+from motley.plotting.plot_runs import Curve, draw_curves, losses
+from motley.plotting.style import PARTS, Part
+from motley.records.gpu_csv import GpuSample, read_gpu_log
+from motley.sweep.results import DONE, BaselineFolder
+from motley.sweep.table import Row, read_rows
+
+_GPUS = re.compile(r"(\d+)[_ -]?GPUs?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class OldRun:
+    """One run of the old format.
+
+    Attributes:
+        gpus: as its folder says. configuration: the folder's own name, as ``p1_b16_e10``.
+        epoch_s: an epoch, the median over them.
+    """
+
+    gpus: int
+    configuration: str
+    epoch_s: float
+
+
+def old_runs(paths: list[Path]) -> list[OldRun]:
+    """Every ``metrics.csv`` below a folder named like ``5_GPUs``; one that cannot be read, or has
+    no whole epoch, is named and left out."""
+    found = []
+    for log in sorted(file for path in paths for file in path.rglob("metrics.csv")):
+        gpus = next((int(m[1]) for part in log.parts[::-1] if (m := _GPUS.fullmatch(part))), None)
+        if gpus is None:
+            continue
+        try:
+            seconds = epoch_seconds(read_gpu_log(log))
+        except (MotleyError, OSError, ValueError) as error:
+            command.warn(f"{error}; left out")
+            continue
+        if not seconds:
+            command.warn(f"{log} holds no two epochs, so nobody can tell how long one took")
+            continue
+        found.append(OldRun(gpus, log.parent.name, seconds))
+    return found
+
+
+def epoch_seconds(samples: list[GpuSample]) -> float | None:
+    """How long an epoch took, by the median; a row of the old logs is written where one ends."""
+    ends: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.epoch is not None:
+            ends[sample.epoch].append(sample.time)
+    last = [max(times) for _, times in sorted(ends.items())]
+    return float(np.median(np.diff(last))) if len(last) > 1 else None
+
+
+RATE, LIMIT = PARTS["t_compute"].colour, "#333333"
+# What a step loses against the limit, as in the pictures of single runs.
+LOST = {
+    **{f"{part}_s": PARTS[f"t_{part}"] for part in ("wait", "comm", "data")},
+    "rest": Part("slower or idle compute, and optimizer", "#BBCC99", "xxx"),
+    "both": Part("compute and communication, which cannot be told apart", "#CC99BB", "+++"),
+}
+
+
+def lost(row: Row) -> dict[str, float]:
+    """Samples/s that are missing to the limit, by where the time went; they sum to all of it."""
+    limit = row.limit
+    if not row.samples_per_s or limit is None or limit <= row.samples_per_s:
+        return {}
+    missing = limit - row.samples_per_s
+    step_s = row.batch / row.samples_per_s
+    gap_s = step_s - row.batch / limit
+    parts = {name: getattr(row, name) or 0.0 for name in ("wait_s", "comm_s", "data_s")}
+    left = "both" if row.comm_s is None else "rest"
+    parts[left] = max(0.0, gap_s - sum(parts.values()))
+    whole = sum(parts.values())
+    return {name: missing * part / whole for name, part in parts.items()}
+
+
+def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
+    """A bar a cell up to its median, what it lost on top, marks at the mean and at the limit."""
+    shown: dict[str, str] = {}
+    ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
+    most = max(ends, default=0.0) or 1.0
+    for place, row in enumerate(rows):
+        if row.samples_per_s is None:
+            ax.text(0.01 * most, place, f"{row.outcome}{f', {row.when}' if row.when else ''}",
+                    va="center", color="#AA3311")  # fmt: skip
+            continue
+        end = row.weight * row.samples_per_s
+        half = (row.spread or 0.0) * end / 2
+        ax.barh(place, end, height=0.66, color=RATE, xerr=half or None,
+                error_kw={"ecolor": "0.4", "elinewidth": 1, "capsize": 2})  # fmt: skip
+        words = row.rate
+        if row.fraction_of_limit:
+            words += f", {row.fraction_of_limit:.2f} of the limit"
+        if row.outcome != DONE:
+            words += f"; a repeat: {row.outcome}"
+        for name, part in lost(row).items():
+            look = LOST[name]
+            part *= row.weight
+            ax.barh(place, part, left=end, height=0.66,
+                    label="" if look.label in shown else look.label, **look.fill)  # fmt: skip
+            shown[look.label] = look.colour
+            end += part
+        end = max(end, draw_marks(ax, row, place, shown))
+        ax.annotate(words, (end, place), (5, 0), textcoords="offset points", va="center")
+    ax.set_yticks(range(len(rows)), [title_of(row) for row in rows])
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False, axis="y")
+    ax.set_ylim(len(rows) - 0.4, -0.6)  # with the cells that have no bar
+    ax.set_xlim(0, 1.38 * most)
+    style.label_axes(ax, f"{rows[0].unit}/s" if rows else "", "")
+    if shown:
+        style.legend_above(ax)
+
+
+def draw_marks(ax: Axes, row: Row, place: int, shown: dict[str, str]) -> float:
+    """Marks at a bar's mean and limit; returns where the last of them is.
+
+    Args:
+        shown: labels that the legend has by now.
+    """
+    end = 0.0
+    for label, rate, look in (
+        ("mean by the clock", row.mean_samples_per_s, ":"),
+        ("limit: the sum of the hosts", row.limit, "-"),
+    ):
+        if rate is not None:
+            at = row.weight * rate
+            ax.plot([at] * 2, [place - 0.38, place + 0.38], color=LIMIT, linestyle=look,
+                    linewidth=1.6, label="" if label in shown else label)  # fmt: skip
+            shown[label], end = LIMIT, max(end, at)
+    return end
+
+
+def title_of(row: Row) -> str:
+    """The cell's name, and what it is of where the name does not say."""
+    hosts = "1 host" if row.machines == 1 else f"{row.machines} hosts"
+    return f"{row.name}\n{row.precision}, {hosts}, batch {row.batch}"
+
+
+def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that differ in the number of hosts alone, two of them or more; by what they have in
+    common. In weak scaling the batch grows with the hosts."""
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.samples_per_s:
+            groups[row.strategy, row.precision, row.checkpointing, row.options].append(row)
+    found = {}
+    for key, group in groups.items():
+        each = {row.machines: row for row in sorted(group, key=lambda row: row.batch)}
+        if len(each) > 1:
+            name = ", ".join(str(word) for word in key if word)
+            found[name] = [each[count] for count in sorted(each)]
+    return found
+
+
+def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
+    """Images/s against hosts, and what unequal hosts can do at best: not so many times one."""
+    limits = {
+        name: {row.machines: row.limit for row in rows if row.limit is not None}
+        for name, rows in series.items()
+    }  # fmt: skip
+    first = next(iter(limits.values()), {})
+    alike = all(
+        each.keys() == first.keys() and np.allclose([*each.values()], [*first.values()], rtol=0.02)
+        for each in limits.values()
+    )
+    if alike and first:
+        ax.plot([*first], [*first.values()], linestyle="--", color=LIMIT,
+                label="the sum of the hosts")  # fmt: skip
+    for number, (name, rows) in enumerate(series.items()):
+        hosts = [row.machines for row in rows]
+        rates = [row.weight * (row.samples_per_s or np.nan) for row in rows]
+        spread = [(row.spread or 0) * rate / 2 for rate, row in zip(rates, rows, strict=True)]
+        colour = style.HOST_COLOURS[number % len(style.HOST_COLOURS)]
+        ax.errorbar(hosts, rates, yerr=spread, marker="o", capsize=2, color=colour, label=name)
+        if not alike:
+            ax.plot([*limits[name]], [*limits[name].values()], linestyle="--", color=colour,
+                    label=f"{name}: the sum of its hosts")  # fmt: skip
+        for host, rate, row in zip(hosts, rates, rows, strict=True):
+            if row.fraction_of_limit:
+                ax.annotate(f"{row.fraction_of_limit:.2f}", (host, rate), (0, -12), ha="center",
+                            textcoords="offset points", fontsize=8)  # fmt: skip
+    weak = any(len({row.batch for row in rows}) > 1 for rows in series.values())
+    ax.set_xticks(sorted({row.machines for rows in series.values() for row in rows}))
+    batch = "as many samples for each" if weak else "the same batch"
+    unit = next(iter(series.values()))[0].unit
+    style.label_axes(ax, f"hosts, {batch}", f"{unit}/s", zero=True)
+    style.legend_above(ax)
+
+
+def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
+    """Of the first run of each cell that is done, where it tells any."""
+    found = {}
+    for cell in folder.matrix_cells():
+        done = [run for run, outcome in folder.repeats(cell) if outcome.kind == DONE]
+        told = losses(read_training(done[0])).loss if done else None
+        if told and len(told.values):
+            found[cell.name] = told
+    return found
+
+
+def draw_folder(folder: BaselineFolder) -> Figure:
+    """The picture of one matrix."""
+    rows = read_rows(folder)
+    if not rows:
+        raise MotleyError(f"{folder.path} holds no run that has ended; left out")
+    series = series_of(rows)
+    heights = [1.2 + 0.46 * len(rows), *([3.4] if series else []), 3.2]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    parts[0].suptitle(f"{folder.path.resolve().name}: {len(rows)} ways to train")
+    draw_rates(parts[0].subplots(), rows)
+    if series:
+        draw_scaling(parts[1].subplots(), series)
+    curves, axes = losses_of_cells(folder), parts[-1].subplots(1, 2, sharey=True)
+    draw_curves(axes[0], curves, over_time=False)
+    draw_curves(axes[1], curves, over_time=True)
+    axes[1].set_ylabel("")
+    if curves:
+        axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def draw_old(runs: Sequence[OldRun]) -> Figure:
+    """Strong scaling of the lab's old logs: an epoch's time by the GPUs that took part."""
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    ax = figure.subplots()
+    groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        groups[run.configuration][run.gpus].append(run.epoch_s)
+    for number, (name, by_gpus) in enumerate(sorted(groups.items())):
+        counts = sorted(by_gpus)
+        seconds = [float(np.median(by_gpus[count])) for count in counts]
+        colour = style.HOST_COLOURS[number % len(style.HOST_COLOURS)]
+        ax.plot(counts, seconds, marker="o", color=colour, label=name)
+        ideal = [seconds[0] * counts[0] / count for count in counts]
+        ax.plot(counts, ideal, linestyle="--", color=colour,
+                label="" if number else "as many times faster, if all were equal")  # fmt: skip
+        for count, second in zip(counts, seconds, strict=True):
+            ax.annotate(f"{seconds[0] / second:.2f} x", (count, second), (0, 6), ha="center",
+                        textcoords="offset points", fontsize=8)  # fmt: skip
+    ax.set_xticks(sorted({run.gpus for run in runs}))
+    ax.margins(x=0.05, y=0.12)
+    words = "GPUs; above each point: times as fast as with the fewest"
+    style.label_axes(ax, words, "an epoch (s)", zero=True)
+    style.legend_above(ax)
+    return figure
+
+
+def draw(paths: list[Path], out: Path | None) -> int:
+    """Draw every matrix and all old logs together; return the exit code."""
+    folders = {file.parent: BaselineFolder(file.parent)
+               for path in paths for file in sorted(path.rglob("matrix.json"))}  # fmt: skip
+    old = old_runs(paths)
+    if not folders and not old:
+        raise MotleyError(
+            f"no matrix.json and no 5_GPUs/.../metrics.csv under {', '.join(map(str, paths))}: "
+            "measure first, for example: python torch_dist/baseline_measure.py --matrix precision"
+        )
+    code = 2
+    if folders:
+        code = command.draw_all(
+            folders, lambda path: draw_folder(folders[path]), "baselines.png", out
+        )
+    if old:
+        path = (out or paths[0]) / "strong_scaling.png"
+        command.save(draw_old(old), path)
+        print(path)
+        code = 0
+    return code
+
+
+def main() -> int:
+    """Run the command; return the exit code."""
+    return command.run_script(__doc__ or "", draw)

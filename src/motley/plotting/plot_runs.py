@@ -1,0 +1,187 @@
+"""Draw several runs together: loss and held-out metric against samples and against time.
+
+    python plots/plot_runs.py logs/                       # logs/runs.png; of each task a row
+    python plots/plot_runs.py logs/a logs/b --out pictures
+
+Exit code: 0, or 2 if there is nothing to draw.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from motley.live.training_columns import Training, column
+from motley.plotting import command, style
+from motley.plotting.run_steps import read_or_say
+from motley.records.run_folder import RunFolder, find_runs
+
+_LOSS = "loss"
+_DASHES = ("-", "--", ":", "-.")
+_FEW = 40  # evaluations, of which each is marked
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values against samples and seconds of training. label: of their axis."""
+
+    label: str
+    samples: style.Array
+    seconds: style.Array
+    values: style.Array
+
+    @property
+    def is_marked(self) -> bool:
+        """Return True if each point is drawn: an evaluation, or the only step."""
+        return len(self.values) == 1 or (self.label != _LOSS and len(self.values) <= _FEW)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Curves of one run.
+
+    Attributes:
+        task: runs of another one are drawn elsewhere.
+        loss: of each step that tells one. held_out: what evaluations are judged by; None without.
+    """
+
+    task: str
+    loss: Curve
+    held_out: Curve | None
+
+
+def losses(training: Training) -> Losses:
+    """Return the curves of a run; the time is that in which it ran."""
+    loss = training.values("loss")
+    known = np.isfinite(loss)
+    samples, seconds = np.cumsum(training.values("n_global")), training.running_s()
+    task = str((training.run.get("task") or {}).get("title", ""))
+    return Losses(
+        task,
+        Curve(_LOSS, samples[known], seconds[known], loss[known]),
+        _held_out(training, samples, seconds),
+    )
+
+
+def _held_out(training: Training, samples: style.Array, seconds: style.Array) -> Curve | None:
+    if not training.epochs:
+        return None
+    name = training.headline or "loss"
+    label, factor = style.metric_label(name)
+    values = factor * column(training.epochs, name)
+    at = np.searchsorted(training.taken(), column(training.epochs, "step"))
+    known = np.isfinite(values) & (at < len(samples))
+    if not known.any():
+        return None
+    at = at[known]
+    return Curve(f"held-out {label}", samples[at], seconds[at], values[known])
+
+
+def looks(count: int) -> Iterator[dict[str, Any]]:
+    """Return the colour and line of each of some runs."""
+    for number in range(count):
+        again, colour = divmod(number, len(style.HOST_COLOURS))
+        yield {
+            "color": style.HOST_COLOURS[colour],
+            "linestyle": _DASHES[(colour + again) % len(_DASHES)],  # for who sees no colours
+        }
+
+
+def draw_curves(ax: Axes, curves: Mapping[str, Curve | None], over_time: bool) -> None:
+    """Draw a curve of each run, by name; one without a curve keeps its colour."""
+    known = [curve for curve in curves.values() if curve is not None]
+    longest = max((curve.seconds[-1] for curve in known), default=0.0)
+    unit, per_unit = style.time_unit(longest)
+    for (name, curve), look in zip(curves.items(), looks(len(curves)), strict=True):
+        if curve is None:
+            continue
+        x = curve.seconds / per_unit if over_time else curve.samples
+        values = style.smooth(curve.values, len(curve.values) // 40 | 1)
+        ax.plot(x, values, label=name, marker="." if curve.is_marked else None, **look)
+    where = f"time in training, pauses left out ({unit})" if over_time else "samples"
+    style.label_axes(ax, where, known[0].label if known else "")
+
+
+def by_task(runs: Mapping[str, Losses]) -> dict[str, dict[str, Losses]]:
+    """Return the runs of each task, by name."""
+    tasks: dict[str, dict[str, Losses]] = defaultdict(dict)
+    for name, run in runs.items():
+        tasks[run.task][name] = run
+    return tasks
+
+
+def kinds_of(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
+    """Return the curves to draw, kind by kind: losses, then held-out values where a run has any."""
+    held_out = {name: run.held_out for name, run in runs.items()}
+    kinds: list[dict[str, Curve | None]] = [{name: run.loss for name, run in runs.items()}]
+    return [*kinds, held_out] if any(held_out.values()) else kinds
+
+
+def draw_runs(runs: Mapping[str, Losses]) -> Figure:
+    """Return the picture of several runs, by name; of each task a block."""
+    tasks = by_task(runs)
+    kinds = {task: kinds_of(each) for task, each in tasks.items()}
+    heights = [max(3.2 * len(kinds[task]), 0.8 + 0.17 * len(each)) for task, each in tasks.items()]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    blocks = figure.subfigures(len(tasks), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for block, (task, each) in zip(blocks, tasks.items(), strict=True):
+        block.suptitle(f"{task or 'runs'}: {len(each)} run{'s' if len(each) > 1 else ''}")
+        axes = block.subplots(len(kinds[task]), 2, sharey="row", squeeze=False)
+        for row, curves in zip(axes, kinds[task], strict=True):
+            draw_curves(row[0], curves, over_time=False)
+            draw_curves(row[1], curves, over_time=True)
+            row[1].set_ylabel("")
+        if each:
+            axes[0, 1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def runs_panels(runs: Mapping[str, Losses]) -> Iterator[tuple[str, Figure]]:
+    """Yield the same panel by panel, each with what it shows in words."""
+    for task, each in by_task(runs).items():
+        for curves in kinds_of(each):
+            label = next(curve.label for curve in curves.values() if curve is not None)
+            for over_time in (False, True):
+                names = 0.17 * max(0, len(each) - 4)  # inches
+                figure, ax = style.panel(3.2 + names)
+                draw_curves(ax, curves, over_time)
+                style.legend_above(ax)
+                against = "time" if over_time else "samples"
+                yield f"{label} of each run against {against}: {task or 'runs'}", figure
+
+
+def losses_of(trainings: Iterable[Training]) -> dict[str, Losses]:
+    """Of each run by its folder's name; one that tells no loss is said and left out."""
+    found: dict[str, Losses] = {}
+    for training in trainings:
+        path, told = training.path.resolve(), losses(training)
+        if len(told.loss.values):
+            found[path.name if path.name not in found else "/".join(path.parts[-2:])] = told
+        else:
+            command.warn(f"{training.path} tells no loss; left out")
+    return found
+
+
+def draw(paths: list[Path], out: Path | None) -> int:
+    """Draw all runs together; return the exit code."""
+    runs = losses_of(filter(None, map(read_or_say, find_runs(paths))))
+    if not runs:
+        raise command.nothing("run", paths)
+    beside = Path(os.path.commonpath([path.resolve() for path in paths]))
+    if out is None and RunFolder(beside).run_file.exists():
+        beside = beside.parent
+    path = (out or beside) / "runs.png"
+    command.save(draw_runs(runs), path)
+    print(path)
+    return 0
+
+
+def main() -> int:
+    """Run the command; return the exit code."""
+    return command.run_script(__doc__ or "", draw)

@@ -1,0 +1,190 @@
+"""Draw what every rank did in some steps, on one clock: who computes, who waits, and for what.
+
+    python plots/plot_timeline.py logs/RUN                    # around the step that took longest
+    python plots/plot_timeline.py logs/ --steps 100:104       # logs/<run>/timeline.png, every run
+
+Reads the steps that every run records; what a step's operators did is in --profile's traces.
+Exit code: 0, or 2 if there is nothing to draw.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from motley.errors import MotleyError
+from motley.live.training_columns import Training, read_training
+from motley.plotting import command, style
+from motley.plotting.run_steps import title
+from motley.records.costs import pauses, without_pauses
+from motley.records.json_files import JsonDict
+from motley.records.run_folder import find_runs
+
+_AROUND = 2  # steps before the longest, and after it
+_WARM = 3  # steps, at most half of them, of which the longest says nothing
+_WIDE = 11.0  # inches
+_FEW_RANKS = 64
+
+Pauses = Sequence[tuple[float, float]]  # see motley.records.costs.pauses
+
+
+@dataclass(frozen=True)
+class Span:
+    """One part of one rank's step: its first and last second since the first of all began."""
+
+    rank: int
+    step: int
+    part: str
+    start: float
+    end: float
+
+
+def spans(
+    steps: dict[int, list[JsonDict]], first: int, end: int, paused: Pauses = ()
+) -> list[Span]:
+    """What each rank did from step ``first`` on, before ``end``, ``paused`` left out.
+
+    Clocks of hosts differ; but all ranks end their part of an all-reduce together, so that is where
+    their clocks are laid over each other. Steps that do not tell of one leave clocks as they are.
+    """
+    chosen = {
+        rank: {line["step"]: line for line in lines if first <= line["step"] < end}
+        for rank, lines in steps.items()
+    }
+    chosen = {rank: lines for rank, lines in chosen.items() if lines}
+    if not chosen:
+        return []
+    reference = chosen[min(chosen)]
+    found = []
+    for rank, lines in chosen.items():
+        late = [
+            _met(line) - _met(reference[step])
+            for step, line in lines.items()
+            if step in reference and None not in (line.get("t_comm"), reference[step].get("t_comm"))
+        ]
+        offset = float(np.median(late)) if late else 0.0
+        for step, line in lines.items():
+            ended = without_pauses(line["time"] - offset, paused)
+            at = ended - sum(line.get(part) or 0.0 for part in style.PARTS)
+            for part in style.PARTS:
+                seconds = line.get(part) or 0.0
+                found.append(Span(rank, step, part, at, at + seconds))
+                at += seconds
+    begin = min(span.start for span in found)
+    return [
+        Span(span.rank, span.step, span.part, span.start - begin, span.end - begin)
+        for span in found
+    ]
+
+
+def _met(line: JsonDict) -> float:
+    """When all ranks had the sum, by this one's clock."""
+    return float(line["time"] - line["t_opt"])
+
+
+def longest(lines: Sequence[JsonDict]) -> int:
+    """The step that took longest, of those after the first."""
+    later = lines[min(_WARM, len(lines) // 2) :]
+    whole = [sum(line.get(part) or 0.0 for part in style.PARTS) for line in later]
+    return int(later[int(np.argmax(whole))]["step"])
+
+
+def draw_spans(ax: Axes, found: Sequence[Span], ranks: Sequence[int]) -> None:
+    """A row a rank, in the order of ``ranks``; a line where the first of them begins a step."""
+    seconds = max(span.end for span in found)
+    unit, factor = ("ms", 1000.0) if seconds < 2 else ("s", 1.0)
+    rows = {rank: row for row, rank in enumerate(ranks)}
+    for part, look in style.PARTS.items():
+        those = [span for span in found if span.part == part and span.end > span.start]
+        if those:
+            ax.barh(
+                [rows[span.rank] for span in those],
+                [factor * (span.end - span.start) for span in those],
+                left=[factor * span.start for span in those], height=0.8, label=look.label,
+                **look.fill,
+            )  # fmt: skip
+    begins = {span.step: span.start for span in reversed(found) if span.rank == ranks[0]}
+    for step, start in begins.items():
+        ax.axvline(factor * start, color="0.3", linewidth=0.8, linestyle=":")
+        ax.annotate(f"step {step + 1}", (factor * start, 0), (2, 2), textcoords="offset points",
+                    xycoords=("data", "axes fraction"), fontsize=7)  # fmt: skip
+    ax.set_ylim(len(ranks) - 0.3, -0.6)
+    ax.set_xlim(0, 1.01 * factor * seconds)
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+    style.label_axes(ax, f"time since the first of these steps began ({unit})", "")
+    style.legend_above(ax)
+
+
+def draw_timeline(
+    training: Training, asked: tuple[int, int] | None = None, width: float = _WIDE
+) -> Figure:
+    """The picture of some steps of a run.
+
+    Args:
+        asked: the first, and the one before which it ends; None: around the longest.
+        width: inches; a narrow one has no title.
+    """
+    if asked is None:
+        middle = longest(training.lead)
+        words = f"around step {middle + 1}, which took longest"
+        first, end = max(0, middle - _AROUND), middle + _AROUND + 1
+    else:
+        (first, end), words = asked, f"steps {asked[0] + 1} to {asked[1]}"
+    found = spans(training.steps, first, end, pauses(training.lead, training.starts))
+    if not found:
+        last = training.lead[-1]["step"] + 1
+        raise MotleyError(
+            f"{training.path} has no step from {first + 1} to {end}: its last one is {last}"
+        )
+    ranks = sorted({span.rank for span in found})
+    figure = Figure(figsize=(width, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS)), layout="constrained")
+    if width >= _WIDE:
+        figure.suptitle(f"{title(training)}; {words}")
+    ax = figure.subplots()
+    draw_spans(ax, found, ranks)
+    hosts = [training.groups.worker(rank, end - 1).get("host") for rank in ranks]
+    labels = [f"rank {rank}" + (f" - {host}" if host else "")
+              for rank, host in zip(ranks, hosts, strict=True)]  # fmt: skip
+    ax.set_yticks(range(len(ranks)), labels)
+    return figure
+
+
+def read_steps(text: str) -> tuple[int, int]:
+    """``FROM:TO``: what is taken after FROM steps, until TO are."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: write it as in 100:104, for 101 to 104")
+    if int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} ends before it begins")
+    return int(found[1]), int(found[2])
+
+
+def draw(paths: list[Path], out: Path | None, steps: tuple[int, int] | None) -> int:
+    """Draw every run; return the exit code."""
+    runs = {folder.path: folder for folder in find_runs(paths)}
+    if not runs:
+        raise command.nothing("run", paths)
+    return command.draw_all(
+        runs, lambda path: draw_timeline(read_training(runs[path]), steps), "timeline.png", out
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What only this picture has."""
+    parser.add_argument(
+        "--steps",
+        type=read_steps,
+        metavar="FROM:TO",
+        help="as 100:104 for 101 to 104; default: around the longest",
+    )
+
+
+def main() -> int:
+    """Run the command; return the exit code."""
+    return command.run_script(__doc__ or "", draw, add_options)

@@ -1,0 +1,142 @@
+"""Publish what a run records, of all hosts, to the tracker that you look at.
+
+    python plots/publish.py logs/RUN --to tensorboard
+    python plots/publish.py logs/RUN --to wandb --follow     # until the run ends
+    python plots/publish.py logs/RUN --to mlflow --project lab
+
+The training knows nothing of it: this reads the records alone, of a run that goes on too. Type the
+same line again, and it publishes what is new since; a run that is resumed goes on in the same
+tracker run; to publish all of it anew, remove logs/RUN/published.*.json. No network is used unless
+the tracker's own variables say so. Exit code: 0, or 2 if it cannot be published.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+from motley.errors import MotleyError
+from motley.live.collect import Collector
+from motley.live.follow import hosts_elsewhere
+from motley.live.words import plain
+from motley.plotting.command import add_collect, warn
+from motley.publish.publisher import Publisher, Told
+from motley.publish.tracker import Tracker
+from motley.publish.trackers import trackers
+from motley.records.run_folder import open_run
+from motley.signals import handle_end
+from motley.text import escape_unprintable
+
+PROJECT = "motley"
+
+
+def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="trackers:\n" + "\n".join(f"  {kind.name:13}{kind.says}" for kind in kinds.values()),
+    )  # fmt: skip
+    parser.add_argument("run", type=Path, help="its folder, as logs/RUN")
+    parser.add_argument("--to", required=True, choices=kinds, metavar="TRACKER",
+                        help=", ".join(kinds))  # fmt: skip
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument(
+        "--project", default=PROJECT, help=f"the tracker's project or experiment, default {PROJECT}"
+    )
+    add_collect(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Publish; return the exit code."""
+    escape_unprintable()
+    kinds = trackers()
+    args = parse(kinds)
+    os.nice(19)  # a run on this machine comes first
+    try:
+        kind = kinds[args.to]
+        kind.check()
+        run = open_run(args.run)
+        with (
+            Collector(args.collect, whole=True) as collector,
+            Publisher(run, kind, args.project, collector.copies(run)) as publisher,
+        ):
+            end_on_signals(publisher)
+            told = Session(args, publisher, collector).publish()
+            for trouble in publisher.left_out():
+                warn(trouble)
+        say(args, told)
+    except MotleyError as error:
+        warn(error)
+        return 2
+    except KeyboardInterrupt:  # twice: it is not closed as it should be, and told again
+        return 130
+    return 0
+
+
+class Session:
+    """What is said while a run is published.
+
+    Args:
+        args: the command line. publisher: of the run. collector: of what other hosts hold.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, publisher: Publisher, collector: Collector
+    ) -> None:
+        self._args, self._publisher, self._collector = args, publisher, collector
+        self._said: set[str] = set()
+
+    def publish(self) -> Told:
+        """See :meth:`Publisher.publish`."""
+        if self._args.follow:
+            print(f"{self._args.run} to {self._args.to} until it ends; Ctrl-C ends this alone")
+        return self._publisher.publish(self._args.follow, self._look)
+
+    def _look(self) -> bool:
+        """Say where it goes; fetch and name what is not here; whether to look again."""
+        follower, where = self._publisher.follower, self._publisher.look
+        if where and not self._said:
+            self._said.add(where)
+            print(f"see it: {where}", flush=True)
+        if began := self._collector.start([follower]):
+            self._collector.wait()
+        else:
+            for host in hosts_elsewhere(follower):
+                self._warn_of(host, follower.troubles.get(host))
+        return began
+
+    def _warn_of(self, host: str, trouble: str | None) -> None:
+        if host in self._said or (self._collector.asked and trouble is None):
+            return  # they may be on their way
+        self._said.add(host)
+        usual = (
+            f"--collect reads them by ssh; or bring them into {self._args.run} and type it again"
+        )
+        warn(f"{plain(host)}: its records are not here and not published; {trouble or usual}")
+
+
+def end_on_signals(publisher: Publisher) -> None:
+    """The first signal ends the publishing after what it is at, a second one at once."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.default_int_handler)
+        publisher.stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        handle_end(number, end)
+
+
+def say(args: argparse.Namespace, told: Told) -> None:
+    """What was published."""
+    if not told.status:
+        print(f"{args.run} has no run.json yet: nothing is published")
+        return
+    counts = ((told.steps, "step"), (told.evaluations, "evaluation"), (told.events, "event"),
+              (told.samples, "sample"))  # fmt: skip
+    new = [f"{count:,} {word}{'s' if count != 1 else ''}" for count, word in counts if count]
+    print(f"{args.run} to {args.to}: {', '.join(new) or 'nothing new since the last time'}")
+    if told.status == "running":
+        print(
+            "the run goes on: publish what comes by the same line again, or all of it with --follow"
+        )

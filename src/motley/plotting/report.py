@@ -1,0 +1,406 @@
+"""One page of all that was run: what, on what, what won and why, with the pictures inside.
+
+    python plots/report.py logs/                       # logs/report.html
+    python plots/report.py baselines/strategies logs/ --out report
+    python plots/report.py baselines/
+
+Opens from disk, needs no network; its tables can be sorted. Exit code: 0, or 2 if there is nothing
+to show.
+"""
+
+import base64
+import contextlib
+import io
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from motley.errors import MotleyError
+from motley.live.training_columns import Training, median
+from motley.live.verdict import run_verdict
+from motley.plotting import command, style
+from motley.plotting.plot_baselines import LOST, lost
+from motley.plotting.plot_baselines import draw_folder as draw_matrix
+from motley.plotting.plot_gpu import machine_panels, read_folder, to_series
+from motley.plotting.plot_runs import losses_of, runs_panels
+from motley.plotting.plot_timeline import draw_timeline
+from motley.plotting.plot_training import run_panels
+from motley.plotting.run_steps import read_or_say, title
+from motley.plotting.run_verdict import add_co2
+from motley.plotting.traces import words as words_of
+from motley.records.gpu_csv import find_gpu_logs
+from motley.records.json_files import JsonDict
+from motley.records.run_folder import RunFolder, find_runs
+from motley.records.trace import read_trace, summarise
+from motley.sweep.matrix import REFERENCE
+from motley.sweep.results import DONE, BaselineFolder
+from motley.sweep.table import HEAD, Row, read_rows, shown
+from motley.text import rate_in_words, step_in_words
+
+_WRONG = 0.01  # of the loss: what 30 steps in 16 bits differ by is a tenth of it
+_TIE = 0.02  # of the rate
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """Sentences, the most important first; the fp32 references take no part."""
+    measured = [row for row in rows if row.samples_per_s and not row.name.startswith(REFERENCE)]
+    sane = [row for row in measured if not is_wrong(row)]
+    said = []
+    if sane:
+        ranked = sorted(sane, key=lambda row: -(row.samples_per_s or 0))
+        said.append(_winner(ranked))
+        if why := _where_it_went(ranked[0]):
+            said.append(why)
+        said += _frugal(ranked)
+    for row in measured:
+        if is_wrong(row):
+            said.append(
+                f"{row.name} ends with a loss {row.loss_difference:+.1%} from the fp32 run of the "
+                "same samples: its speed is worth nothing until that is understood."
+            )
+    if sane and not any(map(is_wrong, measured)):
+        known = [abs(row.loss_difference) for row in sane if row.loss_difference is not None]
+        if known:
+            said.append(f"All losses are those of the fp32 run to {max(known):.0e} of it.")
+    if leaky := [row for row in measured if row.leak_mib]:
+        words = ", ".join(f"{row.name} ({row.leak_mib:.3g} MiB a step)" for row in leaky)
+        said.append(f"Memory grows to the end of the run: {words}.")
+    failed = [row for row in rows if row.outcome != DONE]
+    if failed:
+        words = ", ".join(f"{row.name} ({row.outcome})" for row in failed)
+        said.append(f"{len(failed)} of {len(rows)} did not end well: {words}.")
+    return said or ["Nothing is done yet."]
+
+
+def is_wrong(row: Row) -> bool:
+    """Its loss is not that of the same samples in fp32."""
+    return row.loss_difference is not None and abs(row.loss_difference) > _WRONG
+
+
+def _winner(ranked: Sequence[Row]) -> str:
+    best = ranked[0]
+    words = f"{best.name} is the fastest: {best.rate}"
+    if best.fraction_of_limit:
+        words += f", {best.fraction_of_limit:.2f} of what these machines can do together"
+        if best.is_compiled:
+            words += " without --compile"
+    if len(ranked) > 1:
+        ratio = (best.samples_per_s or 0) / (ranked[1].samples_per_s or 1)
+        words += f"; {ranked[1].name} comes next, " + (
+            "as fast within the noise" if ratio < 1 + max(_TIE, best.spread or 0)
+            else f"{ratio:.2f} times slower"
+        )  # fmt: skip
+    return f"{words}."
+
+
+def _where_it_went(row: Row) -> str:
+    """What the fastest still loses, where it is worth a word."""
+    parts = {
+        name: part for name, part in lost(row).items() if part > 0.01 * (row.samples_per_s or 0)
+    }
+    if not parts or not row.samples_per_s:
+        return ""
+    whole = row.samples_per_s + sum(lost(row).values())
+    shares = sorted(parts, key=lambda name: -parts[name])
+    words = ", ".join(f"{LOST[name].label} {parts[name] / whole:.0%}" for name in shares)
+    return f"What it misses of the limit: {words}."
+
+
+def _frugal(ranked: Sequence[Row]) -> list[str]:
+    """Who needs the least memory, and the least energy, where that is somebody else."""
+    said = []
+    by_memory = [(memory, row) for row in ranked if (memory := most_memory(row)) is not None]
+    if len(by_memory) > 1:
+        memory, row = min(by_memory, key=lambda pair: pair[0])
+        best = most_memory(ranked[0])
+        if row is not ranked[0] and best is not None and memory < 0.95 * best:
+            said.append(
+                f"{row.name} needs the least memory: {memory:,.0f} MiB on the fullest host, where "
+                f"{ranked[0].name} needs {best:,.0f}; it makes {row.rate}."
+            )
+    with_joules = [row for row in ranked if row.joules]
+    if len(with_joules) > 1:
+        row = min(with_joules, key=lambda each: each.joules or 0)
+        if row is not ranked[0]:
+            said.append(f"{row.name} needs the least energy: {row.joules:.3g} J a sample.")
+    return said
+
+
+def most_memory(row: Row) -> float | None:
+    """MiB, of the host that holds most."""
+    values = [float(part.rsplit(" ", 1)[1]) for part in row.memory_mib.split(", ") if part]
+    return max(values, default=None)
+
+
+_DPI, _DPI_WIDE = 150, 110
+_TROUBLES = (MotleyError, OSError, ValueError, KeyError, TypeError)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An embedded PNG.
+
+    Attributes:
+        alt: what it shows, in words. is_wide: it has a line of the page for itself.
+    """
+
+    data: str
+    alt: str
+    is_wide: bool = False
+
+
+@dataclass(frozen=True)
+class Details:
+    """One run, folded away.
+
+    Attributes:
+        name: by which the table leads here. title: its summary line. verdict: sentences.
+        profiled: what its traces say, in lines.
+    """
+
+    name: str
+    title: str
+    verdict: list[str]
+    pictures: list[Picture]
+    profiled: list[str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One matrix, or all runs that belong to none.
+
+    Attributes:
+        verdict: sentences. facts: what was run, on what. head, rows: of the table.
+        status: the column that tells how a run ended.
+        failed: name, how and where, error.
+    """
+
+    name: str
+    verdict: list[str]
+    facts: list[str]
+    head: list[str]
+    rows: list[list[str]]
+    status: int
+    failed: list[tuple[str, str, str]]
+    pictures: list[Picture]
+    runs: list[Details]
+
+
+def picture(alt: str, draw: Callable[[], Figure], is_wide: bool = False) -> list[Picture]:
+    """The picture, or none, and a word, where it cannot be drawn."""
+    try:
+        return [_embedded(alt, draw(), is_wide)]
+    except _TROUBLES as error:
+        command.warn(f"{alt}: {error}")
+        return []
+
+
+def panels(alt: str, figures: Callable[[], Iterable[tuple[str, Figure]]]) -> list[Picture]:
+    """Return pictures of a panel each; those that can be drawn, and a word on the others.
+
+    Args:
+        alt: whose they are; empty: of all. figures: each with what it shows.
+    """
+    found = []
+    try:
+        for words, figure in figures():
+            found.append(_embedded(f"{alt}: {words}" if alt else words, figure))
+    except _TROUBLES as error:
+        command.warn(f"{alt or 'runs'}: {error}")
+    return found
+
+
+def _embedded(alt: str, figure: Figure, is_wide: bool = False) -> Picture:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI_WIDE if is_wide else _DPI)
+    return Picture(base64.b64encode(buffer.getvalue()).decode(), alt, is_wide)
+
+
+def details(
+    run: RunFolder,
+    name: str,
+    training: Training | None,
+    colours: dict[str, str],
+    co2: float,
+    summary: str = "",
+) -> Details:
+    """A run's pictures, and what was profiled.
+
+    Args:
+        summary: its line; empty: as its records tell.
+    """
+    pictures: list[Picture] = []
+    said: list[str] = []
+    if training is None:
+        summary = summary or f"{name}: no training step"
+    else:
+        summary = summary or title(training)
+        said = run_verdict(training, co2).sentences()
+        for words, draw_panel in run_panels(training, colours):
+            pictures += picture(f"{run.path.name}: {words}", draw_panel)
+        pictures += picture(
+            f"{run.path.name}: what each rank did around the step that took longest",
+            lambda: draw_timeline(training, width=style.PANEL_WIDTH),
+        )
+    if logs := find_gpu_logs([run.path]):
+        pictures += panels(
+            run.path.name,
+            lambda: machine_panels(run.path.name, to_series(read_folder(logs), colours)),
+        )
+    profiled: list[str] = []
+    for path in run.traces():
+        try:
+            profiled += words_of(summarise(read_trace(path)))
+        except MotleyError as error:
+            command.warn(error)
+    return Details(name, summary, said, pictures, profiled)
+
+
+def of_matrix(folder: BaselineFolder, colours: dict[str, str], co2: float) -> Section:
+    """The section of one matrix."""
+    rows = read_rows(folder)
+    firsts = {cell.name: folder.attempt(cell, 0) for cell in folder.matrix_cells()}
+    runs = {name: run for name, run in firsts.items() if run.read_run()}
+    name = folder.path.resolve().name
+    return Section(
+        name, verdict(rows),
+        [line.removeprefix("- ") for line in folder.configuration().splitlines() if line],
+        HEAD, [shown(row) for row in rows], len(HEAD) - 1,
+        [(row.name, ", ".join(filter(None, (row.outcome, row.when))), row.error)
+         for row in rows if row.outcome != DONE],
+        picture(f"ways to train, {name}", lambda: draw_matrix(folder), is_wide=True),
+        [details(run, cell, read_or_say(run), colours, co2, f"{cell}: {_rate(rows, cell)}")
+         for cell, run in runs.items()],
+    )  # fmt: skip
+
+
+def _rate(rows: list[Row], name: str) -> str:
+    row = next((row for row in rows if row.name == name), None)
+    if row is None:
+        return "not ended"
+    return row.rate or row.outcome
+
+
+def rates(training: Training) -> tuple[str, str, str]:
+    """The median of its steps and the mean by the clock, in words, and what it is judged by."""
+    middle, mean = (
+        "" if np.isnan(rate) else f"{rate_in_words(rate)} {training.unit}/s"
+        for rate in (median(training.rates()), training.mean_rate())
+    )
+    return middle, mean, training.headline
+
+
+def started(run: RunFolder) -> float:
+    """Return when a run was started, seconds since 1970; of a damaged one, when it last changed."""
+    with contextlib.suppress(MotleyError):
+        at = run.read_run().get("started")
+        if isinstance(at, int | float):
+            return float(at)
+    return run.run_file.stat().st_mtime
+
+
+def distinct_names(runs: Sequence[RunFolder]) -> list[str]:
+    """Return the name of each run's folder; with the folder above where two have the same."""
+    paths = [run.path.resolve() for run in runs]
+    count = Counter(path.name for path in paths)
+    return [path.name if count[path.name] == 1 else "/".join(path.parts[-2:]) for path in paths]
+
+
+def ranks_in_words(run: RunFolder, about: JsonDict) -> str:
+    """Return how many ranks train, and how many were lost since the start, as ``2 (1 lost)``."""
+    ranks, began = len(about.get("ranks") or []), about.get("started") or 0
+    lost = [event for event in run.read_events() if event.get("event") == "lost"]
+    count = sum(event["time"] > began for event in lost if about.get("grouped"))
+    return f"{ranks} ({count} lost)" if count else str(ranks)
+
+
+def of_runs(runs: list[RunFolder], colours: dict[str, str], co2: float) -> Section:
+    """The section of runs that belong to no matrix, the newest first."""
+    head = ["run", "status", "started", "result", "median rate", "mean rate", "ranks", "batch",
+            "wire", "task"]  # fmt: skip
+    rows, failed = [], []
+    runs = sorted(runs, key=started, reverse=True)
+    names = distinct_names(runs)
+    trainings = [read_or_say(run) for run in runs]
+    for run, name, training in zip(runs, names, trainings, strict=True):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started(run)))
+        try:
+            about = run.read_run()
+        except MotleyError as error:
+            command.warn(error)
+            rows.append([name, "run.json is damaged", when, *[""] * (len(head) - 3)])
+            failed.append((name, "its records cannot be read", str(error)))
+            continue
+        config, result = about.get("config") or {}, about.get("result") or {}
+        failure = about.get("failure") or {}
+        middle, mean, headline = rates(training) if training else ("", "", "")
+        best = result.get(headline)
+        rows.append([
+            name, str(about.get("status", "")), when,
+            "" if best is None else style.metric(headline, best), middle, mean,
+            ranks_in_words(run, about), str(config.get("batch_size") or ""),
+            str((about.get("plan") or {}).get("wire") or ""),
+            str((about.get("task") or {}).get("title", "")),
+        ])  # fmt: skip
+        if failure and about.get("status") != "stopped":
+            where = f"rank {failure.get('rank')} on {failure.get('host')}"
+            if failure.get("step") is not None:
+                where += f", {step_in_words(failure['step'])}"
+            failed.append((name, where, str(failure.get("error") or "")))
+    finished = sum(row[1] == "finished" for row in rows)
+    each = [details(*pair, colours, co2) for pair in zip(runs, names, trainings, strict=True)]
+    said = [f"{finished} of {len(rows)} runs finished."]
+    heading = "runs"
+    pictures: list[Picture] = []
+    if len(each) == 1:  # then the page is about it
+        heading, said = runs[0].path.resolve().name, each[0].verdict or said
+        each = [replace(each[0], verdict=[])]
+    else:
+        pictures = panels("", lambda: runs_panels(losses_of(filter(None, trainings))))
+    return Section(heading, said, [], head, rows, 1, failed, pictures, each)
+
+
+def draw(paths: list[Path], out: Path | None, co2: float) -> int:
+    """Write the page; return the exit code."""
+    colours = style.colours_under(paths)
+    matrices = [file.parent for path in paths for file in sorted(path.rglob("matrix.json"))]
+    alone = [run for run in find_runs(paths)
+             if not any(folder in run.path.parents for folder in matrices)]  # fmt: skip
+    sections = []
+    for folder in matrices:
+        try:
+            sections.append(of_matrix(BaselineFolder(folder), colours, co2))
+        except MotleyError as error:
+            command.warn(error)
+    if alone:
+        sections.append(of_runs(alone, colours, co2))
+    if not sections:
+        raise command.nothing("run", paths)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    page = environment.get_template("report.html.jinja").render(
+        sections=sections, made=time.strftime("%Y-%m-%d %H:%M"), paths=[str(p) for p in paths]
+    )
+    file = (out or paths[0]) / "report.html"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise MotleyError(
+            f"cannot write {file}: {error.strerror}; choose another place with --out DIR"
+        ) from None
+    print(file)
+    return 0
+
+
+def main() -> int:
+    """Run the command; return the exit code."""
+    return command.run_script(__doc__ or "", draw, add_co2)

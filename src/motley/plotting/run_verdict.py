@@ -1,0 +1,53 @@
+"""What a run reached of the limit, where the rest went, and what would be faster.
+
+    python plots/verdict.py logs/                    # every run
+    python plots/verdict.py logs/RUN --json          # for a program: one line a run
+    python plots/verdict.py logs/RUN --co2 56        # grams a kWh where it ran, here: in France
+
+Exit code: 0, or 2 if there is nothing to judge.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from motley.live.verdict import CO2_PER_KWH, run_verdict
+from motley.plotting import command
+from motley.plotting.run_steps import read_or_say, title
+from motley.records.run_folder import find_runs
+
+
+def tell_all(paths: list[Path], json_lines: bool, co2: float) -> int:
+    """Print the verdict of every run; return the exit code."""
+    code = 2
+    for folder in find_runs(paths):
+        if (training := read_or_say(folder)) is None:
+            continue
+        verdict = run_verdict(training, co2)
+        if json_lines:
+            print(json.dumps({"run": str(folder.path), **verdict.as_json()}))
+        else:
+            print("\n  ".join([title(training), *verdict.sentences()]))
+        code = 0
+    if code:
+        raise command.nothing("run with a step", paths)
+    return code
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What only this script has."""
+    parser.add_argument("--json", action="store_true", dest="json_lines", help="one line a run")
+    add_co2(parser)
+
+
+def add_co2(parser: argparse.ArgumentParser) -> None:
+    """How much CO2 comes with a kWh."""
+    parser.add_argument(
+        "--co2", type=float, default=CO2_PER_KWH, metavar="G",
+        help=f"grams of CO2 a kWh, default: {CO2_PER_KWH:g}, the world's mean of 2023 (Ember)",
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Run the command; return the exit code."""
+    return command.run_script(__doc__ or "", tell_all, add_options, draws=False)

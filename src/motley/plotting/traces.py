@@ -1,0 +1,65 @@
+"""Where the time of profiled steps went, and all ranks of them in one picture.
+
+    mpirun -np 2 --hostfile hosts.txt ./entry_cn.sh --profile 20:40 --profile-ranks all
+    python plots/traces.py logs/                    # logs/<run>/trace.json.gz, every profiled run
+
+Open the file at ui.perfetto.dev; clocks of ranks are put right in it.
+Exit code: 0, or 2 if there is no trace.
+"""
+
+from pathlib import Path
+
+from motley.errors import MotleyError
+from motley.plotting import command
+from motley.records.run_folder import RunFolder, find_runs
+from motley.records.trace import TraceSummary, merge_traces, read_trace, summarise
+
+
+def words(found: TraceSummary) -> list[str]:
+    """A rank's summary, some lines."""
+    busy = "the GPU had nothing to do" if found.on_gpu else "no operator ran"
+    lines = [
+        f"rank {found.rank} on {found.host}: {found.steps} steps in {found.seconds:.3f} s; for "
+        f"{found.wire:.0%} of it something was on the wire, for {found.waited:.0%} the rank waited "
+        f"for that; for {found.idle:.0%} {busy}"
+    ]
+    for name, seconds, calls in found.busiest:
+        part = seconds / found.seconds
+        lines.append(f"  {part:5.1%}  {seconds:8.3f} s  {calls:6,} times  {name[:80]}")
+    return lines
+
+
+def tell(run: RunFolder, out: Path | None) -> None:
+    """Print what the traces of a run say, and put them together."""
+    traces = [read_trace(path) for path in run.traces()]
+    for trace in traces:
+        print("\n".join(words(summarise(trace))))
+    into = run.trace_of_all()
+    if out is not None:
+        into = out / f"{run.path.resolve().name}.{into.name}"
+        out.mkdir(parents=True, exist_ok=True)
+    merge_traces(traces, into)
+    print(into)
+
+
+def tell_all(paths: list[Path], out: Path | None) -> int:
+    """The same of every run; return the exit code. One bad run hides no other."""
+    runs = [run for run in find_runs(paths) if run.traces()]
+    if not runs:
+        raise MotleyError(
+            f"no trace under {', '.join(map(str, paths))}: train with --profile FROM:TO, for "
+            "example: mpirun -np 2 ./entry_cn.sh --profile 20:40"
+        )
+    code = 2
+    for run in runs:
+        try:
+            tell(run, out)
+            code = 0
+        except (MotleyError, OSError) as error:
+            command.warn(error)
+    return code
+
+
+def main() -> int:
+    """Run the command; return the exit code."""
+    return command.run_script(__doc__ or "", tell_all)

@@ -1,0 +1,463 @@
+"""The live view as lines of text for a terminal of any width: a run with its table of ranks, one
+rank of it, or all runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import Enum
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from motley.live.headline import Mood
+from motley.live.snapshot import RankHistory, Row, Snapshot
+from motley.text import rate_in_words
+
+PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")
+_LOOK = ("white", "blue", "yellow", "red", "green", "magenta")  # of each part
+MOODS = {
+    Mood.STARTING: "cyan", Mood.WELL: "green", Mood.WAITS: "yellow", Mood.SILENT: "bold red",
+    Mood.FAILED: "bold red", Mood.DONE: "bold green",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What bars and curves are drawn with.
+
+    Attributes:
+        parts: of a step, as PARTS. heights: of a curve, ascending. full, empty: of progress.
+        cut: ends what does not fit.
+    """
+
+    parts: str
+    heights: str
+    full: str
+    empty: str
+    cut: str
+
+
+BLOCKS = Signs("i█·≈oh", "▁▂▃▄▅▆▇█", "█", "░", "…")
+ASCII = Signs("i#.~oh", "_.-=+*%@", "#", ".", "~")
+
+
+class Sort(Enum):
+    """By what the rows are in order."""
+
+    FIT = "rank, or waited for"  # where not all fit
+    RANK = "rank"
+    WAITED = "waited for"
+    HOST = "host"
+    RATE = "rate"
+    LOAD = "load"
+    MEMORY = "memory"
+
+    def of(self, rows: Sequence[Row], all_fit: bool = True) -> list[Row]:
+        """The rows in this order."""
+        keys: dict[Sort, Callable[[Row], tuple[object, ...]]] = {
+            Sort.FIT: lambda row: (row.rank,) if all_fit else waited(row),
+            Sort.RANK: lambda row: (row.rank,),
+            Sort.WAITED: waited,
+            Sort.HOST: lambda row: (row.host, row.rank),
+            Sort.RATE: lambda row: (row.rate is None, row.rate or 0.0, row.rank),
+            Sort.LOAD: lambda row: (row.load is None, row.load or 0.0, row.rank),
+            Sort.MEMORY: lambda row: (-(row.memory_mib or 0.0), row.rank),
+        }
+        return sorted(rows, key=keys[self])
+
+
+def waited(row: Row) -> tuple[float, ...]:
+    """The silent, then those that are waited for, then the slow ones first."""
+    return *(-each for each in row.urgency), row.rank
+
+
+def clock(seconds: float | None) -> str:
+    """As in 1:02:03, or 2:03; empty where unknown."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool = False) -> str:
+    """A curve of one line, by means where there are more values than columns.
+
+    Args:
+        zero: the lowest sign is 0, else the least value.
+    """
+    known = [value for value in values if value is not None]
+    if not known or width < 1:
+        return ""
+    cells = min(width, len(known))
+    means = []
+    for cell in range(cells):
+        some = known[cell * len(known) // cells : (cell + 1) * len(known) // cells]
+        means.append(sum(some) / len(some))
+    low, high = 0.0 if zero else min(means), max(means)
+    top = len(signs.heights) - 1
+    scale = top / (high - low) if high > low else 0.0
+    return "".join(signs.heights[round((value - low) * scale)] for value in means)
+
+
+def bar(parts: Sequence[float | None], longest: float, width: int, signs: Signs) -> Text:
+    """A step's parts, as long as it is beside the longest."""
+    text, reached, drawn = Text(), 0.0, 0
+    for part, sign, look in zip(parts, signs.parts, _LOOK, strict=False):
+        reached += part or 0.0
+        end = round(width * reached / longest) if longest else 0
+        text.append(sign * (end - drawn), look)
+        drawn = max(drawn, end)
+    return text
+
+
+def wrapped(said: str, width: int, most: int, look: str = "") -> list[Text]:
+    """A sentence on some lines; what does not fit is cut."""
+    lines, line = list[str](), ""
+    for word in said.split():
+        while cell_len(word) > width:
+            lines += [line] if line else []
+            line, word = "", word
+            lines.append(word[:width])
+            word = word[width:]
+        if line and cell_len(line) + 1 + cell_len(word) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    lines += [line] if line else []
+    return [Text(line, look) for line in lines[:most]]
+
+
+def fit(said: str, width: int, cut: str) -> str:
+    """Exactly so many columns; what is longer is cut."""
+    if cell_len(said) <= width:
+        return set_cell_size(said, width)
+    return set_cell_size(said, max(0, width - 1)) + cut if width > 0 else ""
+
+
+def facts(now: Snapshot) -> list[str]:
+    """Short ones, the most important first."""
+    share = f"{now.fraction:.2f} of the limit" if now.fraction is not None else ""
+    rate = "" if now.rate is None else f"{rate_in_words(now.rate)} {now.unit}/s"
+    return [*filter(None, (
+        rate, share, now.evaluation,
+        "" if now.lr is None else f"lr {now.lr:.3g}",
+        "" if now.loss_scale in (None, 1.0) else f"loss scale {now.loss_scale:g}",
+    ))]  # fmt: skip
+
+
+def progress(now: Snapshot, width: int, signs: Signs) -> str:
+    """How far it is, and how long it takes."""
+    done = min(1.0, now.step / now.last_step) if now.last_step else None
+    left = "" if now.left_s is None else f"{clock(now.left_s)} left"
+    took = "" if now.elapsed_s is None or now.status == "running" else f"in {clock(now.elapsed_s)}"
+    step = f"step {now.step:,}" + (f"/{now.last_step:,}" if now.last_step else "")
+    words = "  ".join(filter(None, ("" if done is None else f"{done:.0%}", left, step, took)))
+    if now.epoch is not None and width > 60:
+        words += f"  epoch {now.epoch}"
+    room = min(40, width - len(words) - 1)
+    if room < 6 or done is None:
+        return words
+    full = int(room * done)
+    return f"{signs.full * full}{signs.empty * (room - full)} {words}"
+
+
+def when(seconds: float | None) -> str:
+    """The local time of an event; empty where no clock has it."""
+    try:
+        return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%H:%M:%S} "
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: its first letters fit into ``width``, columns of the terminal.
+        most: what it may grow to. rank: which goes first where there is no room: the highest.
+        right: its cells end at the right.
+    """
+
+    title: str
+    width: int
+    rank: int
+    most: int = 0
+    right: bool = False
+
+
+_RANK, _HOST, _STEP = Column("rank", 4, 0, right=True), Column("host", 8, 1, 20), "step"
+_BAR = Column(_STEP, 12, 1, 40)
+_DEVICE, _PRECISION = Column("device", 9, 4, 24), Column("prec", 4, 8)
+_SHARE, _RATE = Column("share", 5, 5, right=True), Column("rate", 7, 3, right=True)
+_LOAD, _MEMORY = Column("load", 4, 2, right=True), Column("memory", 8, 6, right=True)
+_HEAT, _POWER = Column("°C", 3, 9, right=True), Column("W", 4, 10, right=True)
+_OTHERS = Column("also there", 10, 7, 24)
+_ALL = (
+    _RANK, _HOST, _DEVICE, _PRECISION, _SHARE, _RATE, _BAR, _LOAD, _MEMORY, _HEAT, _POWER, _OTHERS,
+)  # fmt: skip
+
+
+def columns(rows: Sequence[Row], width: int) -> dict[Column, int]:
+    """Those that have something to tell and fit, with their widths."""
+    told = {
+        _DEVICE: any(row.device for row in rows), _PRECISION: any(row.precision for row in rows),
+        _SHARE: any(row.share is not None for row in rows),
+        _RATE: any(row.rate is not None for row in rows),
+        _LOAD: any(row.load is not None for row in rows),
+        _MEMORY: any(row.memory_mib is not None for row in rows),
+        _HEAT: any(row.temperature_c is not None for row in rows),
+        _POWER: any(row.power_w is not None for row in rows),
+        _OTHERS: any(row.others for row in rows),
+    }  # fmt: skip
+    chosen = [column for column in _ALL if told.get(column, True)]
+    while len(chosen) > 3 and sum(each.width + 1 for each in chosen) - 1 > width:
+        chosen.remove(max(chosen, key=lambda each: each.rank))
+    widths = {column: column.width for column in chosen}
+    longest = {_HOST: max((len(row.host) for row in rows), default=0),
+               _DEVICE: max((len(row.device) for row in rows), default=0),
+               _OTHERS: max((len(row.others) for row in rows), default=0)}  # fmt: skip
+    room = width - sum(each + 1 for each in widths.values()) + 1
+    for column in (_HOST, _OTHERS, _DEVICE, _BAR):  # names first, then longer bars
+        if column in widths:
+            most = min(column.most, longest.get(column, column.most))
+            more = max(0, min(room, most - column.width))
+            widths[column] += more
+            room -= more
+    while room < 0 and max(widths.values()) > 1:  # narrower than the columns that always stay
+        widths[max(widths, key=lambda each: widths[each])] -= 1
+        room += 1
+    return widths
+
+
+def head(widths: dict[Column, int], signs: Signs) -> Text:
+    """The titles."""
+    cells = [_cell(column.title, column, width, signs) for column, width in widths.items()]
+    return Text(" ".join(cells), "bold")
+
+
+def line(row: Row, widths: dict[Column, int], longest: float, signs: Signs, chosen: bool) -> Text:
+    """One rank; ``longest``: step of all rows, seconds."""
+    text = Text()
+    for column, width in widths.items():
+        if len(text):
+            text.append(" ")
+        if column is _BAR:
+            text.append_text(_bar(row, longest, width, signs))
+        else:
+            look = "bold yellow" if row.waited >= 0.05 and column is _HOST else ""
+            text.append(_cell(_said(row, column), column, width, signs), look)
+    if row.silent_s is not None:
+        text.stylize("bold red")
+    if chosen:
+        text.stylize("reverse")
+    return text
+
+
+def _bar(row: Row, longest: float, width: int, signs: Signs) -> Text:
+    if row.note or row.silent_s is not None:
+        silent = f"silent for {clock(row.silent_s)}"
+        return Text(fit(row.note or silent, width, signs.cut))
+    drawn = bar(row.parts, longest, width, signs)
+    drawn.append(" " * (width - drawn.cell_len))
+    return drawn
+
+
+def _cell(said: str, column: Column, width: int, signs: Signs) -> str:
+    if column.right and len(said) < width:
+        return said.rjust(width)
+    return fit(said, width, signs.cut if len(said) > width + 1 else said[width - 1 : width])
+
+
+def _said(row: Row, column: Column) -> str:
+    gib = None if row.memory_mib is None else row.memory_mib / 1024
+    whole = None if row.memory_total_mib is None else row.memory_total_mib / 1024
+    of = "" if whole is None else f"/{whole:.0f}G" if whole >= 10 else f"/{whole:.1f}G"
+    small = row.share is not None and row.share < 0.0095
+    values: dict[Column, tuple[float | None, str]] = {
+        _SHARE: (row.share, "{:.2%}" if small else "{:.0%}"),
+        _MEMORY: (gib, ("{:.0f}" if gib and gib >= 100 else "{:.1f}") + of),
+        _LOAD: (row.load, "{:.0%}"), _HEAT: (row.temperature_c, "{:.0f}"),
+        _POWER: (row.power_w, "{:.0f}"),
+    }  # fmt: skip
+    if column in values:
+        value, form = values[column]
+        return "" if value is None else form.format(value)
+    said = {_RANK: str(row.rank), _HOST: row.host, _DEVICE: row.device,
+            _PRECISION: row.precision, _OTHERS: row.others,
+            _RATE: "" if row.rate is None else rate_in_words(row.rate)}  # fmt: skip
+    return said[column]
+
+
+def legend(signs: Signs, longest: float, hidden: int, width: int) -> Text:
+    """How many ranks are not shown, and what the bars are made of."""
+    said = f"and {hidden:,} more ranks  " if hidden else ""
+    said += "  ".join(f"{sign} {name}" for sign, name in zip(signs.parts, PARTS, strict=True))
+    said += f"  longest {longest:.3g} s" if longest else ""
+    return Text(fit(said, width, signs.cut).rstrip(), "dim")
+
+
+_FEWEST_EVENTS = 3
+
+
+@dataclass(frozen=True)
+class View:
+    """What somebody has chosen to see.
+
+    Attributes:
+        sort: of the rows. rank: that is chosen. history: it is opened.
+        run: the name of the chosen one of several. opened: it alone is shown.
+        listed: all are shown, though one alone runs.
+        keys: there are some, which the last line tells.
+    """
+
+    sort: Sort = Sort.FIT
+    rank: int | None = None
+    history: bool = False
+    run: str = ""
+    opened: bool = False
+    listed: bool = False
+    keys: bool = True
+
+    def move(self, rows: Sequence[Row], by: int) -> "View":
+        """The rank before or after the chosen one."""
+        order = [row.rank for row in self.sort.of(rows)]
+        if not order:
+            return self
+        place = order.index(self.rank) + by if self.rank in order else 0
+        return replace(self, rank=order[max(0, min(place, len(order) - 1))])
+
+
+def screen(now: Snapshot, view: View, width: int, height: int | None, signs: Signs) -> list[Text]:
+    """A run.
+
+    Args:
+        height: lines; None: as many as there are to tell.
+    """
+    top = _top(now, width, signs)
+    foot = _foot(
+        view, f"q quit  ↑↓ choose  enter history  s sort ({view.sort.value})  esc all runs"
+    )
+    if view.history and now.history is not None:
+        return _cut([*top, Text(), *_history(now, now.history, width, signs)], foot, width, height)
+    events = _events(now, width, signs)
+    room = None if height is None else height - len(top) - len(foot)
+    few = min(len(events), _FEWEST_EVENTS)
+    table = _table(now, view, width, None if room is None else room - few, signs)
+    if room is not None:
+        events = events[-(room - len(table)) :] if room > len(table) else []
+    return _cut([*top, *table, *events], foot, width, height)
+
+
+def _foot(view: View, said: str) -> list[Text]:
+    return [Text(said, "dim")] if view.keys else []
+
+
+def _cut(lines: list[Text], foot: list[Text], width: int, height: int | None) -> list[Text]:
+    """As much as there is room for; the foot is the last line."""
+    if height is not None:
+        room = max(1, height - len(foot))
+        lines = [*lines[:room], *(Text() for _ in range(room - len(lines)))]
+    lines = [*lines, *foot]
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return lines
+
+
+def _top(now: Snapshot, width: int, signs: Signs) -> list[Text]:
+    title = f"{now.name}  {now.status}" + (f"  {now.title}" if now.title else "")
+    lines = [
+        Text(fit(title, width, signs.cut).rstrip(), "bold"),
+        Text(progress(now, width, signs)[:width]),
+        *wrapped(", ".join(facts(now)), width, 1 if width >= 60 else 2),
+    ]
+    if now.loss is not None:
+        said = f"loss {now.loss:.4g} "
+        drawn = curve([loss for _, loss in now.losses], min(60, width - len(said)), signs)
+        lines.append(Text.assemble(said, (drawn, "blue")))
+    lines += wrapped(now.headline, width, 3, MOODS[now.mood])
+    if now.link and now.link not in now.headline and width >= 40:
+        lines.append(Text(fit(now.link, width, signs.cut).rstrip(), "dim"))
+    for said in now.elsewhere[:2]:
+        lines += wrapped(said, width, 2, "dim")
+    if len(now.elsewhere) > 2:
+        lines.append(Text(f"and {len(now.elsewhere) - 2} more hosts", "dim"))
+    return lines + wrapped(now.problem, width, 5, "bold red")
+
+
+def _table(now: Snapshot, view: View, width: int, room: int | None, signs: Signs) -> list[Text]:
+    """The ranks; where not all have room, those around the chosen one."""
+    if not now.rows:
+        return []
+    most = len(now.rows) if room is None else max(1, room - 2)
+    rows = view.sort.of(now.rows, all_fit=not now.hidden and len(now.rows) <= most)
+    place = next((place for place, row in enumerate(rows) if row.rank == view.rank), 0)
+    first = max(0, min(place - most // 2, len(rows) - most))
+    longest = max(sum(part or 0.0 for part in row.parts) for row in rows)
+    rows = rows[first : first + most]
+    widths = columns(rows, width)
+    lines = [head(widths, signs)]
+    lines += [line(row, widths, longest, signs, row.rank == view.rank) for row in rows]
+    hidden = now.hidden + len(now.rows) - len(rows)
+    return [*lines, legend(signs, longest, hidden, width)]
+
+
+def _events(now: Snapshot, width: int, signs: Signs) -> list[Text]:
+    lines = []
+    for event in now.events:
+        start = when(event.time) if width >= 40 else ""
+        said = f"{event.kind.replace('_', ' ')}: {event.text}" if event.text else event.kind
+        lines.append(Text.assemble((start, "dim"), fit(said, width - len(start), signs.cut)))
+    return lines
+
+
+def _history(now: Snapshot, history: RankHistory, width: int, signs: Signs) -> list[Text]:
+    """Of one rank: how long each part of its steps took, and its device."""
+    row = next((row for row in now.rows if row.rank == history.rank), None)
+    named = f"rank {history.rank}" + (f" on {row.host}, {row.device}" if row else "")
+    lines = [Text(fit(named, width, signs.cut).rstrip(), "bold")]
+    if history.steps:
+        lines.append(Text(f"steps {history.steps[0] + 1:,} to {now.step:,}"[:width], "dim"))
+    curves = {
+        name: ([parts[index] for parts in history.parts], "{:.3g} s")
+        for index, name in enumerate(PARTS)
+    }
+    curves |= {
+        "load": ([*history.load], "{:.0%}"), "memory": ([*history.memory_mib], "{:,.0f} MiB"),
+        "temperature": ([*history.temperature_c], "{:.0f} °C"),
+        "power": ([*history.power_w], "{:.0f} W"),
+    }  # fmt: skip
+    for name, (values, form) in curves.items():
+        known = [value for value in values if value is not None]
+        if not known:
+            continue
+        said = f"{name:11} {form.format(known[-1]):>10} "
+        drawn = curve(known, max(0, min(60, width - len(said) - 24)), signs, zero=True)
+        span = f" {form.format(min(known))} to {form.format(max(known))}"
+        lines.append(Text.assemble(said, (drawn, "blue"), (span, "dim")))
+    return lines
+
+
+def runs_screen(
+    runs: Sequence[Snapshot], view: View, width: int, height: int | None, signs: Signs
+) -> list[Text]:
+    """All runs, two lines each, the newest first."""
+    said = f"{len(runs)} runs" if runs else "no run yet; it is waited for"
+    lines = [Text(said, "bold")]
+    foot = _foot(view, "q quit  ↑↓ choose  enter open")
+    for now in runs:
+        done = f" {min(1.0, now.step / now.last_step):.0%}" if now.last_step else ""
+        left = f" {clock(now.left_s)} left" if now.left_s is not None else ""
+        rate = (
+            f" {rate_in_words(now.rate)} {now.unit}/s"
+            if now.rate and now.status == "running"
+            else ""
+        )
+        said = f"{now.name}  {now.status}{done}{left}{rate}"
+        look = "reverse" if now.name == view.run else ""
+        lines.append(Text(fit(said, width, signs.cut).rstrip(), look))
+        lines.append(Text(fit(f"  {now.headline}", width, signs.cut).rstrip(), MOODS[now.mood]))
+    return _cut(lines, foot, width, height)
