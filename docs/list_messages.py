@@ -26,6 +26,7 @@ PLACES = {  # in the order in which a user meets them
     "src/motley/cluster": "Hosts and their GPUs",
     "src/motley/launch": "Starting, and failing",
     "src/motley/membership": "Starting, and failing",
+    "src/motley/provision": "Getting machines ready",
     "src/motley/config": "Options",
     "src/motley/plan": "Options",
     "src/motley/tasks": "What is learnt",

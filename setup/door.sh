@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by setup's scripts: prints the caller's own -h, then becomes the Python of the same
-# name in this machine's environment.
+# Sourced by setup's scripts: prints the caller's own -h, then becomes the module of the same name
+# in motley.provision, by the Python of this machine's environment.
 set -euo pipefail
 
 door=${BASH_SOURCE[1]}
@@ -29,4 +29,6 @@ if ! [ -x "$MOTLEY_VENV/bin/python" ]; then
 fi
 unset PYTHONHOME PYTHONPLATLIBDIR PYTHONOPTIMIZE PYTHONSAFEPATH # of another Python
 export PATH=$MOTLEY_VENV/bin:$PATH PYTHONPATH=$root/src PYTHONUNBUFFERED=1
-exec "$MOTLEY_VENV/bin/python" "${door%.sh}.py" "$@"
+name=$(basename -- "$door" .sh)
+# -P: a module in the folder where this is typed is not meant.
+exec "$MOTLEY_VENV/bin/python" -P -m "motley.provision.$name" "$@"

@@ -4,8 +4,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mpi_network import merge_settings
 from project import ROOT, environment
+
+from motley.provision.mpi_network import merge_settings
 
 FILES = Path(__file__).parent / "dsenv"
 VALUES = {

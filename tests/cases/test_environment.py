@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from project import ROOT, environment
-from ssh_files import own_key
-from test_cn_connection import judge_keys
 
 from motley.cluster import gpus
 from motley.cluster.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
@@ -21,6 +19,8 @@ from motley.cluster.login import read_login
 from motley.errors import MotleyError
 from motley.launch.tcp_ranks import secret
 from motley.membership import away
+from motley.provision.passwordless_ssh import own_key
+from motley.provision.test_cn_connection import judge_keys
 
 CASES = Path(__file__).parent
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import mpi_network
 import pytest
 from lab_door import need_root
 
 from motley.cluster.ssh import connect
 from motley.errors import HostTrouble
+from motley.provision import mpi_network
 
 LINES = (["btl_tcp_if_include = 10.0.0.0/24"], ["prte_if_include = 10.0.0.0/24"], ["NCCL=1"])
 NOBODY = 65534

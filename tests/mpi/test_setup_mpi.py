@@ -7,7 +7,8 @@ import time
 import pytest
 from jobs import processes_of, wait_until
 from project import venv
-from test_mpi import end_mpirun
+
+from motley.provision.test_mpi import end_mpirun
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO, Any
+from typing import Any, Protocol
 
 _CHUNK = 2**15
 _LINGER_S = 2.0  # after an exit status: for what is still to come
@@ -52,6 +52,13 @@ class Finished:
     begun: bool = True
 
 
+class Readable(Protocol):
+    """A file, or the part of it that goes to a host."""
+
+    def read(self, most: int, /) -> bytes:
+        """Return the next bytes, at most so many; none at the end."""
+
+
 class Talk:
     """A script on its way, and its output as it comes.
 
@@ -67,7 +74,7 @@ class Talk:
         self,
         script: str,
         words: tuple[object, ...],
-        payload: bytes | IO[bytes] | None,
+        payload: bytes | Readable | None,
         tell: Callable[[str], None] | None,
     ) -> None:
         mark = f"motley-{secrets.token_hex(8)}"

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import paramiko
 
@@ -28,7 +28,7 @@ from motley.cluster.login import (
     read_login,
     refused,
 )
-from motley.cluster.shell import Finished, Talk, TooLong, run_here, run_over
+from motley.cluster.shell import Finished, Readable, Talk, TooLong, run_here, run_over
 from motley.cluster.slurm import allocated_nodes, on_node
 from motley.errors import HostTrouble
 
@@ -68,7 +68,7 @@ class Remote:
         self,
         script: str,
         *words: object,
-        payload: bytes | IO[bytes] | None = None,
+        payload: bytes | Readable | None = None,
         limit: float = 30,
         tell: Callable[[str], None] | None = None,
     ) -> Finished:

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from srun_line import hosts_of_step, on_hosts
 
 from motley.cluster.hostfile import Host
 from motley.cluster.slurm import allocated_nodes, expand_nodes, idle_nodes
 from motley.errors import MotleyError
+from motley.provision.launch_line import hosts_of_step, on_hosts
 
 ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 PREFIX = st.from_regex(r"[a-z]{1,5}", fullmatch=True)

@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cn import print_troubles
-from cn_judge import Here, judge, judge_networks
-from cn_report import Asked, HostReport, parse
 
 from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.facts import Interface
 from motley.errors import HostTrouble
+from motley.provision.connection_report import Here, judge, judge_networks
+from motley.provision.host_report import Asked, HostReport, parse
+from motley.provision.setup_command import print_troubles
 
 # -- judges
 

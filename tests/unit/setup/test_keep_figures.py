@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from keep_figures import Figures
+
+from motley.provision.keep_returns import Figures
 
 
 class Run:

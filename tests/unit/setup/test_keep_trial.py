@@ -1,11 +1,11 @@
 """A trial of the launch line, as keep_training.py reads it."""
 
 import pytest
-from keep_trial import Outcome, loss_warning, read_outcome, survive_environment
-from launch_line import LaunchLine
 
 from motley.cluster.launcher import WITHOUT_MPI
 from motley.launch.tcp_ranks import SECRET_VARIABLE
+from motley.provision.keeper import Outcome, loss_warning, read_outcome, survive_environment
+from motley.provision.launch_line import LaunchLine
 
 
 def said(size: int, *alive: int) -> str:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from keep_hosts import Asked
-from keeper import Keeper, Stop
-from launch_line import LaunchLine
 
 from motley.errors import MotleyError
+from motley.provision.keep_returns import Asked
+from motley.provision.keeper import Keeper, Stop
+from motley.provision.launch_line import LaunchLine
 
 HOSTS = "a slots=2\nb\nc slots=2\n"
 

@@ -1,10 +1,10 @@
 """What change_cn_shell.sh decides of an account."""
 
-import change_cn_shell
 import pytest
-from change_cn_shell import Account, decide
 
 from motley.errors import HostTrouble
+from motley.provision import change_cn_shell
+from motley.provision.change_cn_shell import Account, decide
 
 ALL = {"local", "exists", "listed", "listed_now", "chsh"}
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import matrices  # noqa: F401  # what forks would import
 import pytest
-import slurm_array
-import slurm_job
 from forked import run_script
-from slurm_array import Array
 
 from motley.cluster.slurm import Partition
 from motley.errors import MotleyError
+from motley.provision import slurm_job
+from motley.provision.slurm_job import Array
 
 PLACE = Partition("gpu", True, True, 4, 16, 2, None, None)
 
@@ -24,7 +23,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(words: Sequence[str], *_: object) -> subprocess.CompletedProcess[str]:
         return run_script(*words[1:])
 
-    monkeypatch.setattr(slurm_array, "run_child", run)
+    monkeypatch.setattr(slurm_job, "run_child", run)
 
 
 def written(*words: str) -> str:
@@ -33,7 +32,7 @@ def written(*words: str) -> str:
 
 
 def test_a_place_with_spaces_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_job.cn, "ROOT", slurm_job.cn.ROOT / "my lab")
+    monkeypatch.setattr(slurm_job, "ROOT", slurm_job.cn.ROOT / "my lab")
     script = written("--account", "team-1")
     assert f'--output="{slurm_job.cn.ROOT}/logs/a.b_c-1.%j.out"\n' in script
     assert f"cd '{slurm_job.cn.ROOT}'\n" in script and "--account=team-1\n" in script

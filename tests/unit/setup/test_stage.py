@@ -3,15 +3,23 @@
 from pathlib import Path
 
 import pytest
-import stage_cn
 from hypothesis import given
 from hypothesis import strategies as st
 from pictures import picture_folder
-from stage_blocks import BLOCK, blocks_of, bytes_in, missing, said, size_of
-from stage_copy import Copied, Target
 
 from motley.data.packed_file import open_packed
 from motley.errors import MotleyError
+from motley.provision import stage_cn
+from motley.provision.stage_copy import (
+    BLOCK,
+    Copied,
+    Target,
+    blocks_of,
+    bytes_in,
+    missing,
+    said,
+    size_of,
+)
 
 
 @given(

@@ -3,9 +3,9 @@
 from datetime import date, timedelta
 
 import pytest
-from torch_builds import CHECKED, PYPI, HostGpu, choose_build
 
 from motley.errors import MotleyError
+from motley.provision.torch_builds import CHECKED, PYPI, HostGpu, choose_build
 
 P4 = HostGpu("ecetesla0", "Tesla P4", (6, 1), "535.183.01")
 GTX = HostGpu("ecetesla3", "NVIDIA GeForce GTX 1070", None, "470.256.02")

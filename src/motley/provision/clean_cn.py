@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import cn
-from cn_module import run_module
-from cn_report import printable
-
 from motley.cluster.processes import Found, Survey, state, survey_from_json
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
+from motley.provision import setup_command
+from motley.provision.host_module import run_module
+from motley.provision.host_report import printable
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
 
@@ -33,7 +32,7 @@ def ask(host: str, *words: object) -> str:
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:
     """Look at all hosts at once."""
-    return cn.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
+    return setup_command.ask_all(hosts, lambda host: survey_from_json(ask(host)), LIMIT_S)
 
 
 def rows_of(surveys: Mapping[str, Survey]) -> list[Row]:
@@ -57,7 +56,11 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
             )
             for row in rows
         ]  # fmt: skip
-        print(cn.table(("host", "pid", "started", "age", "what", "GPU MiB", "state"), cells))
+        print(
+            setup_command.table(
+                ("host", "pid", "started", "age", "what", "GPU MiB", "state"), cells
+            )
+        )
     others = [
         (host, each.gpu, each.user, each.pid, _mib(each.mib))
         for host, survey in surveys.items()
@@ -65,11 +68,13 @@ def show(rows: Sequence[Row], surveys: Mapping[str, Survey]) -> None:
     ]
     if others:
         print("\nGPU memory held by other processes, which are never touched:")
-        print(cn.table(("host", "GPU", "owner", "pid", "MiB"), others))
+        print(setup_command.table(("host", "GPU", "owner", "pid", "MiB"), others))
 
 
 def _what(process: Found) -> str:
-    workers = f" and {cn.many(len(process.workers), 'data worker')}" if process.workers else ""
+    workers = (
+        f" and {setup_command.many(len(process.workers), 'data worker')}" if process.workers else ""
+    )
     return textwrap.shorten(printable(process.what), 50, placeholder=" ...") + workers
 
 
@@ -117,18 +122,20 @@ def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
 
 def main(words: Sequence[str]) -> int:
     """Look, show, ask, end."""
-    parser = cn.Parser("clean_cn")
+    parser = setup_command.Parser("clean_cn")
     parser.add_argument("--running", action="store_true")
     parser.add_argument("--yes", action="store_true")
     options = parser.parse_args(words)
-    surveys, troubles = split(survey_all([host.name for host in cn.read_hostfile(options)]))
+    surveys, troubles = split(
+        survey_all([host.name for host in setup_command.read_hostfile(options)])
+    )
     rows = rows_of(surveys)
     show(rows, surveys)
-    cn.print_troubles(troubles)
+    setup_command.print_troubles(troubles)
     if any(row.state == "unknown" for row in rows) and not options.running:
         print("\nno host that was asked knows the unknown ones; --running ends them too")
     doomed = [row for row in rows if options.running or row.state == "leftover"]
-    many = cn.many(len(doomed), "process", "es")
+    many = setup_command.many(len(doomed), "process", "es")
     if rows or troubles or any(each.others for each in surveys.values()):
         print()
     if not doomed:
@@ -138,12 +145,12 @@ def main(words: Sequence[str]) -> int:
     if options.dry_run:
         print(f"would end {many}: {', '.join(f'{row.host} {row.process.pid}' for row in doomed)}")
         return int(bool(troubles))
-    if not options.yes and not cn.ask(f"end {many}?"):
+    if not options.yes and not setup_command.ask(f"end {many}?"):
         return 1
     failed = end_all(doomed)
-    cn.print_troubles(failed)
+    setup_command.print_troubles(failed)
     return int(bool(troubles or failed))
 
 
 if __name__ == "__main__":
-    cn.run(main)
+    setup_command.run(main)

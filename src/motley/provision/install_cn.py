@@ -12,14 +12,21 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cn import ROOT, VENV, Parser, many, print_troubles, read_hostfile, run, table
-from cn_files import differing, send, tracked_files
-from cn_probe import probe_all, token_file
-from cn_report import HostReport
-from torch_builds import PYPI, HostGpu, build_of, choose_build
-
+from motley import ROOT
 from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
+from motley.provision.host_report import HostReport, probe_all, token_file
+from motley.provision.setup_command import (
+    VENV,
+    Parser,
+    many,
+    print_troubles,
+    read_hostfile,
+    run,
+    table,
+)
+from motley.provision.sync_cn import differing, send, tracked_files
+from motley.provision.torch_builds import PYPI, HostGpu, build_of, choose_build
 
 LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,8 +1,8 @@
-"""What setup's scripts share: options, all hosts at once, a table, a question, and the end.
+"""The frame of a setup command: its options, all hosts at once, a table, a question, and the end.
 
-Each script visits all hosts of a hostfile at once, prints one table, and for each host that
-is not well what was found and the fix. Exit status: 0 all is well, 1 some host is not, 2
-nothing was begun.
+Each command visits all hosts of a hostfile at once, prints one table, and for each host that is
+not well what was found and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing was
+begun.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
+from motley import ROOT
 from motley.cluster.hostfile import Host, read_hosts
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble, MotleyError
@@ -25,7 +26,6 @@ from motley.text import escape_unprintable
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).resolve().parents[1]
 VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
 TRIES = 3  # for a password
 

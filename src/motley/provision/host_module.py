@@ -1,12 +1,12 @@
-"""Runs a module of the library on a host, in the environment there."""
+"""Runs of a module of the library on a host, in the environment there."""
 
 from collections.abc import Callable
 
-from cn import ROOT, VENV
-from cn_report import printable
-
+from motley import ROOT
 from motley.cluster.ssh import connect
 from motley.errors import HostTrouble
+from motley.provision.host_report import printable
+from motley.provision.setup_command import VENV
 
 _NO_PYTHON = 66
 _SCRIPT = f"""

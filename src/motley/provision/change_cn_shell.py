@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cn import (
+from motley.cluster.ssh import Remote, connect, run_on_all, split
+from motley.errors import HostTrouble, MotleyError
+from motley.provision.setup_command import (
     Parser,
     ask,
     ask_all,
@@ -17,9 +19,6 @@ from cn import (
     table,
     try_password,
 )
-
-from motley.cluster.ssh import Remote, connect, run_on_all, split
-from motley.errors import HostTrouble, MotleyError
 
 LIMIT_S = 30.0  # for all hosts together
 DONE, CHANGE, DIRECTORY = "already done", "change", "kept by a directory"

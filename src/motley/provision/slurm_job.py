@@ -1,6 +1,9 @@
-"""Writes a batch script of Slurm's and submits it; the .sh beside it says how to call it."""
+"""The command of setup/slurm_job.sh: writes a batch script of Slurm's and submits it, also as an
+array over a matrix of torch_dist/baseline_measure.py, a task for each cell.
+"""
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -9,15 +12,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import cn
-from launch_line import LaunchLine
-from slurm_array import Array
-
+from motley import ROOT
 from motley.child import run_child
 from motley.cluster.slurm import Partition, partitions, seconds_of_slurm, srun_words
 from motley.errors import MotleyError
 from motley.faults import FaultKind
+from motley.provision import setup_command
+from motley.provision.launch_line import LaunchLine
+from motley.provision.setup_command import many
 from motley.text import did_you_mean
+
+PREPARE_LIMIT_S = 600.0  # to read the matrix and what is measured of it
+_MATRIX_SCRIPT = "baseline_measure.py"
+_EXAMPLE = "slurm_job.sh --array torch_dist/baseline_measure.py --matrix strategies"
+
+
+@dataclass(frozen=True)
+class Array:
+    """What is measured.
+
+    Attributes:
+        words: of the measuring command, whose last option is a task's number.
+        rest: what follows them, for every run.
+        tasks: numbers of the cells that have something left.
+        seconds: that a task takes at most.
+        folder: of the results.
+    """
+
+    words: tuple[str, ...]
+    rest: tuple[str, ...]
+    tasks: tuple[int, ...]
+    seconds: float
+    folder: Path
+
+    @classmethod
+    def of(cls, line: Sequence[str], nodes: int, ranks: int, mpi: str, dry_run: bool) -> "Array":
+        """Make the folder of the results ready for tasks on so many nodes, of so many ranks each.
+
+        Args:
+            line: as the user wrote it, from baseline_measure.py on.
+            dry_run: make nothing.
+
+        Raises:
+            MotleyError: it is no such line, its matrix is wrong, or all is measured.
+        """
+        if Path(line[0]).name != _MATRIX_SCRIPT:
+            raise MotleyError(
+                f"--array is for torch_dist/{_MATRIX_SCRIPT}, not for {line[0]}; {_EXAMPLE}"
+            )
+        at = line.index("--") if "--" in line else len(line)
+        start = " ".join(srun_words(mpi))
+        words = (sys.executable, *line[:at], "--nodes", f"{nodes}x{ranks}", "--mpirun", start)
+        rest = tuple(line[at:])
+        asks = [*words, "--prepare", *(["--dry-run"] if dry_run else []), *rest]
+        done = run_child(asks, PREPARE_LIMIT_S, "see whether its disk answers", ROOT)
+        print(done.stderr, end="", file=sys.stderr)
+        if done.returncode:  # it has said why
+            raise MotleyError(f"{_MATRIX_SCRIPT} cannot measure this matrix; nothing is submitted")
+        told = json.loads(done.stdout)
+        if not told["tasks"]:
+            raise MotleyError(
+                f"every cell of {told['folder']} is measured; --retry, after {_MATRIX_SCRIPT}, "
+                "measures again what failed"
+            )
+        return cls(words, rest, tuple(told["tasks"]), told["seconds"], Path(told["folder"]))
+
+    def numbers(self, at_once: int | None) -> str:
+        """As sbatch takes them: ``0-2,5``, or ``0-2,5%4`` for four at once."""
+        parts = list[list[int]]()
+        for task in self.tasks:
+            if parts and task == parts[-1][-1] + 1:
+                parts[-1].append(task)
+            else:
+                parts.append([task])
+        said = ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+        return f"{said}%{at_once}" if at_once else said
+
+    def command(self) -> str:
+        """A task's, for the shell of its job."""
+        return (
+            shlex.join([*self.words, "--task"]) + f' "$SLURM_ARRAY_TASK_ID" {shlex.join(self.rest)}'
+        )
+
 
 SBATCH_LIMIT_S = 60.0
 _WORD = re.compile(r"[\w.-]+", re.ASCII)
@@ -89,7 +165,7 @@ def main(words: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    path = cn.ROOT / "logs" / f"{job.name}.sbatch"
+    path = ROOT / "logs" / f"{job.name}.sbatch"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
     print(f"{job.name}: {said(job)}; written to {path}")
@@ -110,7 +186,7 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options, and the line after them."""
-    parser = cn.Parser("slurm_job")
+    parser = setup_command.Parser("slurm_job")
     numbers = (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180), ("at-once", None))
     for name, usual in numbers:
         parser.add_argument(f"--{name}", type=int, default=usual)
@@ -180,7 +256,7 @@ def show(found: Sequence[Partition]) -> None:
          each.cores, each.gpus or "none", clock(each.most_s))
         for each in found
     ]  # fmt: skip
-    print(cn.table(("partition", "state", "nodes", "cores", "GPUs", "at most"), rows))
+    print(setup_command.table(("partition", "state", "nodes", "cores", "GPUs", "at most"), rows))
 
 
 def clock(seconds: float | None) -> str:
@@ -200,9 +276,7 @@ def plan(options: argparse.Namespace, found: Sequence[Partition]) -> Job:
     most = place.most_s
     asked = seconds_of_slurm(options.time) if options.time else place.usual_s or most
     if options.nodes > place.nodes:
-        raise MotleyError(
-            f"--nodes {options.nodes}: {place.name} has {cn.many(place.nodes, 'node')}"
-        )
+        raise MotleyError(f"--nodes {options.nodes}: {place.name} has {many(place.nodes, 'node')}")
     if (options.gpus or 0) > place.gpus:
         raise MotleyError(
             f"--gpus {options.gpus}: the nodes of {place.name} have {place.gpus or 'none'}"
@@ -269,7 +343,7 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
 
 def text_of(job: Job) -> str:
     """The batch script."""
-    logs, number = cn.ROOT / "logs", "%A_%a" if job.array else "%j"
+    logs, number = ROOT / "logs", "%A_%a" if job.array else "%j"
     settings = {
         "job-name": job.name, "partition": job.partition or None,
         "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores or None,
@@ -284,10 +358,10 @@ def text_of(job: Job) -> str:
     inside = ()
     if job.container:
         nv = ("--nv",) if job.gpus else ()
-        inside = ("apptainer", "exec", *nv, "--bind", str(cn.ROOT), str(job.container.absolute()))
+        inside = ("apptainer", "exec", *nv, "--bind", str(ROOT), str(job.container.absolute()))
     ranks = shlex.join((*srun_words(job.mpi), *inside, *job.line))
     return _SCRIPT.format(
-        settings="\n".join(lines), root=shlex.quote(str(cn.ROOT)),
+        settings="\n".join(lines), root=shlex.quote(str(ROOT)),
         before="".join(f"{command}\n" for command in job.run_before),
         line=job.array.command() if job.array else ranks,
         after=_REQUEUE.format(paused=_PAUSED) if job.requeue and not job.array else "",
@@ -296,18 +370,18 @@ def text_of(job: Job) -> str:
 
 def said(job: Job) -> str:
     """The job in words."""
-    each = cn.many(job.gpus, "GPU") if job.gpus else cn.many(job.ranks, "rank")
+    each = many(job.gpus, "GPU") if job.gpus else many(job.ranks, "rank")
     if job.array:
         return (
-            f"{cn.many(len(job.array.tasks), 'task')} on {cn.many(job.nodes, 'node')} of "
+            f"{many(len(job.array.tasks), 'task')} on {many(job.nodes, 'node')} of "
             f"{job.partition} with {each}, {job.time} each at most; the table after each task: "
             f"{job.array.folder / 'results.md'}"
         )
     return (
-        f"{cn.many(job.nodes, 'node')} of {job.partition} with {each}, {job.cores} cores a rank, "
+        f"{many(job.nodes, 'node')} of {job.partition} with {each}, {job.cores} cores a rank, "
         f"{job.time or 'the time that is usual there'}; saves {job.before_s} s before the end"
     )
 
 
 if __name__ == "__main__":
-    cn.run(main)
+    setup_command.run(main)

@@ -2,19 +2,20 @@
 
 from collections.abc import Sequence
 
-import cn
-from cn_away import ASK_S, chosen, tell
-
 from motley.cluster.ssh import split
+from motley.provision import setup_command
+from motley.provision.leave_cn import ASK_S, chosen, tell
 
 
 def main(words: Sequence[str]) -> int:
     """Remove the marks, and say which there were."""
-    parser = cn.Parser("join_cn")
+    parser = setup_command.Parser("join_cn")
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)
     order = "ranks" if options.dry_run else "join"
-    found, troubles = split(cn.ask_all(chosen(options), lambda host: tell(host, order), ASK_S))
+    found, troubles = split(
+        setup_command.ask_all(chosen(options), lambda host: tell(host, order), ASK_S)
+    )
     for host, answer in found.items():
         if not answer["away"]:
             print(f"{host} takes part already")
@@ -22,9 +23,9 @@ def main(words: Sequence[str]) -> int:
             print(f"{host} is away{answer['away']['words']}; would have it take part again")
         else:
             print(f"{host} takes part again: a run under keep_training.sh asks once a minute")
-    cn.print_troubles(troubles)
+    setup_command.print_troubles(troubles)
     return int(bool(troubles))
 
 
 if __name__ == "__main__":
-    cn.run(main)
+    setup_command.run(main)

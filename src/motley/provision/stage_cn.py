@@ -6,11 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cn import Parser, ask_all, many, print_troubles, read_hostfile, run, table
-from cn_bar import Bar
-from stage_blocks import said, size_of
-from stage_copy import Copied, Source, Target, copy, full, look, read_source
-
 from motley.cluster.facts import user_name
 from motley.cluster.login import is_here
 from motley.cluster.ssh import run_on_all, split
@@ -28,6 +23,27 @@ from motley.data.packed_file import (
     pack,
 )
 from motley.errors import HostTrouble, MotleyError
+from motley.provision.setup_command import (
+    Parser,
+    ask_all,
+    many,
+    print_troubles,
+    read_hostfile,
+    run,
+    table,
+)
+from motley.provision.stage_copy import (
+    Bar,
+    Copied,
+    Source,
+    Target,
+    copy,
+    full,
+    look,
+    read_source,
+    said,
+    size_of,
+)
 
 LOOK_S, DAY_S = 40, 86400
 HERE = "localhost"

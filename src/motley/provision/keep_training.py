@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from cn import run
-from keep_hosts import ask, be_polite
-from keeper import CODES, Keeper, Stop
-from launch_line import LaunchLine
-
 from motley.errors import MotleyError
+from motley.provision.keep_returns import ask, be_polite
+from motley.provision.keeper import CODES, Keeper, Stop
+from motley.provision.launch_line import LaunchLine
+from motley.provision.setup_command import run
 from motley.records.folder_lock import take_folder
 from motley.records.run_folder import RunFolder
 

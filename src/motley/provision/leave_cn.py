@@ -1,29 +1,83 @@
-"""Has hosts leave training after their step; the .sh beside it says how to call it."""
+"""The command of setup/leave_cn.sh: hosts leave training after their step."""
 
+import argparse
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import cn
-from cn_away import ASK_S, chosen, tell, words_of
-from cn_report import printable
-
+from motley.cluster.login import is_here
 from motley.cluster.ssh import run_on_all, split
-from motley.errors import MotleyError
+from motley.errors import HostTrouble, MotleyError
 from motley.membership.host_agent import WAIT_S
-from motley.text import seconds_of
+from motley.provision import setup_command
+from motley.provision.host_module import run_module
+from motley.provision.host_report import printable
+from motley.text import did_you_mean, seconds_of
+
+ASK_S = 15.0  # in which a host answers, or ssh has given up
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The hosts that the user has named, each once.
+
+    Raises:
+        MotleyError: one is not in the hostfile.
+    """
+    known = [host.name for host in setup_command.read_hostfile(options)]
+    for name in options.hosts:
+        if name not in known and not is_here_by_name(name):
+            raise MotleyError(
+                f"{name} is not in {options.hostfile}{did_you_mean(name, known)}; its hosts are "
+                f"{', '.join(known)}; another file of hosts: --hostfile FILE"
+            )
+    return list(dict.fromkeys(options.hosts))
+
+
+def is_here_by_name(name: str) -> bool:
+    """Whether a name is this machine's own; one that starts with '-' is no name."""
+    return name[:1].isalnum() and is_here(name)
+
+
+def tell(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
+    """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
+
+    Raises:
+        HostTrouble: there is none.
+    """
+    return read(run_module(host, "motley.membership.host_agent", *words, limit=limit))
+
+
+def read(output: str) -> dict[str, Any]:
+    """The answer in what it has printed; HostTrouble where it says what is wrong."""
+    try:
+        answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise HostTrouble(
+            "cannot ask", "its answer cannot be read", "see: bash setup/test_cn_connection.sh"
+        ) from None
+    if "error" in answer:
+        found, _, fix = str(answer["error"]).partition("; ")
+        raise HostTrouble("refused", found, fix)
+    return answer
+
+
+def words_of(hosts: Sequence[str]) -> str:
+    """a, b and c"""
+    *first, last = hosts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def main(words: Sequence[str]) -> int:
     """Ask, refuse or tell, and say what came of it."""
-    parser = cn.Parser("leave_cn")
+    parser = setup_command.Parser("leave_cn")
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
     options = parser.parse_args(words)
     seconds = None if options.time is None else time_of(options.time)
     hosts = chosen(options)
-    found, troubles = split(cn.ask_all(hosts, lambda host: tell(host, "ranks"), ASK_S))
+    found, troubles = split(setup_command.ask_all(hosts, lambda host: tell(host, "ranks"), ASK_S))
     refuse(found)
     for host, each in found.items():
         for rank in each["ranks"]:
@@ -38,7 +92,7 @@ def main(words: Sequence[str]) -> int:
     left, failed = split(run_on_all(found, work, WAIT_S + ASK_S))
     for host, each in left.items():
         print(said(host, each))
-    cn.print_troubles({**troubles, **failed})
+    setup_command.print_troubles({**troubles, **failed})
     late = any(each["left"] for each in left.values())
     return int(bool(troubles or failed or late))
 
@@ -56,7 +110,7 @@ def said(host: str, answer: Mapping[str, Any]) -> str:
             f"{host}: process {pids} has not ended within {answer['seconds']:.0f} s; it will after "
             f"its step, or end it with: bash setup/clean_cn.sh --running"
         )
-    ended = cn.many(answer["ranks"], "rank")
+    ended = setup_command.many(answer["ranks"], "rank")
     return f"{host} has left{answer['until']}: {ended} ended in {answer['seconds']:.1f} s{back}"
 
 
@@ -94,4 +148,4 @@ def time_of(word: str) -> int:
 
 
 if __name__ == "__main__":
-    cn.run(main)
+    setup_command.run(main)

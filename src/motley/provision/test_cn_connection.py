@@ -25,18 +25,24 @@ from dataclasses import asdict
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-import cn
-from cn_judge import Finding, Here, grouped, judge, judge_networks, normal
-from cn_networks import try_networks
-from cn_probe import probe_all, token_file
-from cn_report import HostReport
-from cn_show import show
-
+from motley import ROOT
 from motley.cluster.facts import home_folder
 from motley.cluster.login import read_login
 from motley.cluster.network import Network
 from motley.cluster.ssh import split
 from motley.errors import HostTrouble, MotleyError
+from motley.provision import setup_command
+from motley.provision.connection_report import (
+    Finding,
+    Here,
+    grouped,
+    judge,
+    judge_networks,
+    normal,
+    show,
+)
+from motley.provision.host_report import HostReport, probe_all, token_file
+from motley.provision.mpi_network import try_networks
 
 _HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
@@ -52,14 +58,14 @@ def this_machine() -> Here:
         python=platform.python_version(),
         packages={name: each.version for name, each in installed.items()},
         needed=needed_packages(installed),
-        venv=cn.VENV,
-        root=cn.ROOT,
+        venv=setup_command.VENV,
+        root=ROOT,
     )
 
 
 def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
     """Normal names of what requirements.txt asks for, and of what that needs."""
-    left = _names((cn.ROOT / "requirements.txt").read_text().splitlines())
+    left = _names((ROOT / "requirements.txt").read_text().splitlines())
     seen: set[str] = set()
     while left:
         name = normal(left.pop())
@@ -135,14 +141,14 @@ def try_all(
 
 def main(words: Sequence[str]) -> int:
     """Ask, show, judge."""
-    parser = cn.Parser("test_cn_connection")
+    parser = setup_command.Parser("test_cn_connection")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(words)
-    slots = {host.name: host.slots for host in cn.read_hostfile(options)}
+    slots = {host.name: host.slots for host in setup_command.read_hostfile(options)}
     names = list(slots)
     if options.dry_run:
         print(f"would ask: {', '.join(names)}")
-        print(f"would write and remove a file in {cn.ROOT} and in ~, there and here")
+        print(f"would write and remove a file in {ROOT} and in ~, there and here")
         return 0
     start = time.monotonic()
     with token_file() as token:
@@ -165,11 +171,11 @@ def main(words: Sequence[str]) -> int:
     if options.json:
         print(as_json(results, groups, well))
         return int(not well)
-    print(show(results, findings, networks, here, cn.width()))
-    cn.print_troubles(troubles)
+    print(show(results, findings, networks, here, setup_command.width()))
+    setup_command.print_troubles(troubles)
     for finding in sorted(groups, key=lambda each: not each.wrong):
         named = ", ".join(groups[finding])
-        cn.print_troubles({named if finding.wrong else f"note on {named}": finding})
+        setup_command.print_troubles({named if finding.wrong else f"note on {named}": finding})
     if tried:
         print(f"\n{tried}")
     if well:
@@ -178,4 +184,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    cn.run(main)
+    setup_command.run(main)

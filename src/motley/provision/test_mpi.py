@@ -11,18 +11,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from cn import ROOT, VENV, Parser, print_troubles, read_hostfile, run, table
-from cn_files import send
-from cn_networks import listen_on, talk, try_networks
-from cn_probe import probe_all, token_file
-from cn_report import HostReport
-from mpi_network import Shared, find_shared, parameters, settle
-
+from motley import ROOT
 from motley.child import run_child
 from motley.cluster.facts import home_folder
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
+from motley.provision.host_report import HostReport, probe_all, token_file
+from motley.provision.mpi_network import (
+    Shared,
+    find_shared,
+    listen_on,
+    parameters,
+    settle,
+    talk,
+    try_networks,
+)
+from motley.provision.setup_command import VENV, Parser, print_troubles, read_hostfile, run, table
+from motley.provision.sync_cn import send
 
 LIMIT_S = 60
 MPI_LIMIT_S, EACH_LIMIT_S = 60, 8  # links that drop large packets take 8 s for each host

@@ -1,19 +1,127 @@
-"""Copies one packed file to a host, block by block: what it has already is not sent again."""
+"""A copy of one packed file to a host, block by block, with a progress bar on a terminal: blocks
+that it has already are not sent again.
+"""
 
 import hashlib
+import re
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cn import VENV
-from cn_report import printable
-from stage_blocks import BLOCK, Run, blocks_of, bytes_in, missing, said
-
 from motley.cluster.shell import Finished
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
+from motley.provision.host_report import printable
+from motley.provision.setup_command import VENV
+
+BLOCK = 8 << 20  # bytes that are hashed, and copied again, together
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks beside each other, the last included."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+def blocks_of(size: int) -> int:
+    """How many a file of so many bytes has; the last may be shorter."""
+    return -(-size // BLOCK)
+
+
+def bytes_in(run: Run, size: int) -> int:
+    """Of these blocks of a file of ``size`` bytes."""
+    return min(size, (run.last + 1) * BLOCK) - run.first * BLOCK
+
+
+def missing(wanted: Sequence[str], there: Mapping[int, str], most: int) -> Iterator[Run]:
+    """Blocks that are not there as they are wanted, in runs of at most so many.
+
+    Args:
+        wanted: the hash of each. there: of those that are, by number.
+    """
+    first = None
+    for number in range(len(wanted) + 1):
+        lacks = number < len(wanted) and there.get(number) != wanted[number]
+        if first is not None and (not lacks or number - first == most):
+            yield Run(first, number - 1)
+            first = None
+        if lacks and first is None:
+            first = number
+
+
+def size_of(text: str) -> int:
+    """Bytes, as 20G or 500M, by 1,000 each; MotleyError for anything else."""
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([KMGT])B?", text.strip().upper())
+    size = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not size:
+        raise MotleyError(f"--budget {text!r} is no size; write it as 20G or 500M")
+    return size
+
+
+def said(size: float) -> str:
+    """Bytes for people: 20 GB, 1.57 MB."""
+    unit = next((unit for unit in "TGMK" if size >= _UNITS[unit]), "")
+    if not unit:
+        return f"{size:.0f} B"
+    number = size / _UNITS[unit]
+    return f"{number:,.0f} {unit}B" if number >= 99.95 else f"{number:.3g} {unit}B"
+
+
+_WIDTH = 24
+_EVERY_S = 0.1
+
+
+class Bar:
+    """One line that is written again and again: what is done of ``total`` bytes, in several parts.
+
+    Use it as a context manager: at the end the line is wiped.
+    """
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total = title, max(1, total)
+        self._done: dict[str, int] = {}
+        self._start = self._shown = time.monotonic()
+        self._on = sys.stderr.isatty()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._on:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self._on = False
+
+    def at(self, size: int, part: str = "") -> None:
+        """So many bytes are done of a part; from any thread."""
+        with self._lock:
+            self._done[part] = size
+            now = time.monotonic()
+            if self._on and now > self._shown + _EVERY_S:
+                self._shown = now
+                print(f"\r\033[K{self._line(now)}", end="", file=sys.stderr, flush=True)
+
+    def _line(self, now: float) -> str:
+        done = min(sum(self._done.values()), self._total)
+        share, rate = done / self._total, done / max(1e-3, now - self._start)
+        left = f", {(self._total - done) / rate:,.0f} s left" if rate else ""
+        bar = "#" * round(_WIDTH * share)
+        return (
+            f"{self._title} [{bar:{_WIDTH}}] {share:4.0%} of {said(self._total)}, "
+            f"{said(rate)}/s{left}"
+        )
+
 
 _SCRIPT = Path(__file__).with_name("stage_host.sh")
 _AT_ONCE = 16  # blocks that are sent before it is seen whether the host keeps up

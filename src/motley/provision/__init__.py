@@ -1,0 +1,1 @@
+"""Preparation of hosts: keys, environments, files, networks, job scripts, and their checks."""

@@ -1,0 +1,335 @@
+"""The hosts on which keep_training.sh may start a run: those that answer and are not away, those
+that leave politely, and those that come back. While a job runs without some hosts it asks them
+again, and has the job end where the records of its speed say that a return pays.
+"""
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from motley.cluster.hostfile import Host
+from motley.cluster.ssh import run_on_all, split
+from motley.errors import HostTrouble
+from motley.plan.take_back import TakeBack, step_with
+from motley.provision.host_module import run_module
+from motley.provision.leave_cn import ASK_S, tell, words_of
+from motley.records.run_folder import RunFolder
+
+QUIET_S = 300.0  # that nobody else was at a polite host before it comes back
+_AGAIN_S = 60.0  # before a polite host that was lost is asked to be so again
+_NO_END_S = 1e9
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the hosts have answered.
+
+    Attributes:
+        alive: those that can take part, in the hostfile's order.
+        lost: what was found of those that do not answer. away: until when others are away, in
+            words. ends: when the marks of these end, seconds since the epoch, where they do.
+        nodes: what a host calls itself, which is what a run's records call it.
+        sees: it sees the run's folder as this machine does.
+        speeds: by its own name, what it remembers; see motley.membership.host_agent.
+    """
+
+    alive: tuple[Host, ...]
+    lost: dict[str, str]
+    away: dict[str, str]
+    ends: tuple[float, ...]
+    nodes: dict[str, str]
+    sees: dict[str, bool]
+    speeds: dict[str, list[dict[str, Any]]]
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Who takes no part."""
+        return frozenset(self.lost) | frozenset(self.away)
+
+
+def ask(hosts: Sequence[Host], folder: Path, unwanted: frozenset[str] = frozenset()) -> Asked:
+    """Ask all hosts at once; it takes no longer than one.
+
+    Args:
+        folder: of the run. unwanted: hosts that do not take part in any case.
+    """
+    place = folder.absolute()
+    found, troubles = split(run_on_all([h.name for h in hosts], lambda h: _ask(h, place), ASK_S))
+    lost = {name: trouble.found for name, trouble in troubles.items()}
+    lost |= dict.fromkeys(unwanted, "no step was taken with it")
+    marks = {name: said["away"] for name, said in found.items() if said.get("away")}
+    away = {name: _why(mark) for name, mark in marks.items() if name not in lost}
+    return Asked(
+        tuple(host for host in hosts if host.name not in {*lost, *away}), lost, away,
+        tuple(mark["until"] for mark in marks.values() if mark["until"]),
+        {name: str(said.get("node", name)) for name, said in found.items()},
+        {name: bool(said.get("sees")) for name, said in found.items()},
+        {str(said.get("node", name)): said.get("speeds", []) for name, said in found.items()},
+    )  # fmt: skip
+
+
+def _ask(host: str, folder: Path) -> dict[str, Any]:
+    try:
+        return tell(host, "ask", folder, limit=ASK_S)
+    except HostTrouble as trouble:
+        if trouble.kind in ("no environment", "cannot look"):  # mpirun will say what is wrong
+            return {}
+        raise
+
+
+def _why(mark: dict[str, Any]) -> str:
+    return f" ({mark['polite']})" if mark["polite"] else str(mark["words"])
+
+
+def be_polite(hosts: Sequence[Host]) -> None:
+    """Have all hosts give way to others from now on, each watched by a process of its own there,
+    which ends with this one."""
+    for host in hosts:
+        threading.Thread(target=_be_polite, args=(host.name,), daemon=True).start()
+
+
+def _be_polite(host: str) -> None:
+    while True:
+        try:
+            run_module(host, "motley.membership.host_agent", "polite", QUIET_S, limit=_NO_END_S)
+        except HostTrouble:
+            time.sleep(_AGAIN_S)
+
+
+def say(text: str) -> None:
+    """To the user, at once."""
+    print(f"keep_training: {text}", file=sys.stderr, flush=True)
+
+
+_FEW = 4  # steps, of which no usual time is known
+
+
+def progress(folder: Path) -> int:
+    """The step of a run's newest checkpoint; -1: there is none."""
+    names = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
+    return max((int(name) for name in names if name.isdigit()), default=-1)
+
+
+class Figures:
+    """Of one run, over all its starts.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = RunFolder(folder)
+        # Of each host, by its own name: samples a second of all its ranks, 0 where the plan has
+        # left it out; and how many ranks these are.
+        self._rates: dict[str, float] = {}
+        self._ranks = Counter[str]()
+        self._steps: dict[frozenset[tuple[str, int]], float] = {}  # seconds of one, by who trains
+        self._launched = 0.0
+        self._starts: list[float] = []  # seconds from each launch to its first step
+        self._end_s = 0.0  # from when the end was asked for
+
+    def launched(self) -> None:
+        """A start begins now."""
+        self._launched, self._first, self._knows = time.time(), False, False
+
+    def ended(self, asked: float) -> None:
+        """A job has ended now, which was asked to at a time."""
+        self._end_s = time.time() - asked
+
+    def resume_point(self) -> str:
+        """Return where the run goes on, and which finished steps it repeats, as far as they are
+        recorded."""
+        saved = progress(self._folder.path)
+        done = max((int(step["step"]) + 1 for step in self._folder.last_steps()), default=0)
+        where = f"from step {saved}" if saved >= 0 else "from the start"
+        first = max(saved, 0) + 1
+        return f"{where}; steps {first} to {done} are repeated" if done >= first else where
+
+    def look(self) -> None:
+        """See when the first step since the launch was taken, and how fast the first ones are, of
+        all ranks; cheap once it is known."""
+        if self._first:
+            self._knows = self._knows or self.read()
+            return
+        times = [step["time"] for step in self._folder.last_steps()]
+        since = [at for at in times if at > self._launched]
+        if since:
+            self._first = True
+            self._starts.append(min(since) - self._launched)
+
+    def read(self) -> bool:
+        """Learn from the records of the job that runs, or ran last; False if they say too little
+        yet."""
+        content, step_s = self._folder.read_run(), self._step_s()
+        hosts = [str(rank.get("host")) for rank in content.get("ranks") or []]
+        counts: list[int] = (content.get("plan") or {}).get("counts") or []
+        if step_s is None or len(hosts) != len(counts):
+            return False
+        now = Counter(hosts)
+        self._steps[frozenset(now.items())] = step_s
+        self._ranks |= now  # the most of each
+        self._rates |= {str(each.get("host")): 0.0 for each in content.get("left_out") or []}
+        for host, ranks in now.items():
+            own = sum(n for name, n in zip(hosts, counts, strict=True) if name == host)
+            if own:
+                self._rates[host] = own / step_s * self._ranks[host] / ranks
+        return True
+
+    def lost(self) -> set[str]:
+        """Hosts, by their own names, without a rank of which the job of now has gone on."""
+        events = self._folder.read_events()
+        return {
+            str(event["host"]) for event in events
+            if event["event"] == "lost" and event["time"] > self._launched
+        }  # fmt: skip
+
+    def training(self) -> set[str]:
+        """Hosts, by their own names, of which a rank trains."""
+        return {str(rank.get("host")) for rank in self._folder.read_run().get("ranks") or []}
+
+    def speed_without(self, nodes: Collection[str]) -> float | None:
+        """What the other hosts did of each step, by the last plan; None where it is not known."""
+        content: dict[str, Any] = self._folder.read_run()
+        counts: list[int] = (content.get("plan") or {}).get("counts") or []
+        hosts = [rank.get("host") for rank in content.get("ranks") or []]
+        if not counts or len(hosts) != len(counts):
+            return None
+        left = sum(n for host, n in zip(hosts, counts, strict=True) if host not in nodes)
+        return left / sum(counts)
+
+    def take_back(self, back: Mapping[str, Sequence[Mapping[str, Any]]]) -> TakeBack | None:
+        """What it would save to take hosts back now, or lost ranks of theirs; None where that is
+        not known yet.
+
+        How fast a host is, is known of when it took part; else of what it remembers; else it is
+        thought to be as fast as the others are on average.
+
+        Args:
+            back: by a host's own name, the speeds that it remembers.
+        """
+        self.read()
+        content, step_s = self._folder.read_run(), self._step_s()
+        last, steps = content.get("last_step"), self._folder.last_steps()
+        if step_s is None or not self._starts or not isinstance(last, int):
+            return None
+        now = Counter(str(rank["host"]) for rank in content["ranks"])
+        batch = int(content["plan"]["global_batch"])
+        usual = batch / step_s / len(now)
+        for node, speeds in back.items():
+            self._rates.setdefault(node, _remembered(speeds, content["config"]) or usual)
+        whole = now | Counter({node: self._ranks[node] or 1 for node in back})
+        rates = [self._rates[node] * (1 - now[node] / whole[node]) for node in back]
+        known = self._steps.get(frozenset(whole.items()))
+        with_s = known or step_with(batch, step_s, [rate for rate in rates if rate > 0])
+        left = max(0, last - int(steps[-1]["step"]) - 1)
+        # The first start may have loaded data; and with more hosts it takes longer.
+        start_s = max(self._starts[1:] or self._starts)
+        return TakeBack(left, step_s, with_s, start_s + self._end_s)
+
+    def _step_s(self) -> float | None:
+        """Usual seconds of a step of this start; None if it has taken too few."""
+        steps = [step for step in self._folder.last_steps() if step["time"] > self._launched]
+        times = [step["time"] for step in steps]
+        between = [after - before for before, after in pairwise(times)]
+        return median(between) if len(between) >= _FEW and median(between) > 0 else None
+
+
+def _remembered(speeds: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> float | None:
+    """Samples a second of all devices of a host, with a run's options; None: it does not know."""
+    fit = [s for s in speeds if all(config.get(k) == v for k, v in s["options"].items())]
+    newest = {speed["uuid"]: float(speed["rate"]) for speed in reversed(fit)}
+    return sum(newest.values()) or None
+
+
+ASK_AGAIN_S = 60.0  # between questions to hosts that are missing
+_NOT_YET_S = 5.0  # where no usual time of a step is known
+
+
+def until_asked_s(asked: Asked) -> float:
+    """Seconds until hosts are asked again: sooner where one has said when it comes back."""
+    return max(1.0, min([ASK_AGAIN_S, *(end - time.time() + 0.5 for end in asked.ends)]))
+
+
+class Returns:
+    """Of one job.
+
+    Args:
+        folder: of its run. asked: before it was started. ask: asks all hosts once more.
+    """
+
+    def __init__(
+        self, folder: Path, figures: Figures, asked: Asked, ask: Callable[[], Asked]
+    ) -> None:
+        self._folder, self._figures, self._ask = folder, figures, ask
+        self._missing, self._nodes = asked.missing, asked.nodes
+        self._due = time.monotonic() + until_asked_s(asked)
+        self._answers: list[Asked] = []
+        self._thread: threading.Thread | None = None
+        self._paused = 0.0  # when the job was asked to end
+        self._told = frozenset[str]()
+
+    def look(self) -> None:
+        """Ask if it is time, and act on what was answered; waits for nobody."""
+        if self._paused:
+            return
+        if self._thread is None and time.monotonic() >= self._due:
+            lost = self._figures.lost()
+            self._missing |= {name for name, node in self._nodes.items() if node in lost}
+            self._due = time.monotonic() + ASK_AGAIN_S
+            if not self._missing:
+                return
+            self._thread = threading.Thread(target=self._question, daemon=True)
+            self._thread.start()
+        elif self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            if self._answers:
+                self._hear(self._answers.pop())
+
+    def ended(self) -> None:
+        """The job has."""
+        if self._paused:
+            self._figures.ended(self._paused)
+
+    def _question(self) -> None:
+        self._answers = [self._ask()]
+
+    def _hear(self, asked: Asked) -> None:
+        self._due = time.monotonic() + until_asked_s(asked)
+        back = self._missing - asked.missing
+        if not back:
+            return
+        nodes = {name: asked.nodes.get(name, name) for name in sorted(back)}
+        gain = self._figures.take_back(
+            {node: asked.speeds.get(node, []) for node in nodes.values()}
+        )
+        trains = self._figures.training()  # but for lost ranks
+        words = [f"the rest of {name}" if nodes[name] in trains else name for name in nodes]
+        names = f"{words_of(words)} {'is' if len(back) == 1 else 'are'}"
+        if gain is None:
+            self._due = time.monotonic() + _NOT_YET_S
+        elif not gain.worth_it:
+            if back != self._told:
+                say(f"{names} there again, and not taken back: {gain.sentence()}")
+            self._told = back
+        elif self._pause([h.name for h in asked.alive if asked.nodes.get(h.name) in trains]):
+            say(f"{names} taken back after this step: {gain.sentence()}")
+
+    def _pause(self, hosts: Collection[str]) -> bool:
+        """Have the job save and end at a step boundary; whether some rank was there to hear it.
+
+        The signal goes to ranks themselves: mpirun would send it to all that these have started,
+        such as compilers, which it ends.
+        """
+        asked = time.time()
+        words = ("pause", str(self._folder.parent), self._folder.name)
+        told, _ = split(run_on_all(hosts, lambda host: tell(host, *words), ASK_S))
+        if any(answer.get("asked") for answer in told.values()):
+            self._paused = asked
+        return bool(self._paused)

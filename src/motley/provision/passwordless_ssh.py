@@ -1,0 +1,435 @@
+"""The command of setup/passwordless_ssh.sh: from a password to keys on all hosts. ssh_files.sh
+changes the ~/.ssh of a host or of this machine.
+"""
+
+import re
+import shutil
+import socket
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from motley.cluster.facts import home_folder, user_name
+from motley.cluster.login import HostKey, UnknownHostKey, read_login
+from motley.cluster.ssh import Remote, connect, host_key, known_keys, run_on_all, split
+from motley.errors import HostTrouble, MotleyError
+from motley.provision.setup_command import (
+    Parser,
+    ask,
+    ask_all,
+    need_terminal,
+    print_troubles,
+    read_hostfile,
+    run,
+    table,
+    try_password,
+)
+
+LIMIT_S = 20.0  # for all hosts together to answer, or to refuse
+_SCRIPT = Path(__file__).with_name("ssh_files.sh").read_text()
+
+
+def own_key() -> Path:
+    """The private key that Motley makes for itself."""
+    return home_folder() / ".ssh/id_ed25519_motley"
+
+
+def this_machine() -> Remote:
+    """Where the script runs."""
+    return Remote("this machine", None)
+
+
+def do(remote: Remote, function: str, *words: str) -> list[str]:
+    """Call a function of ssh_files.sh on a host.
+
+    Returns:
+        The lines that it printed: mostly one for each change.
+
+    Raises:
+        HostTrouble: named after what hindered it there.
+    """
+    done = remote.run(_SCRIPT + '"$@"\n', function, *words)
+    if done.code == 0:
+        return done.output.splitlines()
+    said = (done.errors.strip().splitlines() or [f"status {done.code}, no message"])[-1]
+    said = re.sub(r"^motley: \d+: (eval: )?", "", said)  # how dash names a script from stdin
+    if any(word in said for word in ("No space", "quota")):
+        raise HostTrouble("disk full", f"on {remote.host}: {said}", "make room in the home there")
+    if any(word in said for word in ("ermission", "not permitted", "Read-only", "can't cd")):
+        raise HostTrouble(
+            "home not writable",
+            f"on {remote.host}: {said}",
+            "see whose the home is and how it is mounted, or ask who administers it",
+        )
+    raise HostTrouble("failed there", f"on {remote.host}: {said}", "put that right, then again")
+
+
+def authorized(public: str) -> str:
+    """A public key as a line of authorized_keys: a terminal and commands, no forwarding."""
+    return f"restrict,pty {public}"
+
+
+def pinned(keys: Mapping[str, HostKey]) -> list[str]:
+    """Host keys by known name, as lines of known_hosts."""
+    return [f"{name} {key.kind} {key.base64}" for name, key in keys.items()]
+
+
+def try_ssh(remote: Remote, hosts: Iterable[str]) -> dict[str, str]:
+    """What OpenSSH says on ``remote`` to reaching each host unasked; ``works`` is the best."""
+    names = list(hosts)
+    lines = do(remote, "try_ssh", *names) if names else []
+    said = dict(line.partition(" ")[::2] for line in lines)
+    return {host: said.get(host, "no answer") for host in names}
+
+
+def confirm(shown: Mapping[str, HostKey], dry_run: bool) -> dict[str, HostKey]:
+    """Show the keys and ask; MotleyError without a yes to all. A dry run asks nothing."""
+    print("Not in ~/.ssh/known_hosts yet; compare with what their administrator says:")
+    rows = [(host, key.kind, key.fingerprint) for host, key in shown.items()]
+    print(table(("host", "type", "fingerprint"), rows))
+    if dry_run:
+        print("would ask whether they are right, pin them, and see who needs a password")
+        return {}
+    need_terminal("a yes to them", "give --known-hosts FILE, or run this from one")
+    if not ask("Are they right?"):
+        raise MotleyError("host keys not confirmed; nothing was changed")
+    return dict(shown)
+
+
+def match_all(shown: Mapping[str, HostKey], path: Path) -> dict[str, HostKey | HostTrouble]:
+    """Each host's key as ``--known-hosts FILE`` has it, or why it has none."""
+    return run_on_all(shown, lambda host: _match(host, shown[host], path), LIMIT_S)
+
+
+def _match(host: str, shown: HostKey, path: Path) -> HostKey:
+    """The key of ``--known-hosts FILE`` that a host proves; HostTrouble if it proves none."""
+    try:
+        held = known_keys(host, path)
+    except (OSError, ValueError) as error:
+        raise MotleyError(f"--known-hosts {path} cannot be read: {error}") from None
+    if not held:
+        raise HostTrouble(
+            "host key not listed",
+            f"{host} shows the key {shown.fingerprint}, and {path} has none for "
+            f"{read_login(host).known_as}",
+            "add its line there, or leave out --known-hosts to be asked",
+        )
+    if shown.kind not in [key.kind for key in held]:
+        shown = host_key(host, [key.kind for key in held])
+    if shown in held:
+        return shown
+    expected = next((key for key in held if key.kind == shown.kind), held[0])
+    raise HostTrouble(
+        "host key differs",
+        f"{host} shows the key {shown.fingerprint}, but {path} holds {expected.fingerprint}: it "
+        "was reinstalled, or somebody answers in its place",
+        "ask who administers it",
+    )
+
+
+def tag_of(public: str) -> str:
+    """What marks the keys that were made for the mesh of the key of this machine."""
+    return f"mesh-{public.split()[1][-16:]}"
+
+
+def make_mesh(hosts: Sequence[str], public: str) -> dict[str, HostTrouble]:
+    """Let each host in to each other one.
+
+    Args:
+        hosts: those that let this machine in; it itself too if it goes by a name.
+        public: the key of this machine.
+
+    Returns:
+        The hosts that cannot take part, or cannot reach all others.
+    """
+    members = [host for host in hosts if host != "localhost"]
+    met, troubles = split(run_on_all(members, _visit, LIMIT_S))
+    remotes = {host: remote for host, (remote, _) in met.items()}
+    keys: dict[str, str] = {}
+    # One by one, here and below: homes may be shared.
+    for host, remote in remotes.items():
+        try:
+            comment = f"motley {read_login(host).user}@{host} {tag_of(public)}"
+            keys[host] = do(remote, "make_key", comment)[-1]
+        except HostTrouble as trouble:
+            troubles[host] = trouble
+    lines = [authorized(key) for key in dict.fromkeys([public, *keys.values()])]
+    pins = pinned({host: key for host, (_, key) in met.items()})
+    for host in keys:
+        try:
+            notes = do(remotes[host], "authorize", *lines)
+            notes += do(remotes[host], "pin_new", *pins)
+            notes += do(remotes[host], "add_to_block", *keys)
+        except HostTrouble as trouble:
+            troubles[host] = trouble
+            continue
+        for note in notes:
+            print(f"{host}: {note}")
+    if len(lines) == 1:
+        print("mesh: the home is shared, so every host has the same key already")
+    troubles |= _check({host: remotes[host] for host in keys if host not in troubles})
+    return troubles
+
+
+def _visit(host: str) -> tuple[Remote, HostKey]:
+    remote = connect(host)
+    return remote, remote.key or host_key(host)
+
+
+def _check(remotes: dict[str, Remote]) -> dict[str, HostTrouble]:
+    """Reach each host from each other one."""
+    said, troubles = split(
+        run_on_all(remotes, lambda host: try_ssh(remotes[host], remotes), LIMIT_S)
+    )
+    for host, answer in said.items():
+        if failed := {other: why for other, why in answer.items() if why != "works"}:
+            pairs = "; ".join(f"to {other}: {why}" for other, why in failed.items())
+            first = next(iter(failed))
+            troubles[host] = HostTrouble(
+                "mesh incomplete", f"from {host} {pairs}", f"try there: ssh -v -- {first}"
+            )
+    if remotes and not troubles:
+        print(f"mesh: each of {', '.join(remotes)} reaches each other")
+    return troubles
+
+
+def remove(dry_run: bool) -> int:
+    """Undo all, on the hosts that our block names and then here; the exit status.
+
+    A host that is not reached stays in the block, and our key here, for the next time.
+    """
+    here = this_machine()
+    hosts = do(here, "block_hosts")
+    public = (do(here, "public_key") or [""])[-1]
+    if not hosts and not public:
+        print(f"already done: there is neither {own_key()} nor a block of ours in ~/.ssh/config")
+        return 0
+    if dry_run:
+        for host in hosts:
+            print(f"would remove our line from ~/.ssh/authorized_keys on {host}, and its mesh key")
+        print(f"would remove {own_key()} and our block of ~/.ssh/config")
+        return 0
+    head, tag = (public.split()[1], tag_of(public)) if public else ("", "")
+    states = run_on_all(hosts, connect, LIMIT_S)
+    rows, troubles = [], {}
+    for host, remote in states.items():
+        try:
+            state = _leave(remote, head, tag) if public else "our key is gone"
+        except HostTrouble as trouble:
+            troubles[host], state = trouble, trouble.kind
+        rows.append((host, state))
+    for note in do(here, "set_block", *troubles):
+        print(f"here: {note}")
+    if not troubles:
+        for note in (do(here, "unauthorize", head, tag) if public else []) + do(here, "remove_key"):
+            print(f"here: {note}")
+    if rows:
+        print("\n" + table(("host", "state"), rows))
+    print("Pinned host keys stay in ~/.ssh/known_hosts.")
+    print_troubles(troubles)
+    if troubles:
+        print(
+            f"\n{own_key()} stays for these; when they are back: "
+            "bash setup/passwordless_ssh.sh --remove"
+        )
+    return 1 if troubles else 0
+
+
+def _leave(remote: Remote | HostTrouble, head: str, tag: str) -> str:
+    if isinstance(remote, HostTrouble):
+        if remote.kind in ("key refused", "key locked"):
+            return "already removed"
+        raise remote
+    if remote.here:
+        return "this machine"
+    with remote:
+        notes = do(remote, "leave", head, tag)
+    for note in notes:
+        print(f"{remote.host}: {note}")
+    return "removed" if notes else "already removed"
+
+
+HERE, OPEN, KEYED, CLOSED = "this machine", "already done", "key there already", "needs the key"
+States = dict[str, str | HostTrouble]
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """The options, checked before anything begins."""
+    parser = Parser("passwordless_ssh")
+    parser.add_argument("--known-hosts", type=Path)
+    parser.add_argument("--mesh", action="store_true")
+    parser.add_argument("--remove", action="store_true")
+    options = parser.parse_args(words)
+    if options.remove and (options.mesh or options.known_hosts):
+        parser.error("--remove takes neither --mesh nor --known-hosts")
+    if options.known_hosts and not options.known_hosts.is_file():
+        parser.error(f"--known-hosts {options.known_hosts} is no file")
+    return options
+
+
+def look(host: str, known: HostKey | None = None) -> str:
+    """How a host lets us in now: HERE, OPEN, KEYED or CLOSED; raises HostTrouble."""
+    try:
+        with connect(host, known=known) as remote:
+            return HERE if remote.here else OPEN
+    except HostTrouble as trouble:
+        if trouble.kind not in ("key refused", "key locked"):
+            raise
+    try:
+        connect(host, key=own_key(), known=known).close()
+        return KEYED  # but the block of ~/.ssh/config is gone
+    except HostTrouble:
+        return CLOSED
+
+
+def choose_host_keys(states: States, options: Namespace) -> dict[str, HostKey]:
+    """The host keys to pin; a host whose key is not right becomes a trouble."""
+    shown = {host: s.key for host, s in states.items() if isinstance(s, UnknownHostKey)}
+    if not shown:
+        return {}
+    if not options.known_hosts:
+        if options.dry_run:
+            states |= dict.fromkeys(shown, "host key to be confirmed")
+        return confirm(shown, options.dry_run)
+    found, troubles = split(match_all(shown, options.known_hosts))
+    states |= troubles
+    return found
+
+
+def log_in(hosts: Sequence[str]) -> dict[str, Remote | HostTrouble]:
+    """Ask for the password and log in with it, to all at once."""
+    print("The password goes to these hosts alone, once, and is kept nowhere.")
+    users = {host: read_login(host).user for host in hosts}
+    return try_password(users, lambda password, host: connect(host, password), LIMIT_S)
+
+
+def install(remote: Remote, public: str) -> str:
+    """Put our key into a host that let the password in, unless its home has it already."""
+    host = remote.host
+    try:
+        connect(host, key=own_key()).close()
+        return KEYED  # its home is that of a host before
+    except HostTrouble as trouble:
+        if trouble.kind != "key refused":
+            raise
+    for note in do(remote, "authorize", authorized(public)):
+        print(f"{host}: {note}")
+    try:
+        connect(host, key=own_key()).close()
+    except HostTrouble as trouble:
+        if trouble.kind != "key refused":
+            raise
+        raise HostTrouble(
+            "key ignored",
+            f"our key is in ~/.ssh/authorized_keys on {host}, which refuses it all the same",
+            "ask who administers it whether sshd takes keys (PubkeyAuthentication) and from "
+            "that file (AuthorizedKeysFile)",
+        ) from None
+    return "key installed"
+
+
+def install_all(states: States) -> str:
+    """Bring our key to the hosts that need it, one by one since homes may be shared.
+
+    Returns:
+        Our public key.
+    """
+    here = this_machine()
+    public = do(here, "make_key", f"motley {user_name()}@{socket.gethostname()}")[-1]
+    closed = [host for host, state in states.items() if state == CLOSED]
+    remotes, troubles = split(log_in(closed) if closed else {})
+    states |= troubles
+    # Written first: it is also the list of the hosts where --remove must look.
+    named = [host for host, state in states.items() if state == KEYED]
+    if named := [*named, *remotes]:
+        for note in do(here, "add_to_block", *named):
+            print(f"here: {note}")
+    for host, remote in remotes.items():
+        try:
+            with remote:
+                states[host] = install(remote, public)
+        except HostTrouble as trouble:
+            states[host] = trouble
+    return public
+
+
+def plan(states: States, pins: dict[str, HostKey], mesh: bool) -> None:
+    """Print what would be done."""
+    for host, key in pins.items():
+        print(f"would pin the host key of {host} in ~/.ssh/known_hosts: {key.fingerprint}")
+    closed = [host for host, state in states.items() if state == CLOSED]
+    named = [host for host, state in states.items() if state in (CLOSED, KEYED)]
+    if closed and not own_key().exists():
+        print(f"would make {own_key()}")
+    if closed:
+        print(f"would ask for the password on {', '.join(closed)}")
+        print(f"would add the key to ~/.ssh/authorized_keys on {', '.join(closed)}")
+    if named:
+        print(f"would name {', '.join(named)} in our block of ~/.ssh/config")
+    if mesh:
+        print("would let every host in to every other: a key on each, unless homes are shared")
+
+
+def check(states: States) -> dict[str, str]:
+    """Reach every host by OpenSSH, as mpirun will; what fails becomes its state."""
+    met = split(states)[0]
+    reached = try_ssh(this_machine(), [h for h, s in met.items() if s not in (HERE, CLOSED)])
+    for host, said in reached.items():
+        if said != "works":
+            states[host] = HostTrouble(
+                "ssh fails", f"ssh to {host} says: {said}", f"try: ssh -v -- {host}"
+            )
+    return reached
+
+
+def report(states: States, reached: dict[str, str]) -> int:
+    """Print the table; the exit status."""
+    troubles = split(states)[1]
+    rows = []
+    for host, state in states.items():
+        if reached.get(host) == "works":
+            ssh = "works"
+        elif state == HERE:
+            ssh = "not needed"
+        else:
+            ssh = "no" if host in troubles else "not tried"
+        rows.append((host, troubles[host].kind if host in troubles else state, ssh))
+    print("\n" + table(("host", "state", "ssh without password"), rows))
+    print_troubles(troubles)
+    return 1 if troubles else 0
+
+
+def main(words: Sequence[str]) -> int:
+    """See who needs a key, bring it there, see that it works."""
+    options = parse(words)
+    hosts = [host.name for host in read_hostfile(options)]
+    for program in ("ssh", "ssh-keygen"):
+        if shutil.which(program) is None:
+            raise MotleyError(f"{program} is not on this machine; install OpenSSH's client")
+    if options.remove:
+        return remove(options.dry_run)
+    states: States = ask_all(hosts, look, LIMIT_S)
+    if all(state == HERE for state in states.values()):
+        print(f"{', '.join(hosts)}: this machine; nothing is to be done")
+        return 0
+    pins = choose_host_keys(states, options)
+    states |= run_on_all(pins, lambda host: look(host, pins[host]), LIMIT_S)
+    if options.dry_run:
+        plan(states, pins, options.mesh)
+        return report(states, {})
+    if CLOSED in states.values():
+        need_terminal("the password", "nothing was changed; run this from one")
+    if pins:
+        lines = pinned({read_login(host).known_as: key for host, key in pins.items()})
+        for note in do(this_machine(), "pin", *lines):
+            print(f"here: {note}")
+    if options.mesh or CLOSED in states.values() or KEYED in states.values():
+        public = install_all(states)
+    reached = check(states)
+    if options.mesh:
+        states |= make_mesh(list(split(states)[0]), public)
+    return report(states, reached)
+
+
+if __name__ == "__main__":
+    run(main)
