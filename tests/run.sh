@@ -6,7 +6,7 @@
 #   bash tests/run.sh -m "not mpi"          # the unit tests: 1.5 to 2.5 minutes
 #   bash tests/run.sh -k resume             # options go to pytest
 #
-# Variants of one promise take turns: a fifth on a day, all within five (tests/support/turns.py).
+# Variants of one promise take turns: a fifth at a commit, all within five (tests/support/turns.py).
 #
 # Makes the environment if need be. As root it also installs the system packages that some
 # tests try Motley against (Debian's Open MPI, Slurm, Chromium) or need (the lab in a box); without

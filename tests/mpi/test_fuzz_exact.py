@@ -11,6 +11,7 @@ from fuzz.cases import AFTER, Case
 from fuzz.play import Played, judged, play
 from fuzz.rules import broken_rules
 from project import ROOT
+from turns import count_commits
 from warm.ranks import WarmRanks
 
 from motley.errors import MotleyError
@@ -230,9 +231,9 @@ def test_the_fuzzer_refuses_no_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.turns
-@pytest.mark.parametrize("words", [("--seconds", "30", "--seed", "7"), ("--seconds", "30")],
-                         ids=["the same cases", "cases of today"])  # fmt: skip
-def test_other_cases_find_nothing(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("seed", [7, count_commits()], ids=["the same cases", "of this commit"])
+def test_other_cases_find_nothing(seed: int) -> None:
+    words = ("--seconds", "30", "--seed", str(seed))
     done = subprocess.run(
         [sys.executable, str(FUZZER), *words], capture_output=True, text=True, timeout=400
     )

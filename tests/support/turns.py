@@ -1,9 +1,9 @@
-"""Variants of one promise take turns: of a matrix, a fifth runs on a day, and all in five days.
+"""Turns of a matrix of variants: a fifth of them runs at a commit, and all at five in a row.
 
-A test of many variants (each engine, each fault) is marked ``turns``. Which of them run is chosen
-by the date, or by ``--turn``; who names a test, a file or ``-k`` gets all. Nothing that is the one
-test of a thing is marked. What every turn must have, such as each engine, the matrix says itself
-(``shows``): a fifth that lacks one is given a variant that has it.
+A test of many variants (each engine, each fault) is marked ``turns``. The number of commits up to
+this one, or ``--turn``, chooses the fifth; a named test, file or ``-k`` runs all. Nothing that is
+the one test of a thing is marked. What every turn must have, such as each engine, the matrix says
+itself (``shows``): a fifth that lacks one is given a variant that has it.
 
     @pytest.mark.turns                         # the variants of this test
     @pytest.mark.turns(shows=words_of)         # words_of(**parameters): what a variant shows
@@ -12,7 +12,6 @@ test of a thing is marked. What every turn must have, such as each engine, the m
 A plugin of pytest, which conftest.py names.
 """
 
-import datetime
 import subprocess
 from collections.abc import Mapping
 from itertools import groupby
@@ -47,23 +46,29 @@ def chosen(variants: Mapping[str, frozenset[str]], turn: int) -> set[str]:
     return here
 
 
+def count_commits() -> int:
+    """Return the number of commits up to this one; 0 where git cannot tell."""
+    words = ("git", "rev-list", "--count", "HEAD")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--turn``."""
     parser.addoption(
         "--turn", choices=(*map(str, range(TURNS)), ALL),
         help="which variants of the tests marked 'turns' run; default: the fifth whose turn it is "
-        "today, and all where files, tests or -k are named",
+        "at this commit, and all where files, tests or -k are named",
     )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decides before there are workers, which are given the options: a day may end meanwhile."""
+    """Choose before there are workers, which are given the options."""
     options = config.option
     if options.turn is None:
         named = any("::" in word or word.endswith(".py") for word in config.args)
         named = named or options.keyword or getattr(options, "lf", False)
-        today = datetime.date.today().toordinal() % TURNS
-        options.turn = ALL if named else str(today)
+        options.turn = ALL if named else str(count_commits() % TURNS)
     if not hasattr(options, "turn_whole"):
         options.turn_whole = () if options.turn == ALL else _changed()
 
@@ -80,7 +85,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes out what has its turn on another day."""
+    """Deselect the variants whose turn comes at another commit."""
     if config.option.turn == ALL:
         return
     marked = sorted((item for item in items if item.get_closest_marker("turns")), key=_matrix)
@@ -112,7 +117,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     if count := config.stash.get(_LEFT, 0):
         terminalreporter.write_line(
-            f"turn {config.option.turn}: {count} variants have their turn on another day; "
+            f"turn {config.option.turn}: {count} variants have their turn at another commit; "
             f"--turn {config.option.turn} repeats this one, --turn {ALL} runs all"
         )
 
@@ -134,7 +139,7 @@ def _is_whole(item: pytest.Item) -> bool:
 
 
 def _changed() -> tuple[str, ...]:
-    """Test files that are not as on the main branch, if git can tell: today they run whole."""
+    """Return the test files that differ from the main branch, if git can tell: they run whole."""
     found: list[str] = []
     for words in (
         ("diff", "--name-only", "--merge-base", "origin/main"),

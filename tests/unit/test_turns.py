@@ -68,7 +68,7 @@ def test_a_turn_is_chosen_said_and_repeated(tmp_path: Path) -> None:
     assert ran == {"test_engine[ddp-1]", "test_engine[ddp-5]", "test_engine[ddp-6]", "test_rank",
                    "test_always"}  # fmt: skip
     assert "turn: 1 of 0 to 4; --turn 1 runs the same tests again" in said
-    assert "turn 1: 8 variants have their turn on another day" in said and "--turn all" in said
-    today, said = run("here")
+    assert "turn 1: 8 variants have their turn at another commit" in said and "--turn all" in said
+    usual, said = run("here")
     again = re.search(r"--turn (\d) runs the same tests again", said)
-    assert again and run("here", "--turn", again[1])[0] == today < run("here/test_these.py")[0]
+    assert again and run("here", "--turn", again[1])[0] == usual < run("here/test_these.py")[0]

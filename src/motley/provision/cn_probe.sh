@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Not for you to run: cn_probe.py sends it to a host, which prints what it is as key=value
+# Not for you to run: motley.provision.host_report sends it to a host, which prints what it is as key=value
 # lines. POSIX sh and the tools that every Linux has; nothing is left changed.
 #
 #   $1 repository   $2 environment   $3 token file   $4 name for a file   $5 host to ssh to

@@ -184,7 +184,7 @@ def find_shared(reports: Mapping[str, HostReport], at: Mapping[str, Network]) ->
     """Return the subnet of each host's address on the network that was chosen.
 
     Args:
-        at: from :func:`cn_networks.try_networks`.
+        at: from :func:`try_networks`.
     """
     infiniband = all(each.infiniband for each in reports.values())
     if len(reports) == 1:

@@ -1,7 +1,7 @@
 """Asks every host whether it is ready to train; the .sh beside it says how to call it.
 
 With --json one object is printed. ``hosts`` has, for each host, either its ``trouble`` or
-the fields of cn_report.HostReport (unknown is null); ``findings`` is what is wrong, or with
+the fields of host_report.HostReport (unknown is null); ``findings`` is what is wrong, or with
 ``wrong`` false worth a note:
 
     {"well": false,
