@@ -20,8 +20,8 @@ from motley.engines.protocol import Engine, EngineContext, EngineFactory, StepRe
 from motley.engines.step_timer import Laps
 from motley.engines.strategy import TORCH, engines_of, known_strategies
 from motley.launch.world import World
-from motley.measure.all_reduce import measure_wire
 from motley.measure.device import measure_speed
+from motley.measure.link_speed import measure_wire
 from motley.measure.measured_plan import balance, refine
 from motley.measure.process_group import ProcessGroup
 from motley.measure.profile import Measured

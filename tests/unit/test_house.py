@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def imports_of(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def imports_at_once(path: Path) -> tuple[str, ...]:
+    """Return the modules that a file imports when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    own = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return imports_of(ast.unparse(ast.Module(own, [])))
+
+
 def tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)}
 
@@ -95,6 +103,21 @@ def violations(library: Path) -> list[str]:
 
 def test_every_module_has_a_room_and_imports_only_what_is_above() -> None:
     assert not violations(LIBRARY)
+
+
+def test_no_import_leads_back_to_its_module() -> None:
+    files = {
+        ".".join(("motley", *path.relative_to(LIBRARY).with_suffix("").parts)): path
+        for path in LIBRARY.rglob("*.py") if path.stem != "__init__"
+    }  # fmt: skip
+    graph = {
+        module: {
+            known for name in imports_at_once(path) for known in (name, name.rpartition(".")[0])
+            if known in files and known != module
+        }
+        for module, path in files.items()
+    }  # fmt: skip
+    TopologicalSorter(graph).prepare()  # or CycleError names the circle
 
 
 @pytest.mark.parametrize(

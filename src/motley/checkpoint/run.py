@@ -25,8 +25,8 @@ from motley.launch.world import World
 from motley.membership.fault_causes import record_fault
 from motley.records.folder_lock import refuse_link
 from motley.records.json_files import JsonDict
-from motley.records.rank_groups import add_group, read_groups
 from motley.records.run_folder import RunFolder, find_runs
+from motley.records.training import add_group, read_groups
 
 
 def find_run(config: Config) -> tuple[Path, list[Path]]:
@@ -175,7 +175,7 @@ class Run:
         self._unreadable: set[str] = set()
         self._result: dict[str, Any] = {}
         self._started: float | None = None  # seconds since the epoch
-        self._groups: list[JsonDict] = []  # that have trained; see motley.records.rank_groups
+        self._groups: list[JsonDict] = []  # that have trained; see motley.records.training
         self.samples, self.trains_since = 0, 0.0
 
     @classmethod

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from motley.errors import HostTrouble
 from motley.live.follow import MOST, RunFollower, hosts_elsewhere
-from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder
+from motley.records.training import RankGroups
 
 if TYPE_CHECKING:
     from motley.cluster.ssh import Remote

@@ -14,8 +14,8 @@ from motley.live.waiting import since_slower
 from motley.plan.links import Links
 from motley.records.gpu_csv import GpuRows, GpuSample
 from motley.records.json_files import JsonDict
-from motley.records.rank_groups import read_workers
 from motley.records.run_folder import RunFolder, of_older_version
+from motley.records.training import read_workers
 
 MOST = 256 * 1024  # bytes that are read at once; of more the end, and samples of what is before it,
 # unless all is asked for: then the rest is read by the next look

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from motley.errors import MotleyError
 from motley.records.costs import lead, mean_rate, pauses, without_pauses
 from motley.records.json_files import JsonDict
-from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder
-from motley.records.training import EpochRecord
+from motley.records.training import EpochRecord, RankGroups
 
 Array = NDArray[np.float64]
 

@@ -10,8 +10,15 @@ from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.world import World
-from motley.measure.all_reduce import TRIES, cost_of, measure_fewer, measure_wire
-from motley.measure.link_speed import Traffic, known_links, measure_links
+from motley.measure.link_speed import (
+    TRIES,
+    Traffic,
+    cost_of,
+    known_links,
+    measure_fewer,
+    measure_links,
+    measure_wire,
+)
 from motley.measure.loader_speed import with_reading
 from motley.measure.process_group import ProcessGroup
 from motley.measure.speed_cache import WireFigures, speed_of

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from motley.errors import MotleyError
 from motley.records.gpu_csv import find_gpu_logs, read_hosts
-from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import find_runs
+from motley.records.training import RankGroups
 
 Array = NDArray[np.float64]
 

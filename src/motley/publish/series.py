@@ -16,8 +16,7 @@ from motley.live.snapshot import fraction_of_limit
 from motley.live.words import event, mapping, plain
 from motley.records.gpu_csv import GpuSample, device_name
 from motley.records.json_files import JsonDict
-from motley.records.rank_groups import RankGroups
-from motley.records.training import EpochRecord
+from motley.records.training import EpochRecord, RankGroups
 
 Parameter = str | float | int | bool
 

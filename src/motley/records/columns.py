@@ -8,9 +8,8 @@ from typing import Any
 from motley.errors import MotleyError
 from motley.records.gpu_csv import GpuSample, read_gpu_log
 from motley.records.json_files import JsonDict, to_json
-from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder, open_run
-from motley.records.training import EpochRecord
+from motley.records.training import EpochRecord, RankGroups
 
 Columns = dict[str, list[Any]]
 

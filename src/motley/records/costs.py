@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from motley.records.gpu_csv import find_gpu_logs, read_gpu_log
 from motley.records.json_files import JsonDict
-from motley.records.rank_groups import RankGroups
 from motley.records.run_folder import RunFolder
+from motley.records.training import RankGroups
 
 
 def mean_rate(

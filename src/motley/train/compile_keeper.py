@@ -17,10 +17,10 @@ from motley.child import ChildTimeoutError, run_child
 from motley.cluster.cache_folder import cache_folder
 from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
-from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of, words_of
 from motley.launch.process import compiled_below
 from motley.launch.world import World
 from motley.measure.process_group import ProcessGroup
+from motley.train.compile_archive import ERRORS, Carried, CompileArchive, kind_of, words_of
 
 FOLDER = ".compiled"  # in the folder of all runs
 _FIRST_STEPS = 8
@@ -107,7 +107,7 @@ class CompileKeeper:
     def _save(self) -> None:
         """Save in a process of its own: to pack thousands of files takes Python's lock for
         seconds, and the training thread would launch nothing meanwhile."""
-        command = [sys.executable, "-m", "motley.launch.compile_archive", str(self._since)]
+        command = [sys.executable, "-m", "motley.train.compile_archive", str(self._since)]
         try:
             done = run_child([*command, *self._archive.words], _SAVE_LIMIT_S, "see its disk")
             code, errors = done.returncode, done.stderr

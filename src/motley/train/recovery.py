@@ -17,7 +17,7 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
 from motley.text import step_in_words
-from motley.train.overflow import find_overflow
+from motley.train.loss_scale import find_overflow
 from motley.train.recorder import Recorder
 from motley.train.setup import Job
 

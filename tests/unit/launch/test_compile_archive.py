@@ -19,8 +19,8 @@ from torch._inductor.utils import clear_caches
 
 from motley.cluster.cache_folder import RefusedError
 from motley.cluster.facts import read_node
-from motley.launch import compile_archive
-from motley.launch.compile_archive import ERRORS, Carried, CompileArchive, kind_of
+from motley.train import compile_archive
+from motley.train.compile_archive import ERRORS, Carried, CompileArchive, kind_of
 
 KIND = "5eed"
 FILES = {

@@ -16,8 +16,8 @@ from motley.publish.series import step_rows
 from motley.records.costs import joules
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
 from motley.records.json_files import to_json
-from motley.records.rank_groups import add_group
 from motley.records.run_folder import RunFolder
+from motley.records.training import add_group
 
 LOST, RESUMED = 20, 40  # steps of 60
 

@@ -20,7 +20,7 @@ from motley.comm.modes.numbers import BF16, EXACT, FP16
 from motley.comm.modes.power_sgd import PowerSgd
 from motley.comm.reducer import buckets_of
 from motley.errors import MotleyError
-from motley.measure.all_reduce import _tensors
+from motley.measure.link_speed import _tensors
 from motley.measure.measured_plan import _best_mode
 from motley.plan.advice import Advice, better_engine, better_modes, fewer_hosts, larger_batch
 from motley.plan.engine_traits import EngineTraits

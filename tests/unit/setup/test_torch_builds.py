@@ -1,6 +1,5 @@
 """Which torch runs on every GPU of a lab."""
 
-
 import pytest
 
 from motley.errors import MotleyError

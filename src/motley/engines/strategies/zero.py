@@ -69,8 +69,7 @@ def _traits(config: Config) -> EngineTraits:
 
 
 def _engine(model: "TaskModel", context: "EngineContext") -> "Engine":
-    from motley.engines.zero3_engine import Zero3Engine
-    from motley.engines.zero_engine import ZeroEngine
+    from motley.engines.zero_engine import Zero3Engine, ZeroEngine
 
     is_cut = read_stage(config_path(context.config.of(ZeroOptions))) == 3
     return (Zero3Engine if is_cut else ZeroEngine)(model, context)
