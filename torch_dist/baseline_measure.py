@@ -104,7 +104,7 @@ def tell(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
 def tasks_of(
     matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]
 ) -> dict[str, Any]:
-    """What setup/slurm_job.py asks Slurm for: a task for each cell that is left, by its number, and
+    """What setup/slurm_job.sh asks Slurm for: a task for each cell that is left, by its number, and
     seconds that one may take; ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
     """
     left = Counter(cell for cell, _ in todo)

@@ -1,4 +1,4 @@
-"""setup/test_mpi.py on hosts whose environment belongs to another user."""
+"""setup/test_mpi.sh on hosts whose environment belongs to another user."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What setup/test_mpi.py starts ends with it."""
+"""What setup/test_mpi.sh starts ends with it."""
 
 import secrets
 import subprocess

@@ -33,8 +33,8 @@ LANES = {
         "tests/mpi/test_compile_keeper.py",  # which waits for a run's steps
         "tests/mpi/test_input.py",
         "tests/mpi/test_replan.py",
-        "tests/unit/plots/test_watch",  # how soon it is seen
-        "tests/unit/planner/test_input.py",
+        "tests/unit/plotting/test_watch",  # how soon it is seen
+        "tests/unit/measure/test_input.py",
     ),
     "installs": tuple(f"tests/lab/test_{name}.py" for name in INSTALLS),
     "labs": ("tests/lab/",),

@@ -1,6 +1,6 @@
 # shellcheck shell=sh
 # shellcheck disable=SC2088  # a ~ in messages is for the reader
-# What passwordless_ssh.py does to the ~/.ssh of one host, this machine too: it sends these
+# What passwordless_ssh.sh does to the ~/.ssh of one host, this machine too: it sends these
 # functions there and names one. Each does nothing where all is so already, prints a line for
 # each change, and may be killed at any point: the same again finishes.
 set -eu
