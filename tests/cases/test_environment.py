@@ -13,8 +13,8 @@ import pytest
 from project import ROOT, environment
 
 from motley.cluster import gpus
+from motley.cluster.account import home_folder, user_name
 from motley.cluster.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
-from motley.cluster.facts import home_folder, user_name
 from motley.cluster.login import read_login
 from motley.errors import MotleyError
 from motley.launch.tcp_ranks import secret

@@ -1,13 +1,9 @@
-"""Facts about this machine and account: CPU, memory, network interfaces and GPUs, the user's name
-and home folder. Needs no torch.
+"""What this machine is: CPU, memory, network interfaces and GPUs, asked without torch.
 
-    python -m motley.cluster.facts      # this machine's, as one line of JSON
-
-A container may run under a user number without a name, and without HOME.
+python -m motley.cluster.facts                  # this machine's, as one line of JSON
 """
 
 import contextlib
-import getpass
 import ipaddress
 import json
 import os
@@ -20,36 +16,6 @@ import psutil
 
 from motley.cluster.device_facts import MIB, DeviceFacts
 from motley.cluster.gpus import read_devices, read_driver
-from motley.errors import MotleyError
-
-
-def home_folder() -> Path:
-    """Return the home folder: HOME, or what the list of users has.
-
-    Raises:
-        MotleyError: neither tells one.
-    """
-    try:
-        return Path.home()
-    except RuntimeError:
-        raise MotleyError(
-            f"no home folder is known on {socket.gethostname()}: HOME is not set, and the list of "
-            f"users has no number {os.getuid()} (getent passwd {os.getuid()}). Set it: "
-            "export HOME=/its/path"
-        ) from None
-
-
-def expand_home(path: str) -> Path:
-    """Return a path with the home folder in place of a first ``~/``."""
-    return home_folder() / path[2:] if path.startswith("~/") else Path(path)
-
-
-def user_name() -> str:
-    """Return the name of the user, or the number of one without a name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import TypeVar
 
-from motley.cluster.facts import home_folder
+from motley.cluster.account import home_folder
 from motley.cluster.launcher import Launch, Launcher
 from motley.cluster.slurm import expand_nodes
 from motley.errors import MotleyError

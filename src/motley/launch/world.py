@@ -29,7 +29,7 @@ from motley.cluster.network import (
     next_in_ring,
     pick_network,
 )
-from motley.cluster.processes import state, survey
+from motley.cluster.orphans import state, survey
 from motley.errors import MotleyError
 from motley.launch.mpi import Launched, MpiRanks, check_size
 from motley.launch.process import (

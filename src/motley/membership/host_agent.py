@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from motley.cluster.cache_folder import SPEED_FILES, cache_folder
-from motley.cluster.processes import Found, is_alive, send, survey
+from motley.cluster.orphans import Found, survey
+from motley.cluster.processes import is_alive, send
 from motley.errors import MotleyError
 from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
 from motley.membership.pause import LEAVE_SIGNAL, PAUSE_SIGNAL

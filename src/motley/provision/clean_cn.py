@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from motley.cluster.processes import Found, Survey, state, survey_from_json
+from motley.cluster.orphans import Found, Survey, state, survey_from_json
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
 from motley.provision import setup_command
@@ -26,8 +26,8 @@ class Row:
 
 
 def ask(host: str, *words: object) -> str:
-    """What ``python -m motley.cluster.processes`` prints there; raises HostTrouble."""
-    return run_module(host, "motley.cluster.processes", *words, limit=LIMIT_S - 1)
+    """What ``python -m motley.cluster.orphans`` prints there; raises HostTrouble."""
+    return run_module(host, "motley.cluster.orphans", *words, limit=LIMIT_S - 1)
 
 
 def survey_all(hosts: Sequence[str]) -> dict[str, Survey | HostTrouble]:

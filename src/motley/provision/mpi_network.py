@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from motley import ROOT
-from motley.cluster.facts import home_folder
+from motley.cluster.account import home_folder
 from motley.cluster.network import Answer, Network, list_networks, next_in_ring, pick_network
 from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from motley.cluster.facts import home_folder, user_name
+from motley.cluster.account import home_folder, user_name
 from motley.cluster.login import HostKey, UnknownHostKey, read_login
 from motley.cluster.ssh import Remote, connect, host_key, known_keys, run_on_all, split
 from motley.errors import HostTrouble, MotleyError

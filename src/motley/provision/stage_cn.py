@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from motley.cluster.facts import user_name
+from motley.cluster.account import user_name
 from motley.cluster.login import is_here
 from motley.cluster.ssh import run_on_all, split
 from motley.data.packed_file import (

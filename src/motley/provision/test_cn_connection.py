@@ -26,7 +26,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 from motley import ROOT
-from motley.cluster.facts import home_folder
+from motley.cluster.account import home_folder
 from motley.cluster.login import read_login
 from motley.cluster.network import Network
 from motley.cluster.ssh import split

@@ -13,7 +13,7 @@ from itertools import chain
 
 from motley import ROOT
 from motley.child import run_child
-from motley.cluster.facts import home_folder
+from motley.cluster.account import home_folder
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError

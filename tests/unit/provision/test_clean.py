@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from motley.cluster import processes
-from motley.cluster.processes import Found, state
+from motley.cluster.orphans import Found, state
 
 RANK = Found(7, 70, 5.0, "rank 0", "rank", (), None, ("c0.lab", 41), True, True, False)
 

@@ -1,0 +1,260 @@
+"""Finds this user's training processes on this machine, and those that were left over.
+
+python -m motley.cluster.orphans                     # what there is, as one line of JSON
+python -m motley.cluster.orphans --end 4711:88231    # end that pid, if it started at that tick
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from motley import ROOT
+from motley.cluster.device_facts import GpuProcess
+from motley.cluster.gpus import read_gpu_processes
+from motley.cluster.launcher import MPIRUN, RANKS, launch_of
+from motley.cluster.processes import end, ticks
+
+_MPIRUN = MPIRUN | {"prte"}
+_DAEMONS = {"prted", "orted", "slurmstepd"}
+# Open MPI 5 names a job after the host and the pid of its mpirun. Open MPI 4.1 and Slurm do
+# not, and there a rank is known by the daemon that is its parent.
+_JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
+_BEGIN = "motley.launch"  # what entry_cn.sh has Python run
+_NAMES = ("PMIX_NAMESPACE", "SLURM_JOB_ID")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A process of this user that belongs to training.
+
+    Attributes:
+        ticks: when it started, in clock ticks since this machine did; with ``pid`` it names
+            a process for good, for pids are used again.
+        age_s: seconds since it started.
+        what: for a person, "rank 3: torch_dist/train_vit.py --run a".
+        kind: ``rank``, ``daemon`` or ``mpirun``.
+        workers: pid and ticks of each data worker of a rank.
+        gpu_mib: GPU memory that it and its workers hold; None where nobody tells.
+        head: host and pid of its mpirun, where it says so.
+        launched: some launcher started it.
+        held: a launcher is among its living ancestors.
+        orphan: its parent is gone.
+        job: of a rank, what its launcher calls all ranks together; size: their number.
+    """
+
+    pid: int
+    ticks: int
+    age_s: float
+    what: str
+    kind: str
+    workers: tuple[tuple[int, int], ...]
+    gpu_mib: float | None
+    head: tuple[str, int] | None
+    launched: bool
+    held: bool
+    orphan: bool
+    job: str = ""
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One machine.
+
+    Attributes:
+        node: its own name for itself.
+        found: this user's processes of training.
+        mpiruns: pids of all of this user's mpirun.
+        others: who else holds GPU memory.
+    """
+
+    node: str
+    found: tuple[Found, ...]
+    mpiruns: tuple[int, ...]
+    others: tuple[GpuProcess, ...]
+
+
+def state(process: Found, mpiruns: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """``running``, ``leftover`` (whoever started it is gone) or ``unknown``.
+
+    Args:
+        mpiruns: name of each machine that could be asked, and pids of this user's mpirun there.
+    """
+    if process.kind == "mpirun":
+        return "running"
+    if process.head is not None:
+        host, pid = process.head
+        short = host.partition(".")[0]
+        known = [pids for node, pids in mpiruns if node.partition(".")[0] == short]
+        if known:  # several, where two machines have one name
+            return "running" if any(pid in pids for pids in known) else "leftover"
+        # Daemons of other hosts have no parent in any case.
+        return "leftover" if process.kind == "rank" and process.orphan else "unknown"
+    if process.held:
+        return "running"
+    if process.launched:
+        return "leftover"
+    return "unknown" if process.orphan else "running"  # started by hand
+
+
+def survey() -> Survey:
+    """Look at all processes of this machine."""
+    gpu = read_gpu_processes()
+    own = _own_processes()
+    ranks = {pid for pid, each in own.items() if _script(each) is not None}
+    workers: dict[int, list[int]] = {}
+    for pid in own:
+        above = [up for up in _ancestors(pid, own) if up in ranks]
+        if above:
+            workers.setdefault(above[-1], []).append(pid)
+    found = []
+    for pid, each in own.items():
+        below = workers.get(pid, [])
+        if pid in ranks and not any(pid in group for group in workers.values()):
+            found.append(_describe(each, "rank", [own[worker] for worker in below], own, gpu))
+        elif each["name"] in _MPIRUN | _DAEMONS and _ours(pid, each, ranks, own):
+            kind = "mpirun" if each["name"] in _MPIRUN else "daemon"
+            found.append(_describe(each, kind, [], own, gpu))
+    listed = {pid for each in found for pid in (each.pid, *(worker for worker, _ in each.workers))}
+    return Survey(
+        node=socket.gethostname(),
+        found=tuple(found),
+        mpiruns=tuple(pid for pid, each in own.items() if each["name"] in _MPIRUN),
+        others=tuple(each for each in gpu or () if each.pid not in listed),
+    )
+
+
+def _own_processes() -> dict[int, dict[str, Any]]:
+    """What there is to know of each process of this user, by pid."""
+    wanted = ["pid", "ppid", "name", "exe", "cmdline", "cwd", "environ", "create_time", "status"]
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == os.getuid() and process.pid != os.getpid():
+                known = process.as_dict(wanted)
+                if known["status"] != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = {**known, "ticks": ticks(process.pid)}
+        except (psutil.Error, OSError):  # it ended
+            continue
+    return found
+
+
+def _script(each: Mapping[str, Any]) -> str | None:
+    """The script of this repository that a process runs as entry_cn.sh runs them."""
+    words = each["cmdline"] or []
+    for at in range(len(words) - 2):
+        if words[at : at + 2] == ["-m", _BEGIN]:
+            path = (Path(each["cwd"] or "/") / words[at + 2]).resolve()
+            return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else None
+    return None
+
+
+def _ancestors(pid: int, own: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
+    """Its parent, the parent's parent and so on, as far as they are this user's."""
+    while (pid := own[pid]["ppid"]) in own:
+        yield pid
+
+
+def _ours(
+    pid: int, each: Mapping[str, Any], ranks: set[int], own: Mapping[int, Mapping[str, Any]]
+) -> bool:
+    """A launcher of this environment, or one that started one of our ranks."""
+    return Path(each["exe"] or "/").is_relative_to(sys.prefix) or any(
+        pid in _ancestors(rank, own) for rank in ranks
+    )
+
+
+def _describe(
+    each: Mapping[str, Any],
+    kind: str,
+    workers: list[dict[str, Any]],
+    own: Mapping[int, Mapping[str, Any]],
+    gpu: Sequence[GpuProcess] | None,
+) -> Found:
+    environ = each["environ"] or {}
+    pids = [each["pid"], *(worker["pid"] for worker in workers)]
+    held = [None] if gpu is None else [process.mib for process in gpu if process.pid in pids]
+    # A daemon is told its job in words, a rank in a variable.
+    job = _JOB.search(
+        environ.get("PMIX_NAMESPACE", "") if kind == "rank" else " ".join(each["cmdline"])
+    )
+    launch, launched = launch_of(environ), any(name in environ for name in RANKS)
+    script = _script(each)
+    if script is None:
+        what = str(each["name"])
+    else:
+        at = each["cmdline"].index(_BEGIN)
+        words = " ".join([script, *each["cmdline"][at + 2 :]])
+        what = f"rank {launch.rank}: {words}" if launched else words
+    return Found(
+        pid=each["pid"],
+        ticks=each["ticks"],
+        age_s=max(0.0, time.time() - each["create_time"]),
+        what=what,
+        kind=kind,
+        workers=tuple((worker["pid"], worker["ticks"]) for worker in workers),
+        gpu_mib=None if None in held else sum(mib or 0 for mib in held),
+        head=(job[1], int(job[2])) if job else None,
+        launched=launched,
+        held=_held(each["pid"], own),
+        orphan=_is_orphan(each["ppid"]),
+        job=next((environ[name] for name in _NAMES if name in environ), ""),
+        size=launch.size,
+    )
+
+
+def _held(pid: int, own: Mapping[int, Mapping[str, Any]]) -> bool:
+    above = [pid, *_ancestors(pid, own)]
+    parents = (_name(own[up]["ppid"]) for up in above)  # slurmstepd is root's
+    return any(name in _MPIRUN | _DAEMONS for name in parents)
+
+
+def _is_orphan(parent: int) -> bool:
+    # 0 is a parent outside of this container.
+    return parent == 1 or _name(parent) == "systemd"  # the user's own takes orphans in
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def survey_from_json(text: str) -> Survey:
+    """Read what ``python -m motley.cluster.orphans`` printed; ValueError, KeyError or TypeError."""
+    fields = json.loads(text)
+    found = tuple(
+        Found(
+            **{
+                **each,
+                "workers": tuple((int(pid), int(start)) for pid, start in each["workers"]),
+                "head": (str(each["head"][0]), int(each["head"][1])) if each["head"] else None,
+            }
+        )
+        for each in fields["found"]
+    )
+    others = tuple(GpuProcess(**each) for each in fields["others"])
+    return Survey(fields["node"], found, tuple(fields["mpiruns"]), others)
+
+
+def main(words: Sequence[str]) -> None:
+    """Print a survey, or end what ``--end PID:TICKS ...`` names and print what came of it."""
+    if words[:1] == ["--end"]:
+        pairs = [word.split(":") for word in words[1:]]
+        print(json.dumps(end([(int(pid), int(start)) for pid, start in pairs])))
+    else:
+        print(json.dumps(asdict(survey())))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
