@@ -39,9 +39,8 @@ from motley.signals import handle_end
 from motley.sweep.matrix import PRESETS, Cell, Known, Matrix, read_matrix, shorter
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows
-from motley.text import did_you_mean, escape_unprintable
+from motley.text import clock, did_you_mean, escape_unprintable
 from motley.train.command_line import read_config, training_parser
-from motley.train.recorder import clock
 
 ROOT = Path(__file__).resolve().parents[1]
 _START_S = 15.0  # that a run takes at least before its first step, for an estimate

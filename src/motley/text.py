@@ -48,3 +48,10 @@ def step_in_words(step: int | None) -> str:
 def rate_in_words(rate: float) -> str:
     """As in 1,036; 9.6; 0.034: what is slow is not 0."""
     return f"{rate:,.0f}" if rate >= 9.95 or not rate else f"{rate:.2g}"
+
+
+def clock(seconds: float) -> str:
+    """Return a time as in 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from motley.live.headline import Mood
 from motley.live.snapshot import RankHistory, Row, Snapshot
-from motley.text import rate_in_words
+from motley.text import clock, rate_in_words
 
 PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")
 _LOOK = ("white", "blue", "yellow", "red", "green", "magenta")  # of each part
@@ -70,15 +70,6 @@ class Sort(Enum):
 def waited(row: Row) -> tuple[float, ...]:
     """The silent, then those that are waited for, then the slow ones first."""
     return *(-each for each in row.urgency), row.rank
-
-
-def clock(seconds: float | None) -> str:
-    """As in 1:02:03, or 2:03; empty where unknown."""
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def curve(values: Sequence[float | None], width: int, signs: Signs, zero: bool = False) -> str:
@@ -258,9 +249,11 @@ def line(row: Row, widths: dict[Column, int], longest: float, signs: Signs, chos
 
 
 def _bar(row: Row, longest: float, width: int, signs: Signs) -> Text:
-    if row.note or row.silent_s is not None:
-        silent = f"silent for {clock(row.silent_s)}"
-        return Text(fit(row.note or silent, width, signs.cut))
+    note = row.note
+    if not note and row.silent_s is not None:
+        note = f"silent for {clock(row.silent_s)}"
+    if note:
+        return Text(fit(note, width, signs.cut))
     drawn = bar(row.parts, longest, width, signs)
     drawn.append(" " * (width - drawn.cell_len))
     return drawn

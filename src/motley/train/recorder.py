@@ -33,7 +33,7 @@ from motley.plan.plan import Plan
 from motley.records.gpu_logger import Progress
 from motley.records.training import EMA, MOST_WRITERS, EpochRecord, StepRecord, others_ready
 from motley.tasks.task import Task
-from motley.text import rate_in_words
+from motley.text import clock, rate_in_words
 from motley.train.first_steps import FirstSteps
 
 
@@ -132,13 +132,6 @@ def on_terminal() -> bool:
     except OSError:
         return False
     return output.startswith(("/dev/pts/", "/dev/tty"))
-
-
-def clock(seconds: float) -> str:
-    """As in 1:02:03, or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 _LAST_WORDS_S = 2.0  # that a line may take which is being written when the job has to end

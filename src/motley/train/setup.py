@@ -32,12 +32,11 @@ from motley.plan.replan import Device, ReplanMonitor
 from motley.plan.speed_table import SpeedTable
 from motley.tasks.find import CLASS_NAMES, SAMPLES, identity_of, task_of
 from motley.tasks.model import TaskModel
-from motley.text import name_some
+from motley.text import clock, name_some
 from motley.train.command_line import options_to_save
 from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
-from motley.train.recorder import clock
 from motley.train.schedule import explain_early_end, make_schedule
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
