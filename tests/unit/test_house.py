@@ -40,13 +40,14 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # launch sets 
 
 def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, anywhere in it; ``package.name`` for what may be one."""
-    return imports_of(path.read_text())
+    return imports_of(path.read_text(), anywhere=True)
 
 
 @cache
-def imports_of(text: str) -> tuple[str, ...]:
+def imports_of(text: str, anywhere: bool) -> tuple[str, ...]:
     found: list[str] = []
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -56,9 +57,7 @@ def imports_of(text: str) -> tuple[str, ...]:
 
 def imports_at_once(path: Path) -> tuple[str, ...]:
     """Return the modules that a file imports when it is imported itself."""
-    tree = ast.parse(path.read_text())
-    own = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return imports_of(ast.unparse(ast.Module(own, [])))
+    return imports_of(path.read_text(), anywhere=False)
 
 
 def tops(path: Path) -> set[str]:
