@@ -215,10 +215,7 @@ def _try(
     except Exception as error:
         if isinstance(error, MotleyError) or out_of_memory(error):
             raise
-        said = " ".join(str(error).split())[:200]
-        raise MotleyError(
-            f"--opt {config.opt} fails here ({type(error).__name__}: {said}); {_CHOOSE}"
-        ) from error
+        raise MotleyError(f"--opt {config.opt} fails here ({_said(error)}); {_CHOOSE}") from error
     finally:
         load_random_state(before, device)
     one, other = ends
@@ -261,13 +258,17 @@ def try_types(config: Config, net: nn.Module, device: torch.device) -> None:
                 for _ in range(_MORE):
                     optimizer.step()
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
             shape = f"{dtype} of {dim} dimensions".removeprefix("torch.")
             raise MotleyError(
-                f"--opt {config.opt} cannot train the parameter {name}, {shape} "
-                f"({type(error).__name__}: {said}); {_CHOOSE}"
+                f"--opt {config.opt} cannot train the parameter {name}, {shape} ({_said(error)}); "
+                f"{_CHOOSE}"
             ) from error
     load_random_state(before, device)
+
+
+def _said(error: Exception) -> str:
+    """Return an error's type and first words."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
