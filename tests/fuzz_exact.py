@@ -96,7 +96,11 @@ class Search:
                 with self.lock:
                     number, self.tried = self.tried, self.tried + 1
                 case = draw(random.Random(f"{self.seed}.{number}"), MOST_RANKS)
-                problems = judged(case, ranks)
+                try:
+                    problems = judged(case, ranks)
+                except Exception:
+                    print(f"the fuzzer fails at: python tests/fuzz_exact.py --case '{case}'")
+                    raise
                 if problems:
                     self._keep(case, problems[0], ranks)
 

@@ -212,6 +212,11 @@ def judged(case: Case, ranks: WarmRanks) -> list[str]:
         return broken_rules(here, ranks)
 
 
+# Torch has one generator of random numbers for all threads: a model that one lane of the fuzzer
+# makes would change the weights that another draws meanwhile.
+ALONE = threading.Lock()
+
+
 def _memory_disk() -> str | None:
     """Where a file costs no wait for a disk, if there is such a place."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -235,16 +240,11 @@ def unbroken(case: Case) -> Case | None:
     return Case(case.recipe, (replace(whole, stop=case.segments[-1].stop),))
 
 
-_ALONE = threading.Lock()  # torch has one generator of random numbers for all threads
-
-
 def reference(played: Played, dtype: torch.dtype, noise: float = 0.0, draw: int = 0) -> Reference:
-    """What the case should have come to; see Reference for the arguments."""
-    with _ALONE:
-        return _reference(played, dtype, noise, draw)
+    """Train what the case should have come to; see Reference for the arguments.
 
-
-def _reference(played: Played, dtype: torch.dtype, noise: float, draw: int) -> Reference:
+    A caller holds :data:`ALONE`.
+    """
     made: Reference | None = None
     for number, job in enumerate(played.jobs):
         config = played.config(number)
