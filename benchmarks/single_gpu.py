@@ -3,18 +3,24 @@
     python benchmarks/single_gpu.py --json benchmarks/results/single_gpu.json
     python benchmarks/single_gpu.py --task text --json benchmarks/results/single_gpu_text.json
     python benchmarks/single_gpu.py --quick --json /tmp/single_gpu.json
+    python benchmarks/single_gpu.py --busy-core --modes bare-compiled,motley-compiled
 
 All train the same model with the same optimizer: a timm model on synthetic images, or a GPT of
 GPT-2's size on text, compiled. The bare loop keeps one batch on the GPU and records nothing; nor
 do those through Accelerate and Lightning Fabric. Motley loads, augments and copies every sample,
 measures, logs the GPU and writes a record a step; so short a run it compiles only when it is told
-to. Repeats are interleaved, each timed by the clock after its first steps. A rate is their median,
+to. With ``--busy-core`` all run on one core that a busy loop shares, after a run of each on all
+cores, which fills the caches of compiled code.
+
+Repeats are interleaved, each timed by the clock after its first steps. A rate is their median,
 beside the mean; its spread is (largest - smallest) / median. Without a GPU it tries a small model.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
+import os
 import platform
 import statistics
 import subprocess
@@ -22,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +36,7 @@ import result
 from bare_loops import GPTS, PACKAGES, PEERS, bare_loop
 from result import ROOT
 
+from motley.launch.process import die_with_parent
 from motley.live.track import PARTS
 from motley.records.costs import mean_rate
 from motley.records.run_folder import RunFolder
@@ -170,28 +178,52 @@ def main() -> None:
         package = PACKAGES.get(mode.partition("-")[0])
         if package and importlib.util.find_spec(package) is None:
             raise SystemExit(f"{mode} needs: pip install {package}")
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
+        if options.busy_core:
+            for mode in options.modes:
+                print(f"on all cores: {MODES[mode]}", flush=True)
+                print(f"    {measure(mode, options, Path(logs))[0]:,.1f} samples/s", flush=True)
+            stack.enter_context(busy_core())
         for repeat in range(options.repeats):
             order = options.modes if repeat % 2 == 0 else options.modes[::-1]
             for mode in order:
                 print(f"repeat {repeat + 1} of {options.repeats}: {MODES[mode]}", flush=True)
-                if mode.partition("-")[0] in PEERS:
-                    own = [sys.executable, __file__, *sys.argv[1:], "--bare", mode]
-                    done = subprocess.run(own, check=True, capture_output=True, text=True)
-                    rates[mode].append(float(done.stdout.split()[-1]))
-                else:
-                    rate, own_parts = motley(mode, options, Path(logs))
-                    rates[mode].append(rate)
+                rate, own_parts = measure(mode, options, Path(logs))
+                rates[mode].append(rate)
+                if own_parts:
                     parts[mode].append(own_parts)
-                print(f"    {rates[mode][-1]:,.1f} samples/s", *seconds_in_words(parts[mode]),
-                      flush=True)  # fmt: skip
+                print(f"    {rate:,.1f} samples/s", *seconds_in_words(parts[mode]), flush=True)
     rows, log = table(rates, parts, options), log_cost()
     show(rows, log, options)
     if options.json:
         result.write(
             options.json, rows, started, machine=machine(), gpu_log=log, model=options.model,
             precision=options.precision, steps=options.steps, skipped=options.skip,
+            busy_core=options.busy_core,
         )  # fmt: skip
+
+
+def measure(mode: str, options: argparse.Namespace, logs: Path) -> tuple[float, dict[str, Any]]:
+    """Samples/s of one run of a mode; and where its time went, where that is known."""
+    if mode.partition("-")[0] not in PEERS:
+        return motley(mode, options, logs)
+    own = [sys.executable, __file__, *sys.argv[1:], "--bare", mode]
+    done = subprocess.run(own, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1]), {}
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Bind this process, and what it starts, to one core on which another one computes."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=die_with_parent)
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+        os.sched_setaffinity(0, before)
 
 
 def seconds_in_words(parts: list[dict[str, Any]]) -> list[str]:
@@ -243,6 +275,8 @@ def arguments() -> argparse.Namespace:
                         help=f"of {', '.join(MODES)}; the first is the limit")  # fmt: skip
     parser.add_argument("--all-steps", type=int, default=520 if gpu else 12,
                         help="steps of motley-all")  # fmt: skip
+    parser.add_argument("--busy-core", action="store_true",
+                        help="bind all to one core that a busy loop shares")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one repeat")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--bare", help=argparse.SUPPRESS)

@@ -102,10 +102,14 @@ class Images:
 
 
 class InMemory:
-    """Images in memory, repeated up to ``length``."""
+    """Images in memory, repeated up to ``length``.
+
+    Attributes:
+        images: uint8 [n, C, H, W].
+    """
 
     def __init__(self, images: Tensor, labels: Tensor, length: int | None = None) -> None:
-        self._images, self._labels = images, labels.tolist()
+        self.images, self._labels = images, labels.tolist()
         self._length = length or len(images)
 
     @property
@@ -117,8 +121,28 @@ class InMemory:
         return self._length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        at = index % len(self._labels)
-        return self._images[at], self._labels[at]
+        at, label = self.places[index]
+        return self.images[at], label
+
+    @property
+    def places(self) -> "_Places":
+        """Of each image its place in ``images`` and its label."""
+        return _Places(self._labels, self._length)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """See InMemory."""
+
+    labels: Sequence[int]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        at = index % len(self.labels)
+        return at, self.labels[at]
 
 
 class _OfClasses:

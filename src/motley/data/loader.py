@@ -271,6 +271,7 @@ class Loader:
         micro_batch: int = 1,
         readers: int | None = None,
     ) -> None:
+        samples = samples_on(samples, config, device)
         self._samples, self._rank, self._device = samples, rank, device
         self._seed, self._eval_samples = config.seed, config.eval_samples
         self._ramp = ramp_of(config.batch_size)
@@ -376,7 +377,8 @@ class Loader:
         )
 
     def _make_slots(self) -> Slots:
-        return Slots(self.workers, math.ceil(self._sample * self._micro_batch), self._device)
+        size = math.ceil(self._sample * self._micro_batch)
+        return Slots(self.workers, size, self._device, self._samples.complete)
 
     def _make_loader(self) -> "DataLoader[Any]":
         train, slots = self._train, self._slots  # not this object, with which they end
@@ -446,6 +448,12 @@ def _micro_batches(batches: Batches, count: int) -> Iterator[tuple[Batch, bool]]
         yield next(batches), number == count
         # The device has enough to compute while the host reads what comes next.
         batches.read_ahead()
+
+
+def samples_on(samples: Samples, config: Config, device: torch.device) -> Samples:
+    """Return the samples as a rank with this device reads them; a user who asks for loader
+    processes has them read."""
+    return samples if config.workers else samples.on(device)
 
 
 def workers_of(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from motley.data.source import Batch
+from motley.data.source import Batch, Tensors
 from motley.errors import MotleyError
 
 PREFETCH = 2  # batches that each process makes ahead
@@ -66,14 +66,21 @@ class Slots:
     Args:
         size: bytes of a batch at most; a larger one is passed in memory of its own.
         device: the rank's; a GPU copies from there.
+        complete: what the device does with a batch that it has.
     """
 
-    def __init__(self, workers: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        workers: int,
+        size: int,
+        device: torch.device,
+        complete: Callable[[Tensors], Tensors] = lambda batch: batch,
+    ) -> None:
         # Whole pages, and one for the gaps between its tensors.
         self._size = (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
         self._memory = _shared(workers * OF_EACH * self._size) if workers and size else None
         self._made = 0  # by this process
-        self._device = device
+        self._device, self._complete = device, complete
         self._known: set[int] = set()  # slots that the GPU knows, or that it cannot
         self._pins: list[int] = []  # addresses
         weakref.finalize(self, _unpin, self._pins).atexit = False
@@ -104,7 +111,8 @@ class Slots:
         """A copy on the device, or what was passed otherwise; in the rank. Of a GPU it runs beside
         the host: the next batch is to be asked for once it is done."""
         if isinstance(found, Batch):
-            return found.to(self._device)
+            batch = found.to(self._device)
+            return replace(batch, data=self._complete(batch.data))
         if self._device.type == "cuda" and found.slot not in self._known:
             self._pin(found.slot)
         data = {
@@ -112,7 +120,7 @@ class Slots:
             for name, place in found.data.items()
         }
         weights = found.weights and self._view(found.slot, found.weights).clone()
-        return replace(found.batch, data=data, weights=weights)
+        return replace(found.batch, data=self._complete(data), weights=weights)
 
     def _view(self, slot: int, place: Place) -> Tensor:
         dtype, shape, strides, offset = place

@@ -78,8 +78,13 @@ class Source(Protocol):
 class Samples(Protocol):
     """What is asked for by the loader: a part of motley.tasks.task.Task, which says more."""
 
-    needs_workers: bool
-    weight: float
+    @property
+    def needs_workers(self) -> bool:
+        """Reading a sample takes longer than asking another process to."""
+
+    @property
+    def weight(self) -> float:
+        """Of a usual sample."""
 
     def data(self, held_out: bool) -> Source:
         """Training samples, or held-out ones."""
@@ -92,6 +97,12 @@ class Samples(Protocol):
 
     def weights(self, batch: Tensors) -> Tensor | None:
         """What each sample counts in the mean, [n]; None: ``weight`` each."""
+
+    def on(self, device: torch.device) -> "Samples":
+        """The samples as a rank with this device reads them."""
+
+    def complete(self, batch: Tensors) -> Tensors:
+        """A batch on the rank's device, with what :meth:`collate` has left to it."""
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
         """Time that training samples take, in proportion; None: all the same."""

@@ -76,7 +76,7 @@ class Look:
             steps.append(v2.ColorJitter(*[self.jitter] * 3))
         if self.erase:
             steps.append(self._erase())
-        whole = v2.Compose(steps)
+        whole = steps[0] if len(steps) == 1 else v2.Compose(steps)
         return seeded(whole) if self.auto or self.erase else whole
 
     def of_evaluation(self, images: Images) -> Transform:
@@ -173,24 +173,31 @@ class ShiftAndFlip:
     and bit by bit the same pixels, in half the time.
 
     Args:
-        size: pixels a side. between: transforms that come between the two.
+        size: pixels a side. between: transforms that come between the two, and draw nothing.
     """
 
     def __init__(self, size: int, between: Sequence[Transform]) -> None:
-        self._padding, self._between = max(1, size // 8), between
+        self.padding, self.between = max(1, size // 8), between
+
+    def draw(self) -> tuple[int, int, bool]:
+        """Draw from torch's generator by how many pixels an image is shifted down and to the right,
+        and whether it is mirrored then."""
+        down, right = (
+            self.padding - int(torch.randint(2 * self.padding + 1, ())) for _ in range(2)
+        )
+        return down, right, float(torch.rand(1)) < 0.5
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Uint8 [C, size, size], of uint8 [C, size, size] or of PIL's."""
         pixels = image if isinstance(image, Tensor) else v2.functional.pil_to_tensor(image)
-        padding = self._padding
-        down, right = (padding - int(torch.randint(2 * padding + 1, ())) for _ in range(2))
+        down, right, mirrored = self.draw()
         found = torch.zeros_like(pixels, memory_format=torch.contiguous_format)
         to_y, from_y = _overlap(down, pixels.shape[1])
         to_x, from_x = _overlap(right, pixels.shape[2])
         found[:, to_y, to_x] = pixels[:, from_y, from_x]
-        for transform in self._between:
+        for transform in self.between:
             found = transform(found)
-        return found.flip(-1) if float(torch.rand(1)) < 0.5 else found
+        return found.flip(-1) if mirrored else found
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:

@@ -12,7 +12,7 @@ import torch
 from motley.cluster.binding import cores_per_rank
 from motley.config.options import Config
 from motley.data.keyed import Key, Keyed
-from motley.data.loader import ranks_here, workers_of
+from motley.data.loader import ranks_here, samples_on, workers_of
 from motley.data.source import Samples
 from motley.plan.speed_table import SpeedTable
 
@@ -29,6 +29,7 @@ def with_reading(
 
     What is in memory is not timed: to read it takes no time that counts.
     """
+    samples = samples_on(samples, config, device)
     if not samples.needs_workers and not config.workers:
         return speed
     with _threads(torch.get_num_threads() if device.type == "cpu" and not config.workers else 1):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from motley.data.source import Source, Tensors
+from motley.data.source import Samples, Source, Tensors
 from motley.errors import MotleyError
 from motley.tasks.blocks import find_blocks
 
@@ -117,6 +117,16 @@ class Task:
                 f"samples of {type(self).__name__} cannot be stacked: "
                 f"{str(error).splitlines()[0]}; write collate(), which fills them up"
             ) from None
+
+    def on(self, device: torch.device) -> Samples:
+        """Return the samples as a rank with this device reads them: this task, unless the device
+        does a part of :meth:`sample` better than the host. The samples stay the same."""
+        return self
+
+    def complete(self, batch: Tensors) -> Tensors:
+        """Return a batch on the rank's device with all that :meth:`losses` needs; a task whose
+        :meth:`collate` leaves work to the device does that work here."""
+        return batch
 
     def weights(self, batch: Tensors) -> Tensor | None:
         """What each sample counts in the mean, [n], as its tokens; on the CPU. None: ``weight``."""

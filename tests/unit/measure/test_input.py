@@ -34,6 +34,12 @@ class Slow:
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         return {"x": torch.stack([each["x"] for each in samples])}
 
+    def on(self, device: torch.device) -> "Slow":
+        return self
+
+    def complete(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch
+
     def weights(self, batch: dict[str, Tensor]) -> None:
         return None
 

@@ -5,7 +5,7 @@ Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from motley.data.dataset import Dataset
 
@@ -14,15 +14,21 @@ if TYPE_CHECKING:
 
 
 def _open(kind: str, folder: Path, img_size: int, download: bool = False) -> "Images":
+    import torch
     from torchvision import datasets as tv  # type: ignore[import-untyped]
 
-    from motley.data.images import Images
+    from motley.data.images import Images, InMemory
 
     train, test = (
         getattr(tv, kind)(folder, train=train, download=download) for train in (True, False)
     )
+
+    def in_memory(part: Any) -> InMemory:
+        pixels = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
+        return InMemory(pixels, torch.tensor(part.targets))
+
     return Images(
-        train, test, classes=len(train.classes), channels=3,
+        in_memory(train), in_memory(test), classes=len(train.classes), channels=3,
         mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), native_size=32,
         class_names=tuple(train.classes),
     )  # fmt: skip

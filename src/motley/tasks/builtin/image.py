@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from motley.data.dataset import find_dataset
 from motley.data.images import NO_LABEL, Images, of_classes, of_files
-from motley.data.source import Source, Tensors
+from motley.data.resident import resident
+from motley.data.source import Samples, Source, Tensors
 from motley.data.transforms import Look, Mixing, Transform, mix
 from motley.errors import MotleyError
 from motley.tasks.classifiers import (
@@ -115,6 +116,19 @@ class ImageTask(ImageOptions):
     def needs_workers(self) -> bool:  # type: ignore[override]
         """See Task."""
         return find_dataset(self.dataset).needs_workers
+
+    def on(self, device: torch.device) -> Samples:
+        """See Task: a GPU shifts and mirrors images that fit into its memory."""
+        own = all(
+            getattr(type(self), name) is getattr(ImageTask, name)
+            for name in ("data", "sample", "collate", "weights")
+        )  # not of a subclass, which may read other samples
+        if device.type != "cuda" or self._mixing or not own:
+            return self
+        known: dict[torch.device, Samples] = self.__dict__.setdefault("_on", {})
+        if device not in known:
+            known[device] = resident(self, self.images.train, self._training, device) or self
+        return known[device]
 
     def prepare(self) -> None:
         """See Task."""
