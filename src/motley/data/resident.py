@@ -1,8 +1,8 @@
 """Training images that lie on the GPU, which shifts and mirrors them itself.
 
-Images in memory that are shifted and mirrored, and no more, need no loader process. The host draws
-three numbers for each image, and the GPU copies the pixels. They equal the host's bit by bit. So a
-host that is slow, or shared with others, does not hold its GPU up.
+A rank that has one core, and shares it, cannot read as fast as its GPU computes. Images in memory
+that are shifted and mirrored, and no more, do not need it to: the host draws three numbers for each
+image, and the GPU copies the pixels. They equal the host's bit by bit.
 """
 
 import math
