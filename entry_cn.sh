@@ -133,5 +133,6 @@ export PYTHONUNBUFFERED=1
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 # exec, so that the rank is the launcher's direct child: it asks the kernel to die with
-# its parent (motley.launch.process), which works for a direct child alone.
-exec "$python" -m motley.launch "$script" "$@"
+# its parent (motley.launch.process), which works for a direct child alone. -P: a folder named motley
+# where the user stands is not the package.
+exec "$python" -P -m motley.launch "$script" "$@"

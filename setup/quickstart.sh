@@ -25,7 +25,7 @@ echo "== 1/4 environment"
 bash setup/make_env.sh
 unset PYTHONHOME PYTHONPATH PYTHONOPTIMIZE PYTHONSAFEPATH # of another Python
 export PATH=${MOTLEY_VENV:-$root/.venv}/bin:$PATH
-python -m motley.cluster.hostfile "$hostfile" >/dev/null
+python -P -m motley.cluster.hostfile "$hostfile" >/dev/null
 
 run=quickstart-$(date +%Y-%m-%d_%H-%M-%S)
 step=2

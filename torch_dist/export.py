@@ -1,53 +1,12 @@
-"""Write a trained model as others load it: a folder of timm's and transformers', and ONNX.
-
-    python torch_dist/export.py logs/RUN --to exported
-    python torch_dist/export.py logs/RUN --to exported --onnx
-
-Takes the newest whole checkpoint of a run, or the one named. An image classifier is then loaded by
-timm.create_model("local-dir:exported", pretrained=True), or by transformers'
-AutoModelForImageClassification.from_pretrained("exported"); another task's model.safetensors has
-its parameters by name. The ONNX model takes any number of samples, and is compared with torch's in
-onnxruntime. What images are to be normalised with is in config.json. Needs no GPU.
-"""
+"""A door to motley.infer.export_model, which has the words of ``-h``."""
 
 import own_python  # noqa: F401
 
 # isort: split
 
-import argparse
 import sys
-from pathlib import Path
 
-from motley.config.parser import OneVoice
-from motley.errors import MotleyError
-from motley.infer.export import export
-from motley.infer.predictor import open_trained
-from motley.text import escape_unprintable
-
-
-def main() -> int:
-    """Export what the command line names."""
-    escape_unprintable()
-    parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
-    parser.add_argument("--onnx", action="store_true", help="also write model.onnx, and check it")
-    parser.add_argument("--data-dir", metavar="DIR", help="where the data are now, if elsewhere")
-    parser.add_argument(
-        "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
-    )
-    options = parser.parse_args()
-    try:
-        trained = open_trained(options.run, options.data_dir, averaged=options.use_ema)
-        print(*(f"not used: {problem}" for problem in trained.problems), sep="\n", end="")
-        print(f"{trained.task.title()}, of {trained.folder}")
-        for line in export(trained, options.to, options.onnx):
-            print(f"  {options.to}/{line}")
-    except MotleyError as error:
-        print(f"motley: {error}", file=sys.stderr)
-        return 1
-    return 0
-
+from motley.infer.export_model import main
 
 if __name__ == "__main__":
     sys.exit(main())

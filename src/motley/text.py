@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _MOST_S = 366 * 86400
@@ -17,6 +18,20 @@ def escape_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def typed_command(door: str) -> str:
+    """Return how a user types a command of Motley.
+
+    Args:
+        door: the repository's script, as in ``plots/plot_gpu.py``.
+
+    Returns:
+        ``python plots/plot_gpu.py``, or ``motley plot-gpu`` where that command runs this process.
+    """
+    if sys.argv[0].startswith("motley "):
+        return f"motley {Path(door).stem.replace('_', '-')}"
+    return f"python {door}"
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:

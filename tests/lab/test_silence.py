@@ -68,7 +68,9 @@ def lab() -> Iterator[Door]:
 def launcher_on(job: LabJob, host: str) -> int:
     """The process that started the ranks of a host."""
     ranks = (psutil.Process(pid) for pid in job.left(host))
-    parents = {rank.ppid() for rank in ranks if rank.cmdline()[1:3] == ["-m", "motley.launch"]}
+    parents = {
+        rank.ppid() for rank in ranks if rank.cmdline()[1:4] == ["-P", "-m", "motley.launch"]
+    }
     (parent,) = parents
     return parent
 

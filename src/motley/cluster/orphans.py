@@ -29,6 +29,7 @@ _DAEMONS = {"prted", "orted", "slurmstepd"}
 # not, and there a rank is known by the daemon that is its parent.
 _JOB = re.compile(r"\b(?:prterun|prte)-([\w.-]+)-(\d+)@")
 _BEGIN = "motley.launch"  # what entry_cn.sh has Python run
+_COMMAND = "motley.cli"
 _NAMES = ("PMIX_NAMESPACE", "SLURM_JOB_ID")
 
 
@@ -110,7 +111,7 @@ def survey() -> Survey:
     """Look at all processes of this machine."""
     gpu = read_gpu_processes()
     own = _own_processes()
-    ranks = {pid for pid, each in own.items() if _script(each) is not None}
+    ranks = {pid for pid, each in own.items() if _line(each) is not None}
     workers: dict[int, list[int]] = {}
     for pid in own:
         above = [up for up in _ancestors(pid, own) if up in ranks]
@@ -148,13 +149,17 @@ def _own_processes() -> dict[int, dict[str, Any]]:
     return found
 
 
-def _script(each: Mapping[str, Any]) -> str | None:
-    """The script of this repository that a process runs as entry_cn.sh runs them."""
+def _line(each: Mapping[str, Any]) -> list[str] | None:
+    """Return the words of a rank: a script of this repository, as entry_cn.sh runs it, or the
+    command ``motley``, and what comes after; None for another process."""
     words = each["cmdline"] or []
     for at in range(len(words) - 2):
+        if words[at : at + 4] == ["-m", _BEGIN, "-m", _COMMAND]:
+            return ["motley", *words[at + 4 :]]
         if words[at : at + 2] == ["-m", _BEGIN]:
             path = (Path(each["cwd"] or "/") / words[at + 2]).resolve()
-            return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else None
+            own = path.is_relative_to(ROOT)
+            return [str(path.relative_to(ROOT)), *words[at + 3 :]] if own else None
     return None
 
 
@@ -188,13 +193,11 @@ def _describe(
         environ.get("PMIX_NAMESPACE", "") if kind == "rank" else " ".join(each["cmdline"])
     )
     launch, launched = launch_of(environ), any(name in environ for name in RANKS)
-    script = _script(each)
-    if script is None:
+    line = _line(each)
+    if line is None:
         what = str(each["name"])
     else:
-        at = each["cmdline"].index(_BEGIN)
-        words = " ".join([script, *each["cmdline"][at + 2 :]])
-        what = f"rank {launch.rank}: {words}" if launched else words
+        what = f"rank {launch.rank}: {' '.join(line)}" if launched else " ".join(line)
     return Found(
         pid=each["pid"],
         ticks=each["ticks"],

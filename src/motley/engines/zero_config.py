@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley import ROOT
+from motley import PACKAGE
 from motley.config.option import Decides, option
 from motley.engines.strategy import check_offload
 from motley.errors import MotleyError
@@ -76,7 +76,8 @@ class ZeroOptions:
 
 def config_path(options: ZeroOptions) -> Path:
     """``--deepspeed-config``, or ours for ``--stage``."""
-    return Path(options.deepspeed_config or ROOT / "deepspeed" / f"zero{options.stage or 0}.json")
+    own = PACKAGE / "engines" / "zero_configs" / f"zero{options.stage or 0}.json"
+    return Path(options.deepspeed_config or own)
 
 
 def read_zero_config(path: Path, context: "EngineContext", parameters: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Begins a rank: ``python -m motley.launch SCRIPT.py [ARGS...]``, as entry_cn.sh does.
+"""Begins a rank: ``python -m motley.launch SCRIPT.py [ARGS...]``, as entry_cn.sh does, or
+``python -m motley.launch -m MODULE [ARGS...]``, as the command ``motley`` does.
 
 mpi4py's runner runs the script, and ends all ranks when one raises. Python looks for garbage
 whenever there are a quarter more objects. Importing torch and timm makes hundreds of thousands,
@@ -88,6 +89,8 @@ def main() -> None:
 
     if len(sys.argv) < 2:
         sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
+    if sys.argv[1] != "-m" and sys.flags.safe_path:
+        sys.path.insert(0, "")  # the place of the script's folder
     escape_unprintable()
     folders = [each for each in os.environ.get(LAST_FOLDERS, "").split(":") if each]
     sys.path += folders
@@ -109,8 +112,12 @@ def main() -> None:
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     else:  # where there may be no MPI
         sys.argv = sys.argv[1:]
-        sys.path[0] = str(Path(sys.argv[0]).parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0] == "-m":
+            sys.argv = sys.argv[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(sys.argv[0]).parent)
+            runpy.run_path(sys.argv[0], run_name="__main__")
     end_at_once(finalize_mpi)
 
 

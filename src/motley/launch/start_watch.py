@@ -102,7 +102,7 @@ class StartWatch:
         self._process: subprocess.Popen[bytes] | None = None
         seconds = start_timeout(environ)
         if launch_of(environ).size > 1 and seconds > 0:
-            command = [sys.executable, "-m", _WATCHES, str(os.getpid())]
+            command = [sys.executable, "-P", "-m", _WATCHES, str(os.getpid())]
             self._process = subprocess.Popen(
                 [*command, str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a launcher ends a rank's whole group, and it with it
@@ -123,7 +123,7 @@ def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
     """
     with contextlib.suppress(MotleyError):  # StartWatch will say it
         if launch_of(environ).size > 1 and (seconds := start_timeout(environ)) > 0:
-            command = [sys.executable, "-m", _WATCHES, str(os.getpid())]
+            command = [sys.executable, "-P", "-m", _WATCHES, str(os.getpid())]
             return subprocess.Popen(
                 [*command, str(seconds), _IMPORTS], stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL, start_new_session=True,

@@ -15,6 +15,7 @@ from motley.live.waiting import Waits, find_waits, last_steps
 from motley.live.words import Event, evaluation, event, mapping, plain
 from motley.records.gpu_csv import GpuSample, device_name
 from motley.records.json_files import JsonDict, finite
+from motley.text import typed_command
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ def left_s(lead: Track, steps: int) -> float | None:
 
 def elsewhere(followed: RunFollower) -> tuple[str, ...]:
     """Return a sentence on each host of which no file is here, or none that can be read."""
-    usual = "python plots/watch.py --collect reads them by ssh"
+    usual = f"{typed_command('plots/watch.py')} --collect reads them by ssh"
     absent = (
         f"{host}: its own records are not here; {followed.troubles.get(host, usual)}"
         for host in hosts_elsewhere(followed)

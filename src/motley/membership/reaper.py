@@ -144,7 +144,7 @@ class LauncherReaper:
                 with contextlib.suppress(OSError):  # a pipe of another user's, under sudo say
                     errors = stack.enter_context(Path(f"/proc/{launcher.pid}/fd/2").open("a"))
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "motley.membership.reaper", str(launcher.pid)],
+                [sys.executable, "-P", "-m", "motley.membership.reaper", str(launcher.pid)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True,
                 start_new_session=True,
             )  # fmt: skip
@@ -227,7 +227,7 @@ def reap_after_this_process(pid: int) -> None:
     launcher = psutil.Process(pid)
     if _is_for_one_job(launcher):
         subprocess.Popen(
-            [sys.executable, "-m", "motley.membership.reaper", str(pid)],
+            [sys.executable, "-P", "-m", "motley.membership.reaper", str(pid)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

@@ -207,7 +207,7 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     return task.recipes[asked.recipe].split()
 
 
-_ENTRY, _KEEPER = "entry_cn.sh", "motley.provision.keep_training"
+_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keep_training"
 _REPLACED = ("--run", "--resume", "--logs")
 _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: "torchrun"}
 
@@ -215,14 +215,15 @@ _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: 
 def make_resume_line(folder: RunFolder) -> str:
     """Return the line that continues this process's run: what the user typed, and ``--resume``."""
     line = _launcher_line()
-    names = [Path(word).name for word in line]
-    if _ENTRY in names:
-        at = names.index(_ENTRY) + 1
-        begin, words = shlex.join(line[:at]), line[at:]
+    at = next((n for n, word in enumerate(line) if Path(word).name in (_ENTRY, _COMMAND)), None)
+    if at is not None:
+        begin, words = shlex.join(line[: at + 1]), line[at + 1 :]
     else:  # rank 0 is on another host than its launcher
+        command, is_command, name = sys.argv[0].partition(" ")
+        entry = command if is_command else f"./{_ENTRY}"
         starter = _STARTERS.get(launch_of().by)
-        begin = f"{starter} ... ./{_ENTRY}" if starter else f"./{_ENTRY}"
-        words = [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+        begin = f"{starter} ... {entry}" if starter else entry
+        words = [name if is_command else os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     logs = folder.path.parent
     place = [] if logs == Path("logs") else ["--logs", str(logs)]
     rest = [*_without_place(words), *place, "--run", folder.path.name, "--resume", "auto"]

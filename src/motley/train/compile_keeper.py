@@ -107,7 +107,7 @@ class CompileKeeper:
     def _save(self) -> None:
         """Save in a process of its own: to pack thousands of files takes Python's lock for
         seconds, and the training thread would launch nothing meanwhile."""
-        command = [sys.executable, "-m", "motley.train.compile_archive", str(self._since)]
+        command = [sys.executable, "-P", "-m", "motley.train.compile_archive", str(self._since)]
         try:
             done = run_child([*command, *self._archive.words], _SAVE_LIMIT_S, "see its disk")
             code, errors = done.returncode, done.stderr

@@ -26,6 +26,7 @@ from motley.faults import Phase
 from motley.measure.process_group import ProcessGroup, Worker
 from motley.records.run_folder import RunFolder
 from motley.records.trace import TraceClock, step_span_name, write_trace
+from motley.text import typed_command
 from motley.train.recorder import Recorder, Timed
 
 _EXCHANGES = 40
@@ -171,7 +172,7 @@ class StepProfiler:
         self._recorder.note(
             "profile",
             f"profiled steps {first} to {last} of {names}: see where the time went, and put it "
-            f"into one picture, with: python plots/traces.py {self._folder.path}",
+            f"into one picture, with: {typed_command('plots/traces.py')} {self._folder.path}",
             ranks=chosen,
         )
 

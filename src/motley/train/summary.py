@@ -21,6 +21,7 @@ from motley.plan.forecast import Forecast
 from motley.plan.length import growth, ramp_of
 from motley.plan.plan import Plan
 from motley.tasks.find import identity_of, task_of
+from motley.text import typed_command
 from motley.train.command_line import make_resume_line
 from motley.train.setup import Job
 
@@ -92,7 +93,8 @@ def print_verdict(run: Run) -> None:
         return
     for sentence in run_verdict(training, co2_per_kwh=None).sentences():
         print(f"  {sentence}")
-    print(f"  all of it: python plots/report.py {shlex.quote(str(run.folder.path))}", flush=True)
+    report = typed_command("plots/report.py")
+    print(f"  all of it: {report} {shlex.quote(str(run.folder.path))}", flush=True)
 
 
 def _measured_earlier(planned: Planned) -> float | None:

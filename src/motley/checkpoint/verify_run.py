@@ -1,0 +1,38 @@
+"""Say whether what a run has left is whole: run.json, its records, each checkpoint.
+
+    python torch_dist/verify.py logs/RUN
+    python torch_dist/verify.py logs/RUN/checkpoints/step_00000120
+    python torch_dist/verify.py logs/*/
+
+Reads every byte of the checkpoints and compares it with the hashes that were saved. Names each
+damaged file; --resume auto takes the newest checkpoint that is whole. Needs no GPU. Exit code: 0 if
+all is whole, 1 if something is damaged, 2 if there is nothing to look at.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from motley.checkpoint.read import verify
+from motley.config.parser import OneVoice
+from motley.errors import MotleyError
+from motley.text import escape_unprintable
+
+
+def main() -> int:
+    """Look at what the command line names."""
+    escape_unprintable()
+    parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's"
+    )
+    code = 0
+    for path in parser.parse_args().paths:
+        try:
+            for found in verify(path):
+                print(f"{'DAMAGED' if found.damaged else 'ok'}  {found.text}", flush=True)
+                code = max(code, int(found.damaged))
+        except MotleyError as error:
+            print(f"motley: {error}", file=sys.stderr)
+            code = 2
+    return code

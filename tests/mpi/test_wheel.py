@@ -1,0 +1,71 @@
+"""The package as pip installs it, outside of any clone."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from project import ROOT, environment
+
+Command = Callable[..., str]
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the package, and with what else this one has."""
+    source, made = (tmp_path_factory.mktemp(name) for name in ("source", "environment"))
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.txt"):
+        shutil.copy2(ROOT / name, source / name)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], check=True, timeout=60)
+    python = made / "bin" / "python"
+    words = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    own = subprocess.run([python, *words], check=True, capture_output=True, text=True, timeout=60)
+    (Path(own.stdout.strip()) / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps",
+         "--no-build-isolation", "--ignore-installed", source],
+        check=True, timeout=120,
+    )  # fmt: skip
+    return made / "bin" / "motley"
+
+
+@pytest.fixture
+def motley(installed: Path, tmp_path: Path) -> Command:
+    """Runs the command in a folder where a folder has the package's name."""
+    (tmp_path / "motley").mkdir()
+    (tmp_path / "motley" / "__init__.py").write_text("raise SystemExit('not this one')\n")
+    shutil.copy2(ROOT / "examples" / "my_task.py", tmp_path / "mine.py")
+    own = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+
+    def run(*words: str, ranks: int = 0) -> str:
+        launcher = ("mpirun", "-np", str(ranks)) if ranks else ()
+        done = subprocess.run(
+            [*launcher, str(installed), *words], cwd=tmp_path, env=own, capture_output=True,
+            text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "not this one" not in done.stderr, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_a_run_is_trained_watched_reported_and_continued(motley: Command, tmp_path: Path) -> None:
+    begun = motley("train", "--task", "mine.py", "--max-steps", "5", "--run", "a", ranks=2)
+    assert "step 5/5" in begun
+    assert "motley train --task mine.py --max-steps 5 --run a --resume auto" in begun
+    assert "finished after 5 steps" in motley("watch", "--once")
+    motley("report", "logs/a")
+    assert (tmp_path / "logs/a/report.html").stat().st_size > 10_000
+    assert "checkpoints/step_00000005: whole" in motley("verify", "logs/a")
+    motley("export", "logs/a", "--to", "out")
+    assert (tmp_path / "out/model.safetensors").exists()
+    # Its configuration is in the wheel, and its checkpoint is any engine's.
+    words = ("--task", "mine.py", "--max-steps", "7", "--run", "a", "--resume", "auto")
+    assert "step 7/7" in motley("train", "--stage", "3", *words, ranks=2)
