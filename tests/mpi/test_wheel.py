@@ -57,9 +57,10 @@ def motley(installed: Path, tmp_path: Path) -> Command:
 
 
 def test_a_run_is_trained_watched_reported_and_continued(motley: Command, tmp_path: Path) -> None:
-    begun = motley("train", "--task", "mine.py", "--max-steps", "5", "--run", "a", ranks=2)
+    (tmp_path / "options.toml").write_text('task = "mine.py"\nmax-steps = 5\n')
+    begun = motley("train", "--config", "options.toml", "--run", "a", ranks=2)
     assert "step 5/5" in begun
-    assert "motley train --task mine.py --max-steps 5 --run a --resume auto" in begun
+    assert "motley train --config options.toml --run a --resume auto" in begun
     assert "finished after 5 steps" in motley("watch", "--once")
     motley("report", "logs/a")
     assert (tmp_path / "logs/a/report.html").stat().st_size > 10_000
@@ -67,5 +68,5 @@ def test_a_run_is_trained_watched_reported_and_continued(motley: Command, tmp_pa
     motley("export", "logs/a", "--to", "out")
     assert (tmp_path / "out/model.safetensors").exists()
     # Its configuration is in the wheel, and its checkpoint is any engine's.
-    words = ("--task", "mine.py", "--max-steps", "7", "--run", "a", "--resume", "auto")
+    words = ("--config", "options.toml", "--max-steps", "7", "--run", "a", "--resume", "auto")
     assert "step 7/7" in motley("train", "--stage", "3", *words, ranks=2)

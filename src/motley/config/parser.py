@@ -101,7 +101,13 @@ class OptionParser(OneVoice):
         help_group = self.add_argument_group("help")
         help_group.add_argument("-h", "--help", action=_UsualHelp, help="the usual options")
         help_group.add_argument("--help-all", action="help", help="all options")
+        help_group.add_argument(
+            "--config", metavar="FILE", default=argparse.SUPPRESS,
+            help="options of a TOML file, as in lr = 3e-4, or of a run.json; what is typed counts "
+            "more",
+        )  # fmt: skip
         self._usual: dict[str, str] = {}  # what -h says of options, by their name
+        self._declared: dict[str, Option] = {}
         self.own: tuple[type, ...] = ()
         self.elsewhere: dict[str, str] = {}  # options that are not known here, and what has them
         for group in (*GROUPS, *own):
@@ -159,6 +165,7 @@ class OptionParser(OneVoice):
         usual = {each.name: each.default for each in dataclasses.fields(group)}
         for name, declared in options_of(group).items():
             declared = dataclasses.replace(declared, **registered.get(name, {}))
+            self._declared[declared.name] = declared
             if declared.usual:
                 self._usual[declared.name] = declared.usual
             flags = [declared.short, _flag(declared, usual[name]), declared.former]
@@ -186,6 +193,55 @@ class OptionParser(OneVoice):
         blank = argparse.Namespace(**{each.dest: missing for each in self._actions})
         parsed, _ = self.parse_known_args(words, blank)
         return frozenset(name for name, value in vars(parsed).items() if value is not missing)
+
+    def changes(self, name: str, value: Any) -> bool:
+        """Return True if a value, as a record keeps it, is not an option's default."""
+        declared = self._declared.get(name)
+        return declared is None or value != declared.text_of(self.get_default(name))
+
+    def words_of(self, name: str, value: Any) -> list[str]:
+        """Return an option as a user types it.
+
+        Args:
+            name: with ``_`` or ``-``, without dashes before it.
+            value: a text, a number, a boolean, a list of these, or None.
+
+        Raises:
+            MotleyError: the option is unknown, or has no such value.
+        """
+        name = name.replace("-", "_")
+        actions = [each for each in self._actions if each.dest == name and each.dest != "help"]
+        if not actions:
+            raise MotleyError(f"{name} is no option{self.hint('--' + name.replace('_', '-'))}")
+        switches = {each.const: each.option_strings[0] for each in actions if each.nargs == 0}
+        if switches:
+            if not isinstance(value, bool):
+                raise MotleyError(f"{name} is true or false, not {value!r}")
+            return [switches[value]] if value in switches else []
+        (action,) = actions
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(each, bool | dict) for each in values):
+            raise MotleyError(f"{name} is a text or a number, not {value!r}")
+        flag = action.option_strings[0]
+        texts = [NONE if each is None else str(each) for each in values]
+        if action.nargs != "+":
+            texts = [",".join(texts)]
+        for text in texts:
+            self._refuse(action, text)
+        return [flag, *texts] if action.nargs == "+" else [f"{flag}={texts[0]}"]
+
+    def _refuse(self, action: argparse.Action, text: str) -> None:
+        """Raise MotleyError if an option has no such value."""
+        flag = action.option_strings[0]
+        try:
+            read: Any = action.type(text) if callable(action.type) else text
+        except (argparse.ArgumentTypeError, MotleyError) as error:
+            raise MotleyError(f"{flag} {text}: {error}") from None
+        except (TypeError, ValueError):
+            kind = getattr(action.type, "__name__", "value")
+            raise MotleyError(f"{flag} {text}: it is no {kind}") from None
+        if action.choices is not None and read not in action.choices:
+            raise MotleyError(f"{flag} {text}: choose {', '.join(map(str, action.choices))}")
 
     def config_of(self, words: argparse.Namespace) -> Config:
         """What was parsed, by groups."""

@@ -15,6 +15,7 @@ import psutil
 from motley import ROOT
 from motley.cluster.launcher import MPIRUN, Launcher, launch_of
 from motley.comm.modes import modes, parse_wire
+from motley.config.config_file import ConfigFile, split_config
 from motley.config.option import flag_of, format_value, options_of
 from motley.config.options import GROUPS, Config
 from motley.config.parser import OneVoice, OptionParser
@@ -166,9 +167,11 @@ def read_config(
     Args:
         strict: what no option takes is an error; else it is passed over.
     """
-    own = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        recipe = add_task(parser, own)
+        path, own = split_config(sys.argv[1:] if arguments is None else arguments)
+        file = ConfigFile.read(path) if path else None
+        recipe = add_task(parser, [*(file.first_words() if file else ()), *own])
+        own = [*(file.words(parser) if file else ()), *own]
         words = [*recipe, *own]
         known, unknown = parser.parse_known_args(words)
         if unknown and strict:

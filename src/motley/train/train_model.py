@@ -10,13 +10,24 @@ Options of a task are listed with --task NAME --help-all.
 
 import sys
 
+from motley.config.config_file import ConfigFile, split_config
 from motley.engines.strategy import TORCH, ZERO
+from motley.errors import MotleyError
 from motley.train.start import train_script
 
-_OF_ZERO = ("--stage", "--deepspeed-config", "--offload")
+_OF_ZERO = {"stage", "deepspeed_config"}
 
 
 def main() -> None:
     """Train as the command line asks."""
-    flags = {word.partition("=")[0] for word in sys.argv[1:]}
-    train_script(TORCH if flags.isdisjoint(_OF_ZERO) else ZERO, str(__doc__))
+    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:]}
+    train_script(ZERO if _OF_ZERO & (names | _named_in_file()) else TORCH, str(__doc__))
+
+
+def _named_in_file() -> set[str]:
+    """Return the options of the file that ``--config`` names."""
+    try:
+        path, _ = split_config(sys.argv[1:])
+        return set(ConfigFile.read(path).values) if path else set()
+    except MotleyError:  # which reading the command line says better
+        return set()
