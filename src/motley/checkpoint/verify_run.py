@@ -13,7 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from motley.checkpoint.read import verify
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.text import escape_unprintable
@@ -26,8 +25,11 @@ def main() -> int:
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's"
     )
+    paths = parser.parse_args().paths
+    from motley.checkpoint.read import verify  # which loads torch: not for -h
+
     code = 0
-    for path in parser.parse_args().paths:
+    for path in paths:
         try:
             for found in verify(path):
                 print(f"{'DAMAGED' if found.damaged else 'ok'}  {found.text}", flush=True)

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
-from motley.infer.export import export
-from motley.infer.predictor import open_trained
 from motley.text import escape_unprintable
 
 
@@ -33,6 +31,9 @@ def main() -> int:
         "--use-ema", action="store_true", help="of a run with --model-ema: what it has averaged"
     )
     options = parser.parse_args()
+    from motley.infer.export import export  # these load torch: not for -h
+    from motley.infer.predictor import open_trained
+
     try:
         trained = open_trained(options.run, options.data_dir, averaged=options.use_ema)
         print(*(f"not used: {problem}" for problem in trained.problems), sep="\n", end="")
