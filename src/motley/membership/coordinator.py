@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from motley.faults import Fault, FaultKind
-from motley.membership import messages
+from motley.membership import messages, protocol
 from motley.membership.detector import (
     SUSPECT_AFTER_S,
-    Heartbeat,
     RankStatus,
     StopSignals,
     Unheard,
@@ -31,9 +30,19 @@ from motley.membership.detector import (
     Watchdog,
 )
 from motley.membership.fault_causes import FirstCause, daemon_gone, died
-from motley.membership.messages import Arrival, Handshakes, encode
+from motley.membership.messages import Arrival, Handshakes
 from motley.membership.own_rank import OwnRank, line_of, save_before_end
 from motley.membership.pause import PauseAgreement
+from motley.membership.protocol import (
+    CoordinatorHeartbeat,
+    Finish,
+    Message,
+    PauseBefore,
+    SignalReceived,
+    Stop,
+    decode,
+    encode,
+)
 from motley.membership.regroup import Regroup
 from motley.membership.survivors import Regrouping
 
@@ -97,7 +106,7 @@ class JobEnd:
         own: OwnRank,
         writer: BackgroundWriter,
         on_fault: Callable[[Fault], None],
-        tell_all: Callable[[dict[str, Any]], None],
+        tell_all: Callable[[Message], None],
     ) -> None:
         self._own, self._writer = own, writer
         self._on_fault, self._tell_all = on_fault, tell_all
@@ -122,7 +131,7 @@ class JobEnd:
             save_before_end(self._own, others, fault.rank, self._tell_all)
         if fault.kind is FaultKind.HOST_LOST and self._own.reaper:
             self._own.reaper.tell(timeout_s=_HOST_LOST_S)
-        self._tell_all({"stop": fault.code})
+        self._tell_all(Stop(fault.code))
         time.sleep(0.1)  # let the others read it
         self._own.leave(fault.code)
 
@@ -172,7 +181,7 @@ class AllRanksWatch:
     ) -> None:
         self._witnesses = list[socket.socket]()
         self._own, self._handshakes, self._writer = own, handshakes, writer
-        self._standby, self._on_event = standby, on_event
+        self._standby, self._write_event = standby, on_event
         self._job_end = JobEnd(own, writer, on_fault, self._tell_all)
         self._me = RankStatus(own.rank, own.number, own.host, address=handshakes.listening.address)
         self._first_lost, self._since = lost, time.monotonic()
@@ -215,7 +224,7 @@ class AllRanksWatch:
                 self.end_job(silent or cause)
             self._watchdog.hear(self._me, own.heartbeat_now())
             for number in own.signals():
-                self._hear(self._me, {"signal": number})
+                self._hear(self._me, SignalReceived(number))
             while own.outbox:
                 self._hear(self._me, own.outbox.pop(0))
             if self._pause.ask(self._others, own.pause):
@@ -223,7 +232,7 @@ class AllRanksWatch:
             if self._writer.error is not None:  # a full disk, say: without records no run
                 raise self._writer.error
             if self._all_done():
-                self._tell_all({"finish": True})
+                self._tell_all(Finish())
                 own.finished.set()
                 return
             if own.heartbeat_due():
@@ -243,7 +252,7 @@ class AllRanksWatch:
         self._others[new.line] = status
         if new.rank == self._standby:
             self._tell_standby_of_crash()
-        for message in new.pending:
+        for message in map(decode, new.pending):
             self._hear(status, message)
 
     def end_job(self, fault: Fault) -> NoReturn:
@@ -277,7 +286,7 @@ class AllRanksWatch:
             self._record(event)
         # Should mpirun end us first, others know whom to blame.
         silent = self._watchdog.silent(statuses[1:], SUSPECT_AFTER_S)
-        self._tell_all({"heartbeat": asdict(silent) if silent else None})
+        self._tell_all(CoordinatorHeartbeat(silent))
         if self._own.reaper:
             suspect = silent or self._cause.fault
             lowest = sorted(statuses, key=lambda status: -status.rank)
@@ -304,7 +313,7 @@ class AllRanksWatch:
             data = os.read(line.fileno(), 65536)  # recv() would first ask whether there is any
         except OSError:
             data = b""
-        for message in status.take(data, self._own.awake.seconds):
+        for message in map(decode, status.take(data, self._own.awake.seconds)):
             self._hear(status, message)
         if not data:
             self._selector.unregister(line)
@@ -336,59 +345,100 @@ class AllRanksWatch:
         elif time.monotonic() - self._since > ARRIVE_S:
             self.end_job(fault)
 
-    def _hear(self, status: RankStatus, message: dict[str, Any]) -> None:
-        if "heartbeat" in message:
-            self._watchdog.hear(status, Heartbeat.read(message["heartbeat"]))
-        elif "stop" in message:  # we were away, and another rank has spoken
-            if self._own.reaper:
-                self._own.reaper.tell(fault=None)
-            self._own.leave(message["stop"])
-        elif message.get("group", self._own.group) != self._own.group:
-            pass  # it is an echo of a loss that all have heard of
-        elif "done" in message:
-            status.done = True
-        elif "regroups" in message:
-            status.regroups = True
-        elif "kept" in message or "gather" in message:
-            if fault := self._regroup.hear(status, message):
-                self.end_job(fault)
-        elif "first_lost" in message:
-            said = Fault.read(message["first_lost"])
-            if self._first_lost and said.kind is not FaultKind.KILLED:  # its last words
-                self._first_lost = said
-        elif "rescuer" in message:
-            status.rescues = True
-        elif "left" in message:
-            status.left = True
-        elif "leave" in message or "pause" in message:
-            self._pause.want(status.number, status.host, message.get("leave"))
-        elif "begun" in message:
-            if self._pause.answer(status.rank, message["begun"]):
-                self._pause_all()
-        elif "paused" in message:
-            if message["paused"]:
-                self._own.print(f"motley: {message['paused']}")
-            self.end_job(self._pause.fault(self._pause.at))
-        elif "event" in message:
-            self._record(message["event"])
-        elif "fault" in message:
-            fault = Fault.read(message["fault"])
-            if not (fault.echo or self._regroup.begun):
-                self.end_job(fault)
-            self._suspect(fault, FIRST_CAUSE_S)
-        elif "signal" in message:
-            self._own.stopped = True
-            if (lost := self._regroup.recent_loss) and message["signal"] == signal.SIGTERM:
-                self.end_job(lost)
-            known = self._statuses(), self._last_step(), self._own.how_to_continue()
-            self._suspect(self._signals.came(status, message["signal"], *known), _SIGNAL_S)
+    def _hear(self, status: RankStatus, message: Message | None) -> None:
+        """Act on a message, unless it is an echo of a loss that all have heard of."""
+        if message is None or message.group not in (None, self._own.group):
+            return
+        if act := self.HANDLERS.get(type(message)):
+            act(self, status, message)
+
+    def _on_heartbeat(self, status: RankStatus, message: protocol.MemberHeartbeat) -> None:
+        self._watchdog.hear(status, message.heartbeat)
+
+    def _on_stop(self, status: RankStatus, message: Stop) -> None:
+        """End: this process was away, and another rank has spoken."""
+        if self._own.reaper:
+            self._own.reaper.tell(fault=None)
+        self._own.leave(message.code)
+
+    def _on_done(self, status: RankStatus, message: protocol.Done) -> None:
+        status.done = True
+
+    def _on_can_regroup(self, status: RankStatus, message: protocol.CanRegroup) -> None:
+        status.regroups = True
+
+    def _on_can_rescue(self, status: RankStatus, message: protocol.CanRescue) -> None:
+        status.rescues = True
+
+    def _on_left(self, status: RankStatus, message: protocol.RankLeft) -> None:
+        status.left = True
+
+    def _on_kept(self, status: RankStatus, message: protocol.StateKept) -> None:
+        if fault := self._regroup.note_kept(status, message.problem):
+            self.end_job(fault)
+
+    def _on_value(self, status: RankStatus, message: protocol.GatherValue) -> None:
+        self._regroup.gather(status, message.value)
+
+    def _on_first_lost(self, status: RankStatus, message: protocol.FirstRankLost) -> None:
+        if self._first_lost and message.fault.kind is not FaultKind.KILLED:  # its last words
+            self._first_lost = message.fault
+
+    def _on_leave(self, status: RankStatus, message: protocol.HostLeaves) -> None:
+        self._pause.want(status.number, status.host, message.reason)
+
+    def _on_pause_request(self, status: RankStatus, message: protocol.PauseRequest) -> None:
+        self._pause.want(status.number, status.host, None)
+
+    def _on_step(self, status: RankStatus, message: protocol.StepBegun) -> None:
+        if self._pause.answer(status.rank, message.step):
+            self._pause_all()
+
+    def _on_paused(self, status: RankStatus, message: protocol.Paused) -> None:
+        if message.saved:
+            self._own.print(f"motley: {message.saved}")
+        self.end_job(self._pause.fault(self._pause.at))
+
+    def _on_event(self, status: RankStatus, message: protocol.RunEvent) -> None:
+        self._record(message.event)
+
+    def _on_failure(self, status: RankStatus, message: protocol.RankFailed) -> None:
+        if not (message.fault.echo or self._regroup.begun):
+            self.end_job(message.fault)
+        self._suspect(message.fault, FIRST_CAUSE_S)
+
+    def _on_signal(self, status: RankStatus, message: SignalReceived) -> None:
+        self._own.stopped = True
+        if (lost := self._regroup.recent_loss) and message.number == signal.SIGTERM:
+            self.end_job(lost)
+        known = self._statuses(), self._last_step(), self._own.how_to_continue()
+        self._suspect(self._signals.came(status, message.number, *known), _SIGNAL_S)
+
+    HANDLERS: ClassVar[dict[type[Message], Callable[[Any, RankStatus, Any], None]]] = {
+        protocol.MemberHeartbeat: _on_heartbeat,
+        protocol.Done: _on_done,
+        protocol.CanRegroup: _on_can_regroup,
+        protocol.CanRescue: _on_can_rescue,
+        protocol.RankLeft: _on_left,
+        protocol.StateKept: _on_kept,
+        protocol.GatherValue: _on_value,
+        protocol.FirstRankLost: _on_first_lost,
+        protocol.HostLeaves: _on_leave,
+        protocol.PauseRequest: _on_pause_request,
+        protocol.StepBegun: _on_step,
+        protocol.Paused: _on_paused,
+        protocol.RunEvent: _on_event,
+        protocol.RankFailed: _on_failure,
+        SignalReceived: _on_signal,
+        Stop: _on_stop,
+    }
 
     def _pause_all(self) -> None:
         """All have said which step they have begun: have all stop before the next."""
         if self._pause.at is None:
             self.end_job(self._pause.fault(None))
-        self._tell_all({"pause": self._pause.at})
-        self._own.pause.hear(self._pause.at)
+        self._tell_all(PauseBefore(self._pause.at))
+        self._own.pause.stop_before(self._pause.at)
 
     def _last_step(self) -> int | None:
         """The step that training is at; rank 0 itself may be left out of it."""
@@ -404,9 +454,9 @@ class AllRanksWatch:
             self._own.reaper.tell(fault=asdict(fault))
 
     def _record(self, event: dict[str, Any]) -> None:
-        self._writer.write(partial(self._on_event, event))
+        self._writer.write(partial(self._write_event, event))
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _tell_all(self, message: Message) -> None:
         data = encode(message)
         for line in self._others:
             with contextlib.suppress(OSError):

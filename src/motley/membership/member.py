@@ -5,15 +5,26 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from motley.faults import Fault
-from motley.membership import messages
+from motley.membership import messages, protocol
 from motley.membership.detector import HEARTBEAT_TIMEOUT_S
 from motley.membership.fault_causes import alone, died, silent
-from motley.membership.messages import Listening, Messages, encode
+from motley.membership.messages import Listening, Messages
 from motley.membership.own_rank import OwnRank, line_of
-from motley.membership.survivors import Survivors, standby_of
+from motley.membership.protocol import (
+    MemberHeartbeat,
+    Message,
+    Rescued,
+    SignalReceived,
+    StateKept,
+    StepBegun,
+    Stop,
+    decode,
+    encode,
+)
+from motley.membership.survivors import standby_of
 
 # After a signal, that rank 0 may take to see who else has one; then mpirun ends us.
 STOP_S = 0.2
@@ -67,7 +78,7 @@ class FirstRankWatch:
             try:
                 self._hear()  # before speaking: rank 0 may have said stop, and left
                 for number in own.signals():
-                    self._line.sendall(encode({"signal": number}))
+                    self._line.sendall(encode(SignalReceived(number)))
                     self._leaves = self._leaves or (time.monotonic() + STOP_S, 128 + number)
                 if self._leaves and time.monotonic() > self._leaves[0]:
                     own.leave(self._leaves[1])
@@ -77,7 +88,7 @@ class FirstRankWatch:
                     own.leave(0)
                 if own.heartbeat_due():
                     messages.get_on(self._line)
-                    self._line.sendall(encode({"heartbeat": own.heartbeat_now().message()}))
+                    self._line.sendall(encode(MemberHeartbeat(own.heartbeat_now())))
             except OSError:
                 with contextlib.suppress(OSError):
                     self._hear()
@@ -92,7 +103,7 @@ class FirstRankWatch:
             if quiet > HEARTBEAT_TIMEOUT_S and not self._standby_hears(quiet):
                 # Should rank 0 come back, it need not say again what we say now.
                 with contextlib.suppress(OSError):
-                    self._line.sendall(encode({"stop": 1}))
+                    self._line.sendall(encode(Stop(1)))
                 self.end(self._lost(quiet))
 
         return None
@@ -146,40 +157,61 @@ class FirstRankWatch:
             if self._to_standby is not None:
                 self._to_standby.close()
                 self._to_standby = None
-            for message in self._messages.feed(data):
-                if "stop" in message:
-                    own.leave(message["stop"])
-                elif "hold" in message:
-                    own.held.set()
-                    own.write_last_words()
-                elif "keep" in message:
-                    own.held.set()
-                    self._line.sendall(encode({"kept": own.keep_state()}))
-                elif "regroup" in message:
-                    self._gathered = []
-                    own.go_on(Survivors.read(message["regroup"]))
-                elif "gathered" in message:
-                    self._take(message["gathered"])
-                elif "rescue" in message:
-                    self._line.sendall(encode({"rescued": own.save_what_is_known()}))
-                elif "pause" in message:
-                    if answer := own.pause.hear(message["pause"]):
-                        self._line.sendall(encode({**answer, "group": own.group}))
-                elif "finish" in message:
-                    own.finished.set()
-                elif message["heartbeat"]:
-                    self._silent = Fault.read(message["heartbeat"])
-                else:
-                    self._silent = None
+            for message in map(decode, self._messages.feed(data)):
+                if act := self.HANDLERS.get(type(message)):
+                    act(self, message)
             if not data and not own.finished.is_set():
                 raise ConnectionError
 
-    def _take(self, texts: list[str]) -> None:
-        """Some ranks' values of those that are gathered; they come by rank."""
-        self._gathered += texts
+    def _stop(self, message: Stop) -> None:
+        self._own.leave(message.code)
+
+    def _hold(self, message: protocol.Hold) -> None:
+        self._own.held.set()
+        self._own.write_last_words()
+
+    def _keep_state(self, message: protocol.KeepState) -> None:
+        self._own.held.set()
+        self._line.sendall(encode(StateKept(self._own.keep_state())))
+
+    def _go_on(self, message: protocol.GoOn) -> None:
+        self._gathered = []
+        self._own.go_on(message.survivors)
+
+    def _rescue(self, message: protocol.Rescue) -> None:
+        self._line.sendall(encode(Rescued(self._own.save_what_is_known())))
+
+    def _answer_step(self, message: protocol.AskStep) -> None:
+        begun = StepBegun(self._own.pause.ask_step(), group=self._own.group)
+        self._line.sendall(encode(begun))
+
+    def _pause_before(self, message: protocol.PauseBefore) -> None:
+        self._own.pause.stop_before(message.step)
+
+    def _finish(self, message: protocol.Finish) -> None:
+        self._own.finished.set()
+
+    def _note_suspect(self, message: protocol.CoordinatorHeartbeat) -> None:
+        self._silent = message.fault
+
+    def _take_values(self, message: protocol.Gathered) -> None:
+        self._gathered += message.values
         if len(self._gathered) == self._own.size:
             self._own.gathered.put(self._gathered)
             self._gathered = []
+
+    HANDLERS: ClassVar[dict[type[Message | None], Callable[[Any, Any], None]]] = {
+        Stop: _stop,
+        protocol.Hold: _hold,
+        protocol.KeepState: _keep_state,
+        protocol.GoOn: _go_on,
+        protocol.Gathered: _take_values,
+        protocol.Rescue: _rescue,
+        protocol.AskStep: _answer_step,
+        protocol.PauseBefore: _pause_before,
+        protocol.Finish: _finish,
+        protocol.CoordinatorHeartbeat: _note_suspect,
+    }
 
     def end(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from motley.faults import Fault
 from motley.membership.detector import (
@@ -22,8 +22,9 @@ from motley.membership.detector import (
     dead_peers,
     heartbeat_interval_s,
 )
-from motley.membership.messages import Listening, encode
+from motley.membership.messages import Listening
 from motley.membership.pause import REQUESTS, OwnPause, request_of
+from motley.membership.protocol import Hold, Message, Rescue, Rescued, decode, encode
 from motley.membership.reaper import LauncherReaper
 from motley.membership.survivors import Survivors, machines_of
 
@@ -71,7 +72,7 @@ class OwnRank:
         self.step: int | None = None
         self.heartbeat = Heartbeat()
         self.awake = AwakeClock()
-        self.outbox: list[dict[str, Any]] = []
+        self.outbox: list[Message] = []
         self.finished = threading.Event()
         self.stopped = False
         self.reaper: LauncherReaper | None = None
@@ -124,7 +125,7 @@ class OwnRank:
         if (request := request_of(number)) is not None:
             self.outbox.append(request)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: Message) -> None:
         """Have the watching thread send a message to rank 0."""
         self.outbox.append(message)
         self._wake()
@@ -134,9 +135,9 @@ class OwnRank:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
-    def say_of_group(self, message: dict[str, Any]) -> None:
+    def say_of_group(self, message: Message) -> None:
         """The same, of something that is void once a rank is lost; from the training's thread."""
-        self.say({**message, "group": self.trains_in})
+        self.say(replace(message, group=self.trains_in))
 
     @property
     def number(self) -> int:
@@ -276,7 +277,7 @@ def save_before_end(
     own: OwnRank,
     others: Mapping[socket.socket, RankStatus],
     lost: int,
-    tell_all: Callable[[dict[str, Any]], None],
+    tell_all: Callable[[Message], None],
 ) -> None:
     """Have the state saved, by rank 0 or another rank that can, while the others wait.
 
@@ -286,7 +287,7 @@ def save_before_end(
     able = [line for line, each in others.items() if each.rescues and each.number != lost]
     if not able and own.rescue is None:
         return
-    tell_all({"hold": True})
+    tell_all(Hold())
     reaper = None if own.stopped else own.reaper  # which else has a line to print already
     if reaper:
         reaper.tell(line=_CUT_SHORT)
@@ -300,10 +301,10 @@ def save_before_end(
 def _ask(line: socket.socket, status: RankStatus) -> str:
     """What a rank says that it has saved."""
     with contextlib.suppress(OSError):
-        line.sendall(encode({"rescue": True}))
+        line.sendall(encode(Rescue()))
         line.settimeout(HOLD_S)
         while data := line.recv(65536):
-            for message in status.messages.feed(data):
-                if "rescued" in message:
-                    return str(message["rescued"])
+            for message in map(decode, status.messages.feed(data)):
+                if isinstance(message, Rescued):
+                    return message.saved
     return ""

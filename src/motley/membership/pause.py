@@ -6,13 +6,13 @@ that was asked begins no other before rank 0 says where to stop, which is before
 last one that any rank has begun. No rank waits for one that waits, for all take every step before
 that.
 
-    rank k                               rank 0
-    {"leave": "leaves as asked (...)"} ----> or {"pause": true}, as a signal has asked
-                                  <-------- {"pause": null}: which step have you begun?
-    {"begun": 17}                 -------->
-                                  <-------- {"pause": 18}: begin it no more
-    {"left": true}                --------> of a host that leaves, once the others have its part
-    {"paused": "saved as of ..."} --------> the end of the job
+    member                               coordinator
+    HostLeaves("leaves as asked")  -------->  or PauseRequest(), after a signal
+                                   <--------  AskStep()
+    StepBegun(17)                  -------->
+                                   <--------  PauseBefore(18)
+    RankLeft()                     -------->  of a host that leaves, once the others have its part
+    Paused("saved as of ...")      -------->  the end of the job
 """
 
 import contextlib
@@ -20,13 +20,12 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from motley.faults import Fault
 from motley.membership.away import read_away
 from motley.membership.detector import RankStatus
 from motley.membership.fault_causes import left, paused
-from motley.membership.messages import encode
+from motley.membership.protocol import AskStep, HostLeaves, Message, PauseRequest, encode
 
 # What a signal asks of a rank; nobody but its own user, and root, can send it one.
 LEAVE_SIGNAL = signal.SIGUSR1  # this machine was marked as away: see motley.membership.away
@@ -34,12 +33,12 @@ PAUSE_SIGNAL = signal.SIGUSR2  # save, and end
 REQUESTS = (LEAVE_SIGNAL, PAUSE_SIGNAL)
 
 
-def request_of(number: int) -> dict[str, Any] | None:
-    """What a rank says to rank 0 when such a signal has come; None if it asks for nothing."""
+def request_of(number: int) -> Message | None:
+    """Return what a rank sends to rank 0 after such a signal; None if it asks for nothing."""
     if number == PAUSE_SIGNAL:
-        return {"pause": True}
+        return PauseRequest()
     away = read_away()
-    return {"leave": away.words()} if away else None
+    return HostLeaves(away.words()) if away else None
 
 
 class OwnPause:
@@ -66,15 +65,17 @@ class OwnPause:
             self._asked, self._at, self._begun = False, None, None
             self._changed.notify_all()
 
-    def hear(self, at: int | None) -> dict[str, Any] | None:
-        """What rank 0 says of it; what this rank answers."""
+    def ask_step(self) -> int | None:
+        """Begin no other step from now on; return the last one that was begun."""
         with self._changed:
             self._asked = True
-            if at is None:
-                return {"begun": self._begun}
-            self._at = at
+            return self._begun
+
+    def stop_before(self, step: int | None) -> None:
+        """Begin the steps before this one."""
+        with self._changed:
+            self._asked, self._at = True, step
             self._changed.notify_all()
-            return None
 
 
 class PauseAgreement:
@@ -124,9 +125,8 @@ class PauseAgreement:
         for line, status in others.items():
             if self._is_new(status.rank):
                 with contextlib.suppress(OSError):
-                    line.sendall(encode({"pause": None}))
-        answer = own.hear(None) if self._is_new(0) else None
-        return answer is not None and self.answer(0, answer["begun"])
+                    line.sendall(encode(AskStep()))
+        return self._is_new(0) and self.answer(0, own.ask_step())
 
     def _is_new(self, rank: int) -> bool:
         """Whether a rank was not asked yet; it is now."""

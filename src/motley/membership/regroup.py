@@ -9,6 +9,7 @@ from typing import Any
 from motley.faults import Fault
 from motley.membership.detector import RankStatus
 from motley.membership.own_rank import OwnRank, line_of
+from motley.membership.protocol import Gathered, GoOn, KeepState, Message, StateKept
 from motley.membership.survivors import Regrouping, Survivors, parts
 
 # A launcher that does not let ranks outlive one of them ends the others within this time: Open MPI
@@ -28,7 +29,7 @@ class Regroup:
         self,
         own: OwnRank,
         regrouping: Regrouping,
-        tell_all: Callable[[dict[str, Any]], None],
+        tell_all: Callable[[Message], None],
         record: Callable[[dict[str, Any]], None],
     ) -> None:
         self._own, self._regrouping = own, regrouping
@@ -62,21 +63,24 @@ class Regroup:
         if not self._regrouping.lose(rank, fault, left):
             return False
         if not begun:
-            self._tell_all({"keep": True})
-            self._own.say({"kept": self._own.keep_state()})
+            self._tell_all(KeepState())
+            self._own.say(StateKept(self._own.keep_state()))
         return True
 
-    def hear(self, status: RankStatus, message: dict[str, Any]) -> Fault | None:
-        """What a rank says of it; the fault that ends the job, if it cannot go on."""
-        if message.get("kept"):
+    def note_kept(self, status: RankStatus, problem: str) -> Fault | None:
+        """Note that a rank has kept its state; return the fault that ends the job if it could
+        not."""
+        if problem:
             return self._regrouping.first
-        if "kept" in message:
-            self._regrouping.kept(status.rank)
-        elif (values := self._regrouping.gather(status.rank, message["gather"])) is not None:
-            for part in parts(values):
-                self._tell_all({"gathered": part})
-            self._own.gathered.put(values)
+        self._regrouping.kept(status.rank)
         return None
+
+    def gather(self, status: RankStatus, value: str) -> None:
+        """Take a rank's value, and send all of them once all have come."""
+        if (values := self._regrouping.gather(status.rank, value)) is not None:
+            for part in parts(values):
+                self._tell_all(Gathered(part))
+            self._own.gathered.put(values)
 
     def overdue(self, left: Collection[RankStatus]) -> Fault | None:
         """The fault that ends the job after all, if somebody was waited for too long."""
@@ -96,7 +100,7 @@ class Regroup:
                           "step": fault.step, "error": fault.error})  # fmt: skip
         self._regrouping.begin_anew(survivors)
         self._last = lost, time.monotonic()
-        self._tell_all({"regroup": survivors.message()})
+        self._tell_all(GoOn(survivors))
         for status in left:
             status.rank = survivors.ranks.index(status.rank)
             status.done = status.rescues = False

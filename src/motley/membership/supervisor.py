@@ -36,7 +36,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +49,17 @@ from motley.membership.member import FirstRankWatch
 from motley.membership.messages import Handshakes, Listening, greeting
 from motley.membership.own_rank import HOLD_S, OwnRank, line_of
 from motley.membership.pause import LEAVE_SIGNAL
+from motley.membership.protocol import (
+    CanRegroup,
+    CanRescue,
+    Done,
+    FirstRankLost,
+    GatherValue,
+    Paused,
+    RankFailed,
+    RankLeft,
+    RunEvent,
+)
 from motley.membership.reaper import LauncherReaper, outlived_by_launcher
 from motley.membership.survivors import (
     RankLostError,
@@ -145,9 +156,9 @@ class Watching:
         except OSError:  # it is lost too
             watch.end(lost)
         if own.rescue is not None:
-            own.say({"rescuer": True})
-        own.say({"first_lost": asdict(lost)})
-        own.say({"regroups": True, "group": own.group})
+            own.say(CanRescue())
+        own.say(FirstRankLost(lost))
+        own.say(CanRegroup(group=own.group))
         return connected
 
     def _guard(self) -> None:
@@ -210,11 +221,11 @@ class Supervisor:
         """
         own = self._own
         if first:
-            own.say({"paused": said})
+            own.say(Paused(said))
         elif own.rank and read_away() and outlived_by_launcher():
             if own.reaper:
                 own.reaper.tell(timeout_s=_SAVE_S)
-            own.say({"left": True})
+            own.say(RankLeft())
             own.leaves.set()
         while True:
             time.sleep(HOLD_S)  # the watching thread ends this process
@@ -286,7 +297,7 @@ class Supervisor:
         """
         own = self._own
         if not own.finished.is_set():
-            own.say_of_group({"done": True})
+            own.say_of_group(Done())
             while not own.finished.wait(_LOOK_S):
                 self.check_group()
             self._watching.flush()
@@ -311,7 +322,7 @@ class Supervisor:
         """
         self._own.rescue = save if first or self._own.standby else None
         if first and self._own.rank:
-            self._own.say({"rescuer": True})
+            self._own.say(CanRescue())
 
     # -- going on without a lost rank
 
@@ -327,7 +338,7 @@ class Supervisor:
             free: has that thread leave the collective, with whatever error; from the other one.
         """
         self._own.keep, self._own.free, self._own.without_first = keep, free, without_first
-        self._own.say_of_group({"regroups": True})
+        self._own.say_of_group(CanRegroup())
 
     def connections(self) -> list[socket.socket]:
         """That outlive the group, for they are of this supervisor."""
@@ -363,14 +374,14 @@ class Supervisor:
         """Every rank's value, by rank, through rank 0; for those who go on."""
         own = self._own
         self.check_group()
-        own.say_of_group({"gather": packed(value)})
+        own.say_of_group(GatherValue(packed(value)))
         while (found := own.gathered.get()) is None:
             self.check_group()  # else it is of a loss before
         return [unpacked(text) for text in found]
 
     def tell(self, event: dict[str, Any]) -> None:
         """Have rank 0 record an event."""
-        self._own.say({"event": event})
+        self._own.say(RunEvent(event))
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why this rank failed, and end with the job."""
@@ -393,5 +404,5 @@ class Supervisor:
         self._own.leave(1)
 
 
-def _said(fault: Fault, own: OwnRank) -> dict[str, Any]:
-    return {"fault": asdict(replace(fault, phase=own.heartbeat.phase.key))}
+def _said(fault: Fault, own: OwnRank) -> RankFailed:
+    return RankFailed(replace(fault, phase=own.heartbeat.phase.key))

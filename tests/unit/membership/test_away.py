@@ -17,8 +17,8 @@ from motley.faults import FaultKind
 from motley.membership import away
 from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
 from motley.membership.detector import RankStatus
-from motley.membership.messages import encode
 from motley.membership.pause import LEAVE_SIGNAL, OwnPause, PauseAgreement
+from motley.membership.protocol import AskStep, encode
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_all_stop_before_the_step_after_the_last_that_any_has_begun() -> None:
     pause.want(1, "b", "leaves as asked (leave_cn.sh)")
     for _ in range(2):  # each is asked once
         assert not pause.ask(others, rank0)  # rank 1 has not answered
-    assert there.recv(99) == encode({"pause": None})
+    assert there.recv(99) == encode(AskStep())
     here.close()
     there.close()
     begun = list[bool]()
@@ -108,10 +108,10 @@ def test_all_stop_before_the_step_after_the_last_that_any_has_begun() -> None:
     waits.start()
     time.sleep(0.05)
     assert not begun  # until it is decided
-    assert pause.answer(1, rank1.hear(None)["begun"])  # type: ignore[index]
+    assert pause.answer(1, rank1.ask_step())
     assert pause.at == 9
-    rank0.hear(9)
-    rank1.hear(9)
+    rank0.stop_before(9)
+    rank1.stop_before(9)
     waits.join(5)
     assert begun == [True]
     assert not rank0.begin(9) and not rank1.begin(9)

@@ -21,7 +21,8 @@ from motley.membership.detector import (
     heartbeat_interval_s,
     step_timeout_s,
 )
-from motley.membership.messages import Messages, encode
+from motley.membership.messages import Messages
+from motley.membership.protocol import Done, MemberHeartbeat, decode, encode
 
 
 class Hand:
@@ -57,8 +58,8 @@ def test_many_ranks_say_that_they_live_less_often_yet_far_more_often_than_one_is
 @pytest.mark.parametrize("more", [{}, {"detail": "measuring links"}, {"unanswered": ["10.0.0.3"]}])
 def test_a_heartbeat_arrives_as_it_was(more: dict[str, object]) -> None:
     sent = Heartbeat(17, Phase.ALL_REDUCE, 3, 120.0, **more)  # type: ignore[arg-type]
-    (said,) = Messages().feed(encode({"heartbeat": sent.message()}))
-    assert Heartbeat.read(said["heartbeat"]) == sent
+    (received,) = Messages().feed(encode(MemberHeartbeat(sent)))
+    assert decode(received) == MemberHeartbeat(sent)
 
 
 def test_silence_is_judged_after_the_limit_and_names_all_of_a_switch() -> None:
@@ -88,7 +89,7 @@ def test_who_writes_what_it_is_busy_with_lives_but_is_not_heard() -> None:
     for again in (busy, busy, crash):
         one.take(again, clock.seconds)
     assert one.messages.last_words == crash.decode()
-    assert one.take(encode({"done": True}), 99.0) and one.heard == 99.0
+    assert one.take(encode(Done()), 99.0) and one.heard == 99.0
     assert one.messages.last_words == ""
 
 

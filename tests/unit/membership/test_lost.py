@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from motley.faults import Fault, FaultKind
 from motley.launch.world import words
 from motley.membership.detector import dead_peers, is_dead
-from motley.membership.messages import MOST_BYTES, Listening, encode
+from motley.membership.messages import MOST_BYTES, Listening
 from motley.membership.own_rank import OwnRank
+from motley.membership.protocol import Gathered, GatherValue, RankFailed, encode
 from motley.membership.survivors import Survivors, parts
 
 
@@ -56,7 +57,7 @@ def test_leftovers_are_said_with_their_processes_and_the_fix() -> None:
 def test_what_is_gathered_travels_in_few_messages_that_fit(texts: list[str]) -> None:
     made = [*parts(texts)]
     assert [text for part in made for text in part] == texts
-    assert all(len(encode({"gathered": part})) <= MOST_BYTES for part in made)
+    assert all(len(encode(Gathered(part))) <= MOST_BYTES for part in made)
     assert len([*parts(1000 * ["x" * 60])]) == 1
 
 
@@ -66,8 +67,8 @@ def test_what_is_said_of_the_broken_group_is_void_even_if_the_others_went_on_mea
     own.listening = [Listening("127.0.0.1", 1, "secret", "a")] * 3
     lost = Fault(2, "a", 7, "died", kind=FaultKind.KILLED)
     own.go_on(Survivors((0, 1), lost, standby=1))  # from the watching thread
-    own.say_of_group({"fault": "the connection to rank 2"})  # from the training's
+    own.say_of_group(RankFailed(lost))  # from the training's
     own.freeing.join()
     assert own.take_survivors().ranks == (0, 1)
-    own.say_of_group({"gather": ""})
-    assert [message["group"] for message in own.outbox] == [own.group - 1, own.group]
+    own.say_of_group(GatherValue(""))
+    assert [message.group for message in own.outbox] == [own.group - 1, own.group]

@@ -19,6 +19,7 @@ from project import ROOT, environment
 
 from motley.errors import MotleyError
 from motley.faults import fault_of
+from motley.membership import protocol
 from motley.membership.detector import HEARTBEAT_TIMEOUT_S
 from motley.membership.messages import (
     MOST_BYTES,
@@ -289,7 +290,7 @@ def test_what_is_no_message_costs_itself_alone(line: bytes) -> None:
 @pytest.mark.parametrize("kind", [RuntimeError, MotleyError])
 def test_a_fault_always_fits(kind: type[Exception]) -> None:
     fault = fault_of(kind("\N{PILE OF POO}" * MOST_BYTES), 3, "a", 7)
-    assert len(encode({"fault": vars(fault)})) < MOST_BYTES
+    assert len(protocol.encode(protocol.RankFailed(fault))) < MOST_BYTES
 
 
 def test_an_error_in_a_senders_thread_may_be_an_echo() -> None:

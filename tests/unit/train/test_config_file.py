@@ -53,7 +53,10 @@ def test_a_file_is_read_as_if_its_options_were_typed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "typed"),
     [
-        (TORCH, "--opt sgd --lr 0.3 --strategy fsdp --mixup 0.1 --no-bind --batch-size 64:96:32/10K"),
+        (
+            TORCH,
+            "--opt sgd --lr 0.3 --strategy fsdp --mixup 0.1 --no-bind --batch-size 64:96:32/10K",
+        ),
         (TORCH, "--task text --depth 3 --text README.md LICENSE --decay-milestones 3,4"),
         (ZERO, "--stage 1 --clip-grad 1 --precision fp32 --model-ema"),
     ],
