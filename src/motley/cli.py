@@ -67,7 +67,7 @@ def main() -> None:
         print(f"motley {__version__}")
         return
     if name not in COMMANDS:
-        sys.exit(explain(name))
+        importlib.import_module("motley.launch.process").stop_usage(explain(name))  # by one rank
     if not COMMANDS[name].is_launched:
         sys.exit(run(name, words[1:]))
     command = [sys.executable, "-P", "-m", "motley.launch", "-m", __name__, *words]
@@ -97,7 +97,7 @@ def usage() -> str:
 def explain(name: str) -> str:
     """Return the error for a missing or unknown command."""
     found = f"{name} is no command{did_you_mean(name, COMMANDS)}" if name else "no command is given"
-    return f"motley: {found}; choose {', '.join(COMMANDS)}, as in: {EXAMPLE}"
+    return f"{found}; choose {', '.join(COMMANDS)}, as in: {EXAMPLE}"
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -40,7 +40,7 @@ def test_each_command_is_listed_and_has_a_main() -> None:
 )
 def test_a_wrong_command_is_answered_with_the_nearest(words: tuple[str, ...], says: str) -> None:
     done = motley(*words)
-    assert done.returncode == 1 and done.stderr.startswith(says)
+    assert done.returncode == 2 and done.stderr.startswith(says)
     assert done.stderr.endswith(f"as in: {cli.EXAMPLE}\n")
 
 
