@@ -45,7 +45,7 @@ def narrow_type(
     return common_type(task, precisions) if traits.narrow_parameters else None
 
 
-def foresee(
+def estimate_memory(
     world: World,
     group: ProcessGroup,
     model: TaskModel | None,

@@ -17,7 +17,7 @@ from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure.measured_plan import Planned, measure_and_plan
-from motley.measure.memory_estimate import foresee, narrow_type, prepare
+from motley.measure.memory_estimate import estimate_memory, narrow_type, prepare
 from motley.measure.process_group import ProcessGroup, Worker, kept_workers, shrink_group
 from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
@@ -117,7 +117,7 @@ def plan_batch(
         planned = planned.with_note(taken)
     elif named is not None and named != asked and not named.is_inexact:
         planned = planned.with_note(named)
-    return group, foresee(world, group, model, config, traits, planned)
+    return group, estimate_memory(world, group, model, config, traits, planned)
 
 
 def check_grain(task: Task, batch_size: int) -> int:

@@ -24,9 +24,9 @@ from motley.membership import messages, protocol
 from motley.membership.detector import (
     SUSPECT_AFTER_S,
     RankStatus,
+    SilentRanks,
     StopSignals,
-    Unheard,
-    WaitedFor,
+    StragglerDetector,
     Watchdog,
 )
 from motley.membership.fault_causes import FirstCause, daemon_gone, died
@@ -156,16 +156,14 @@ ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 i
 _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 
 
-class AllRanksWatch:
-    """The watching thread of rank 0.
-
-    It never waits for a disk: what a rank tells is recorded by another thread.
+class Coordinator:
+    """The watching thread of rank 0. It never waits for a disk: another thread writes records.
 
     Args:
-        on_fault: records the first cause. on_event: records what a rank tells.
-        standby: the rank that speaks when this one cannot.
-        regrouping: of those who go on without a lost rank.
-        lost: why rank 0 is; this is the next one, and all others are to come to it.
+        on_fault: records the first cause. on_event: records an event that a rank reports.
+        standby: the rank that takes over when rank 0 fails.
+        regrouping: the state of a regroup without lost ranks.
+        lost: the fault of the former rank 0, if this rank takes its place.
     """
 
     def __init__(
@@ -187,7 +185,7 @@ class AllRanksWatch:
         self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
         self._watchdog = Watchdog(own.awake, own.number, own.host)
-        self._unheard, self._waited_for = Unheard(own.awake), WaitedFor(own.awake)
+        self._silent_ranks, self._stragglers = SilentRanks(own.awake), StragglerDetector(own.awake)
         self._cause, self._signals = FirstCause(), StopSignals()
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
         self._pause = PauseAgreement(own.size)
@@ -281,7 +279,7 @@ class AllRanksWatch:
         """Say who may be silent, and end the job where one is for good, or nobody moves."""
         messages.get_on(self._to_standby)
         statuses = self._statuses()
-        told = self._unheard.changes(statuses[1:]) + self._waited_for.changes(statuses)
+        told = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
         for event in told:
             self._record(event)
         # Should mpirun end us first, others know whom to blame.

@@ -330,8 +330,8 @@ def cut_off() -> Collection[str]:
     return dead_peers(CUT_OFF_AFTER_S, _TRIES)
 
 
-class Unheard:
-    """Remembers who was silent.
+class SilentRanks:
+    """The ranks whose heartbeats rank 0 misses.
 
     Args:
         awake: rank 0's waking time. cut_off: see :func:`cut_off`.
@@ -342,7 +342,7 @@ class Unheard:
         self._silent = set[int]()
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-        """Events to record: who is silent now, and who is heard again, and was neither before.
+        """Return the events to record: ranks that became silent, and ranks that are heard again.
 
         Args:
             statuses: all ranks but 0; one that is lost is none of them.
@@ -374,8 +374,8 @@ _LATELY_S = 1.5  # heartbeats come once a second or more often
 _OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)  # that keep the others waiting
 
 
-class WaitedFor:
-    """Remembers when steps were taken.
+class StragglerDetector:
+    """The rank that all others wait for, found from the times at which steps ended.
 
     Args:
         awake: rank 0's waking time.
@@ -388,7 +388,7 @@ class WaitedFor:
         self._took = deque[float](maxlen=_LOOKS_BACK)
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-        """Events to record: who is waited for in this step, once, if it is clear.
+        """Return the event that names the straggler of this step, once, if there is one.
 
         Args:
             statuses: all ranks.

@@ -33,8 +33,8 @@ _BUSY_MOST_S = 600.0  # that a rank to which rank 0 writes nothing relies on the
 _ASKED, _ANSWER_S = 2, 0.7  # other ranks, one after another
 
 
-class FirstRankWatch:
-    """The watching thread of a rank but 0.
+class Member:
+    """The watching thread of every rank but 0.
 
     Args:
         line: the connection to rank 0. host: rank 0's.

@@ -43,9 +43,9 @@ from typing import Any, NoReturn
 from motley.faults import Fault, Phase, fault_of
 from motley.membership import messages
 from motley.membership.away import read_away
-from motley.membership.coordinator import ARRIVE_S, FIRST_CAUSE_S, AllRanksWatch, BackgroundWriter
+from motley.membership.coordinator import ARRIVE_S, FIRST_CAUSE_S, BackgroundWriter, Coordinator
 from motley.membership.detector import Heartbeat
-from motley.membership.member import FirstRankWatch
+from motley.membership.member import Member
 from motley.membership.messages import Handshakes, Listening, greeting
 from motley.membership.own_rank import HOLD_S, OwnRank, line_of
 from motley.membership.pause import LEAVE_SIGNAL
@@ -88,7 +88,7 @@ class Watching:
     ) -> None:
         self._own, self._on_fault, self._on_event = own, on_fault, on_event
         self._writer: BackgroundWriter | None = None  # on the first rank
-        self._watch: AllRanksWatch | FirstRankWatch | None = None  # once it has started
+        self._watch: Coordinator | Member | None = None  # once it has started
 
     def listen(self, address: str) -> Listening:
         """See Supervisor."""
@@ -122,7 +122,7 @@ class Watching:
             if self._writer.error is not None:  # of what was told last
                 raise self._writer.error
 
-    def _as_first(self, lost: Fault | None = None) -> AllRanksWatch:
+    def _as_first(self, lost: Fault | None = None) -> Coordinator:
         """Be the rank that watches all.
 
         Args:
@@ -131,21 +131,21 @@ class Watching:
         own, self._writer = self._own, BackgroundWriter()
         self._handshakes.expect(range(own.rank + 1, own.size))
         regrouping = Regrouping(own.machines, own.survives)
-        return AllRanksWatch(
+        return Coordinator(
             own, self._handshakes, self._writer, self._on_fault, self._on_event,
             standby_of(own.machines), regrouping, lost,
         )  # fmt: skip
 
-    def _connected(self, first: int, limit_s: float) -> FirstRankWatch:
+    def _connected(self, first: int, limit_s: float) -> Member:
         """Be watched by the rank that does."""
         own, to = self._own, self._own.listening[first]
         line = socket.create_connection((to.address, to.port), timeout=limit_s)
         line.sendall(greeting(to.token, own.rank, own.host))
         line.settimeout(None)
         messages.write_to(line)
-        return FirstRankWatch(own, line, to.host, self._on_fault)
+        return Member(own, line, to.host, self._on_fault)
 
-    def _without_first(self, watch: FirstRankWatch, lost: Fault) -> AllRanksWatch | FirstRankWatch:
+    def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
         """The same, now that rank 0 is lost and the next one takes its part."""
         own = self._own
         if own.rank == 1:
@@ -165,13 +165,13 @@ class Watching:
         """A watching thread that fails must not die in silence: nobody else notices failures or
         acts on signals."""
         try:
-            while isinstance(self._watch, FirstRankWatch) and (lost := self._watch.run()):
+            while isinstance(self._watch, Member) and (lost := self._watch.run()):
                 self._watch = self._without_first(self._watch, lost)
-            if isinstance(self._watch, AllRanksWatch):
+            if isinstance(self._watch, Coordinator):
                 self._watch.run()
         except Exception as error:
             fault = fault_of(error, self._own.number, self._own.host, self._own.step)
-            if isinstance(self._watch, AllRanksWatch):
+            if isinstance(self._watch, Coordinator):
                 self._watch.end_job(fault)
             self._own.print(line_of(fault))
             self._own.leave(fault.code)

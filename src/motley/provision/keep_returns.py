@@ -17,7 +17,7 @@ from typing import Any
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
-from motley.plan.take_back import TakeBack, step_with
+from motley.plan.readmission import ReadmissionEstimate, step_with
 from motley.provision.host_module import run_module
 from motley.provision.leave_cn import ASK_S, tell, words_of
 from motley.records.run_folder import RunFolder
@@ -204,7 +204,9 @@ class Figures:
         left = sum(n for host, n in zip(hosts, counts, strict=True) if host not in nodes)
         return left / sum(counts)
 
-    def take_back(self, back: Mapping[str, Sequence[Mapping[str, Any]]]) -> TakeBack | None:
+    def take_back(
+        self, back: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> ReadmissionEstimate | None:
         """What it would save to take hosts back now, or lost ranks of theirs; None where that is
         not known yet.
 
@@ -231,7 +233,7 @@ class Figures:
         left = max(0, last - int(steps[-1]["step"]) - 1)
         # The first start may have loaded data; and with more hosts it takes longer.
         start_s = max(self._starts[1:] or self._starts)
-        return TakeBack(left, step_s, with_s, start_s + self._end_s)
+        return ReadmissionEstimate(left, step_s, with_s, start_s + self._end_s)
 
     def _step_s(self) -> float | None:
         """Usual seconds of a step of this start; None if it has taken too few."""

@@ -15,8 +15,8 @@ from motley.membership.detector import (
     AwakeClock,
     Heartbeat,
     RankStatus,
-    Unheard,
-    WaitedFor,
+    SilentRanks,
+    StragglerDetector,
     Watchdog,
     heartbeat_interval_s,
     step_timeout_s,
@@ -164,7 +164,7 @@ def test_who_is_cut_off_is_told_sooner() -> None:
     clock, _, (_, one, two) = world("a", "b", "c")
     one.address = two.address = "10.0.0.2"
     dead = list[str]()
-    unheard = Unheard(clock, lambda: dead)  # type: ignore[arg-type]
+    unheard = SilentRanks(clock, lambda: dead)  # type: ignore[arg-type]
     hear(clock, 10.0, one, two)
     clock.seconds = 10.1 + CUT_OFF_AFTER_S
     two.heard = clock.seconds
@@ -179,7 +179,7 @@ def test_who_is_cut_off_is_told_sooner() -> None:
 
 def test_who_is_not_heard_is_told_once_and_so_is_that_it_is_heard_again() -> None:
     clock, _, (_, one, two, three) = world("a", "b", "b", "c")
-    unheard = Unheard(clock)  # type: ignore[arg-type]
+    unheard = SilentRanks(clock)  # type: ignore[arg-type]
     hear(clock, 10.0, one, two, three)
     hear(clock, 10.0 + TOLD_AFTER_S, two)
     assert unheard.changes([one, two, three]) == []
@@ -198,7 +198,7 @@ def test_who_is_not_heard_is_told_once_and_so_is_that_it_is_heard_again() -> Non
 
 def test_who_keeps_all_others_from_a_step_is_told_once_while_they_wait() -> None:
     clock, watchdog, ranks = world("a", "b", "c", "c")
-    waited_for = WaitedFor(clock)  # type: ignore[arg-type]
+    waited_for = StragglerDetector(clock)  # type: ignore[arg-type]
 
     def at(seconds: float, step: int, *computing: int, heard: bool = True) -> list[int]:
         clock.seconds = seconds

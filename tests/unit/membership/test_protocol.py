@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from motley.faults import Fault, FaultKind, Phase
 from motley.membership import protocol
-from motley.membership.coordinator import AllRanksWatch
+from motley.membership.coordinator import Coordinator
 from motley.membership.detector import Heartbeat
-from motley.membership.member import FirstRankWatch
+from motley.membership.member import Member
 from motley.membership.messages import Messages
 from motley.membership.survivors import Survivors
 
@@ -56,5 +56,5 @@ def test_a_message_without_its_fields_is_dropped(content: dict[str, int]) -> Non
 
 def test_each_side_has_a_handler_for_what_the_other_sends() -> None:
     answered = {protocol.Rescued}  # own_rank.save_before_end() reads the answer
-    handled = {*AllRanksWatch.HANDLERS, *FirstRankWatch.HANDLERS} | answered
+    handled = {*Coordinator.HANDLERS, *Member.HANDLERS} | answered
     assert handled == {*protocol.KINDS.values()}

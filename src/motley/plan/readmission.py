@@ -1,4 +1,4 @@
-"""Whether a running job should end at a step boundary, to go on with hosts that are back. Pure."""
+"""The decision to end a running job at a step boundary and to go on with hosts that are back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from motley.errors import MotleyError
 
 
 def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
-    """Seconds that a step takes once more hosts share its batch.
+    """Compute the seconds that a step takes once more hosts share its batch.
 
     Each host's samples a second add up, as of a split by speed; what the wire costs is in what was
     measured, and taken to stay as it is.
@@ -25,12 +25,12 @@ def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class TakeBack:
-    """What it saves and costs.
+class ReadmissionEstimate:
+    """The seconds that a readmission saves and costs.
 
     Attributes:
-        steps: that are left. step_s: seconds of each now. with_s: with the hosts that are back.
-        cost_s: seconds without a step: what ends the job, and starts it again.
+        steps: left in the run. step_s: seconds of each now. with_s: with the hosts that are back.
+        cost_s: seconds without a step, while the job ends and starts again.
     """
 
     steps: int
@@ -40,16 +40,16 @@ class TakeBack:
 
     @property
     def saves_s(self) -> float:
-        """Seconds of all steps that are left."""
+        """Seconds saved in the rest of the run."""
         return self.steps * (self.step_s - self.with_s)
 
     @property
     def worth_it(self) -> bool:
-        """The run ends sooner."""
+        """True if the run ends sooner."""
         return self.saves_s > self.cost_s
 
     def sentence(self) -> str:
-        """The figures."""
+        """Return the figures as a sentence."""
         saved = f"{self.saves_s:.0f} s" if self.saves_s > 0 else "nothing"
         return (
             f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} steps "

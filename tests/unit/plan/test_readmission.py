@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.plan.take_back import TakeBack, step_with
+from motley.plan.readmission import ReadmissionEstimate, step_with
 
 RATES = st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5)
 
@@ -34,11 +34,11 @@ def test_what_is_no_speed_is_refused(batch: int, step_s: float, rates: list[floa
 
 
 def test_it_pays_while_enough_steps_are_left() -> None:
-    assert TakeBack(steps=61, step_s=1.0, with_s=0.5, cost_s=30.0).worth_it
-    last = TakeBack(steps=60, step_s=1.0, with_s=0.5, cost_s=30.0)
+    assert ReadmissionEstimate(steps=61, step_s=1.0, with_s=0.5, cost_s=30.0).worth_it
+    last = ReadmissionEstimate(steps=60, step_s=1.0, with_s=0.5, cost_s=30.0)
     assert not last.worth_it and last.saves_s == 30.0
     assert last.sentence() == (
         "that saves 30 s of the 60 s left (60 steps of 1 s, 0.5 s with it), and a new start costs "
         "30 s"
     )
-    assert "saves nothing" in TakeBack(60, 1.0, 1.5, 30.0).sentence()
+    assert "saves nothing" in ReadmissionEstimate(60, 1.0, 1.5, 30.0).sentence()
