@@ -116,7 +116,7 @@ def check(venv: Path, lock: Path) -> None:
     )
     listed = subprocess.check_output([venv / "bin/python", "-m", "pip", "list"], text=True)
     names = {line.split()[0] for line in listed.splitlines()}
-    assert {"pip", "motley"} <= names and "uv" not in names
+    assert {"pip", "motley-train"} <= names and "uv" not in names
     assert not (venv / "uv/cache").exists()
     subprocess.run([venv / "bin/mpirun", "--version"], check=True, capture_output=True)
 
