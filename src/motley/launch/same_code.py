@@ -97,7 +97,7 @@ def check_same(found: Sequence[Any]) -> None:
         ranks = f"rank{'s' if len(strange) > 1 else ''} {', '.join(map(str, strange))}"
         raise MotleyError(
             f"the hosts do not run the same code: {ranks} came with another version of Motley; "
-            "bring this machine's files to all with: bash setup/sync_cn.sh"
+            + _fix("this machine's files")
         )
     hosts = [code[0] for code in found]
     if odd := _odd([code[1] for code in found]):
@@ -105,8 +105,7 @@ def check_same(found: Sequence[Any]) -> None:
         first = "this machine's files" if 0 not in ranks_odd else "the right files here, then"
         raise MotleyError(
             f"the hosts do not run the same code: {name_some(list(odd))} differ on "
-            f"{_whose(ranks_odd, hosts)} from those on the others; bring {first} to all with: "
-            "bash setup/sync_cn.sh"
+            f"{_whose(ranks_odd, hosts)} from those on the others; {_fix(first)}"
         )
     if odd := _odd([code[2] for code in found]):
         package, *others = odd
@@ -120,6 +119,13 @@ def check_same(found: Sequence[Any]) -> None:
             f"the hosts have different versions of {package} ({said}){also}; make them the same "
             "with: bash setup/install_cn.sh"
         )
+
+
+def _fix(files: str) -> str:
+    """Return how a user makes the code of all hosts the same."""
+    if PACKAGE.is_relative_to(sys.prefix):
+        return "install one version of motley-train on all of them with pip"
+    return f"bring {files} to all with: bash setup/sync_cn.sh"
 
 
 def _is_code(value: Any) -> bool:

@@ -108,3 +108,9 @@ def test_little_travels_where_all_is_the_same() -> None:
 def test_an_older_motley_that_sends_something_else_is_said() -> None:
     with pytest.raises(MotleyError, match="rank 1 came with another version"):
         compare_code("a", lambda value: [value, ("node", {})])
+
+
+def test_an_installed_package_is_made_the_same_with_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_code, "PACKAGE", Path(sys.prefix) / "lib" / "motley")
+    text = refusal(code("a"), code("b", {ORDER: "1"}), code("c"))
+    assert text.endswith("install one version of motley-train on all of them with pip")
