@@ -1,9 +1,11 @@
 """The house's own rules: who may import whom, and where files may lie."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from functools import cache
 from graphlib import TopologicalSorter
@@ -204,3 +206,19 @@ def test_git_ignores_folders_of_results_and_none_of_the_library() -> None:
 
     assert all(map(ignored, ("logs/run/run.json", "data/cifar10/x", "baselines/x")))
     assert not any(ignored(f"src/motley/{room}/new.py") for room in [*ROOMS, "logs", "baselines"])
+
+
+def test_what_the_library_imports_is_declared_and_extras_are_tested() -> None:
+    def lines(name: str) -> dict[str, str]:
+        words = (line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+        return {re.split(r"[<>=]", word)[0]: word for word in words if word}
+
+    declared, tested = lines("requirements.txt"), lines("requirements-dev.txt")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {line for extra in extras.values() for line in extra} <= {*tested.values()}
+    modules = {"GPUtil": "gputil", "PIL": "pillow", "pynvml": "nvidia-ml-py"}
+    known = {*sys.stdlib_module_names, "motley", *declared, *(each for each in tested)}
+    used = {name for path in LIBRARY.rglob("*.py") for name in tops(path)}
+    assert {modules.get(name, name) for name in used} <= known
