@@ -41,6 +41,10 @@ DEEPSPEED = {
 }
 # What the fuzzer has found, or must have.
 CASES = {
+    "a rank without samples knows of no second call": """{"recipe":{"epochs":3,"save_every":2,
+        "eval_images":1,"seed":3,"parts":["twice"],"bn_group":4,"model_ema_decay":0.9},
+        "segments":[{"engine":"zero1","ranks":2,"shares":[0,5],"stop":1},
+        {"engine":"zero1","ranks":2,"shares":[0,5]}]}""",
     "another batch in mid-run": """{"recipe":{"batch_size":5,"samples":21,"save_every":3},
         "segments":[{"ranks":2,"shares":[3,1],"stop":7},{"changed":{"batch_size":3}}]}""",
     "a finished run, and another batch": """{"recipe":{"batch_size":5,"samples":21},"segments":[

@@ -153,10 +153,11 @@ class GroupStatistics:
         self._counts = self._like.new_tensor(self._sizes, dtype=torch.int64)
         # A copy to a GPU waits for it, so a step takes tensors of numbers that are there already.
         self._on_device = lru_cache(_KNOWN)(self._like.new_tensor)
-        # Samples and sums of this step by call, and calls of the last pass.
+        # Samples and sums of this step by call, and calls of the last pass. A rank that has had no
+        # samples yet does not know how often a pass calls a layer.
         self._samples: list[list[int]] = []
         self._sums: list[Tensor] = []
-        self._calls = [int(layer.training) for layer in self._layers]
+        self._calls = [0] * len(self._layers)
         self._global = 1
 
     def find_rows(self, compute: Callable[[Tensors], object], two: Tensors) -> None:
@@ -286,11 +287,11 @@ class GroupStatistics:
         """
         if not self._layers:
             return
-        parts = torch.cat([self._moved[:2].flatten(), self._steps])
+        parts, steps = self._moved[:2].clone(), self._steps.clone()
         dist.all_reduce(parts)
+        dist.all_reduce(steps, dist.ReduceOp.MAX)
         on_change()
-        own, share = parts[: -len(self._layers)].view(2, -1)
-        steps = (parts[-len(self._layers) :] / dist.get_world_size()).round().long()
+        own, share = parts
         whole = (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
         for place, (layer, values) in enumerate(
             zip(self._layers, torch.split(whole, self._sizes), strict=True)
@@ -298,7 +299,7 @@ class GroupStatistics:
             for running, value in zip(_running(layer), values.view(2, -1), strict=True):
                 running.copy_(value)
             assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked += steps[place]
+            layer.num_batches_tracked += steps[place].long()
         self.forget()
         self._whole = whole
 
