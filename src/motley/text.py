@@ -20,6 +20,12 @@ def escape_unprintable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def own_command() -> str:
+    """Return the command of ``motley`` that runs this process (motley.cli); empty for a script."""
+    program, _, name = sys.argv[0].partition(" ")
+    return name if program == "motley" else ""
+
+
 def typed_command(door: str) -> str:
     """Return how a user types a command of Motley.
 
@@ -29,7 +35,7 @@ def typed_command(door: str) -> str:
     Returns:
         ``python plots/plot_gpu.py``, or ``motley plot-gpu`` where that command runs this process.
     """
-    if sys.argv[0].startswith("motley "):
+    if own_command():
         return f"motley {Path(door).stem.replace('_', '-')}"
     return f"python {door}"
 

@@ -70,3 +70,6 @@ def test_what_is_said_names_the_command_that_was_typed(monkeypatch: pytest.Monke
     assert typed_command("plots/plot_gpu.py") == "motley plot-gpu"
     line = make_resume_line(RunFolder(Path("logs/new")))
     assert line == "motley train --lr 1 --run new --resume auto"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "my motley" / "train.py"), "--lr", "1"])
+    line = make_resume_line(RunFolder(Path("logs/new")))
+    assert line == "./entry_cn.sh 'my motley/train.py' --lr 1 --run new --resume auto"

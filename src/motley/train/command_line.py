@@ -32,7 +32,7 @@ from motley.tasks.find import (
     task_class,
     task_of,
 )
-from motley.text import did_you_mean
+from motley.text import did_you_mean, own_command
 
 TYPED = "typed options"  # among a checkpoint's options; no option has such a name
 
@@ -218,15 +218,18 @@ _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: 
 def make_resume_line(folder: RunFolder) -> str:
     """Return the line that continues this process's run: what the user typed, and ``--resume``."""
     line = _launcher_line()
-    at = next((n for n, word in enumerate(line) if Path(word).name in (_ENTRY, _COMMAND)), None)
+    command = own_command()
+    entry = _COMMAND if command else _ENTRY
+    # A folder may have the command's name, as in mpirun --wdir ~/motley.
+    at = next((n for n, word in enumerate(line, 1) if Path(word).name == entry
+               and (not command or line[n : n + 1] == [command])), None)  # fmt: skip
     if at is not None:
-        begin, words = shlex.join(line[: at + 1]), line[at + 1 :]
+        begin, words = shlex.join(line[:at]), line[at:]
     else:  # rank 0 is on another host than its launcher
-        command, is_command, name = sys.argv[0].partition(" ")
-        entry = command if is_command else f"./{_ENTRY}"
+        typed = entry if command else f"./{entry}"
         starter = _STARTERS.get(launch_of().by)
-        begin = f"{starter} ... {entry}" if starter else entry
-        words = [name if is_command else os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+        begin = f"{starter} ... {typed}" if starter else typed
+        words = [command or os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
     logs = folder.path.parent
     place = [] if logs == Path("logs") else ["--logs", str(logs)]
     rest = [*_without_place(words), *place, "--run", folder.path.name, "--resume", "auto"]
