@@ -4,7 +4,7 @@ A TOML file has one option a line, as users type it without the dashes. Tables a
 run.json gives the options that differ from their defaults, but for those of one launch.
 
     lr = 3e-4
-    batch-size = "64:512"
+    batch-size = "64:512:32/10M"
     mixup = 0.2
 """
 

@@ -203,16 +203,14 @@ class OptionParser(OneVoice):
         """Return an option as a user types it.
 
         Args:
-            name: with ``_`` or ``-``, without dashes before it.
             value: a text, a number, a boolean, a list of these, or None.
 
         Raises:
             MotleyError: the option is unknown, or has no such value.
         """
-        name = name.replace("-", "_")
-        actions = [each for each in self._actions if each.dest == name and each.dest != "help"]
-        if not actions:
+        if name not in self._declared:
             raise MotleyError(f"{name} is no option{self.hint('--' + name.replace('_', '-'))}")
+        actions = [each for each in self._actions if each.dest == name]
         switches = {each.const: each.option_strings[0] for each in actions if each.nargs == 0}
         if switches:
             if not isinstance(value, bool):

@@ -45,7 +45,7 @@ def test_a_file_is_read_as_if_its_options_were_typed(tmp_path: Path) -> None:
     found = read("--config", str(tmp_path / "options.toml"))
     assert found == read(*typed)
     assert found.typed_names == read(*typed).typed_names
-    # What is typed counts more, wherever it stands.
+    # Typed options count more, wherever they stand.
     other = read("--lr", "1", f"--config={tmp_path / 'options.toml'}", "--no-model-ema")
     assert (other.lr, other.model_ema, other.batch_size) == (1.0, False, 96)
 
@@ -79,6 +79,8 @@ def test_a_runs_own_file_makes_the_same_options_again(
         ("seed = 1\nlearning-rate = 1", "o.toml, line 2: learning_rate is no option: it is --lr"),
         ("sed = 1", r"o.toml, line 1: sed is no option \(nearest: "),
         ("\nlr = 'quick'", "o.toml, line 2: --lr quick: "),
+        ("config = 'other.toml'", "o.toml, line 1: config is no option"),
+        ("help-all = true", "o.toml, line 1: help_all is no option"),
         ("lr = true", "o.toml, line 1: lr is a text or a number, not True"),
         ("model-ema = 1", "o.toml, line 1: model_ema is true or false, not 1"),
         ("strategy = 'zero'", "o.toml, line 1: --strategy zero: choose ddp"),
