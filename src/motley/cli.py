@@ -12,7 +12,7 @@ becomes ``python -m motley.launch``. The other commands run in this process.
 import importlib
 import os
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ COMMANDS = {
     "traces": Command("motley.plotting.traces", "merge the profiler's traces"),
 }
 EXAMPLE = "mpirun -np 2 motley train --epochs 1"
-# Of another Python: a module or .bashrc sets them, and they would break this one's start.
+# Variables of another Python, which a module or .bashrc sets, would break the start of this one.
 _FOREIGN = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONOPTIMIZE", "PYTHONSAFEPATH", "PYTHONINSPECT")
 
 
@@ -102,9 +102,7 @@ def explain(name: str) -> str:
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank, as entry_cn.sh sets them."""
-    found: MutableMapping[str, str] = {
-        name: value for name, value in given.items() if name not in _FOREIGN
-    }
+    found = {name: value for name, value in given.items() if name not in _FOREIGN}
     # For how long a thread spins for the others before it sleeps; with OpenMP's own 300000 a rank
     # beside other jobs spends its turns on the processor on waiting.
     if not found.get("OMP_WAIT_POLICY"):
@@ -119,7 +117,7 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
         found["PYTHONPATH"] = str(PACKAGE.parent)
     found["PYTHONUNBUFFERED"] = "1"
     found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return dict(found)
+    return found
 
 
 if __name__ == "__main__":

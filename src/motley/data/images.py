@@ -106,28 +106,24 @@ class InMemory:
 
     Attributes:
         images: uint8 [n, C, H, W].
+        places: for each sample, the place of its image in ``images``, and its label.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, length: int | None = None) -> None:
-        self.images, self._labels = images, labels.tolist()
-        self._length = length or len(images)
+        self.images = images
+        self.places = _Places(labels.tolist(), length or len(images))
 
     @property
     def targets(self) -> list[int]:
         """The labels, as torchvision calls them."""
-        return [self._labels[index % len(self._labels)] for index in range(self._length)]
+        return [self.places[index][1] for index in range(len(self))]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.places)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         at, label = self.places[index]
         return self.images[at], label
-
-    @property
-    def places(self) -> "_Places":
-        """Of each image its place in ``images`` and its label."""
-        return _Places(self._labels, self._length)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class ResidentImages:
 
     def name_of(self, source: Source, index: int) -> str:
         """See Samples."""
-        return f"image {index}"
+        return self._samples.name_of(source, index)
 
     def on(self, device: torch.device) -> Samples:
         """See Samples."""

@@ -84,7 +84,7 @@ class Samples(Protocol):
 
     @property
     def weight(self) -> float:
-        """Of a usual sample."""
+        """The number that a usual sample counts in the mean."""
 
     def data(self, held_out: bool) -> Source:
         """Training samples, or held-out ones."""
