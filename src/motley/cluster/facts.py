@@ -1,4 +1,4 @@
-"""What this machine is: CPU, memory, network interfaces and GPUs, asked without torch.
+"""Facts about this machine: CPU, memory, network interfaces and GPUs, asked without torch.
 
 python -m motley.cluster.facts                  # this machine's, as one line of JSON
 """

@@ -135,7 +135,7 @@ def survey() -> Survey:
 
 
 def _own_processes() -> dict[int, dict[str, Any]]:
-    """What there is to know of each process of this user, by pid."""
+    """Return the facts about each process of this user, by pid."""
     wanted = ["pid", "ppid", "name", "exe", "cmdline", "cwd", "environ", "create_time", "status"]
     found = {}
     for process in psutil.process_iter():

@@ -1,4 +1,4 @@
-"""What a trained model says of images, on all ranks, none of which waits for another.
+"""Classify images with a trained model on all ranks, none of which waits for another.
 
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/infer_vit.py --checkpoint logs/RUN \\
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def ranks() -> range:
-    """Of the launch."""
+    """Return the ranks of the launch."""
     return range(launch_of().size)
 
 

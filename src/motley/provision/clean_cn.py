@@ -26,7 +26,7 @@ class Row:
 
 
 def ask(host: str, *words: object) -> str:
-    """What ``python -m motley.cluster.orphans`` prints there; raises HostTrouble."""
+    """Return the output of ``python -m motley.cluster.orphans`` on a host; raises HostTrouble."""
     return run_module(host, "motley.cluster.orphans", *words, limit=LIMIT_S - 1)
 
 
