@@ -23,6 +23,7 @@ class Kept:
         state: where training stood. plan: how a full batch was split then.
         found: parameters, optimizer and what belongs to them, on the CPU. scale: of the loss.
         seen: what its batch norms have, since all ranks' were united.
+        estimated: buffers of the batch norms, for a checkpoint that this rank writes alone.
     """
 
     state: TrainState
@@ -30,6 +31,7 @@ class Kept:
     found: State
     scale: dict[str, Any]
     seen: dict[str, Tensor]
+    estimated: dict[str, Tensor]
 
 
 def save(

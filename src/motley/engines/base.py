@@ -301,6 +301,11 @@ class EngineBase:
         """See :class:`Engine`."""
         return self._model.statistics.state(keep) if self._model.statistics else {}
 
+    def estimate_seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """See :class:`Engine`."""
+        found = self._model.statistics.estimate(keep) if self._model.statistics else {}
+        return {f"model.{name}": value for name, value in found.items()}
+
     def unite_seen(self, seen: dict[str, Tensor]) -> None:
         """See :class:`Engine`."""
         if self._model.statistics:

@@ -188,6 +188,14 @@ class Engine(Protocol):
             keep: what to take of each tensor.
         """
 
+    def estimate_seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """``model.<name>`` of the batch norms' buffers, with this rank's samples in place of those
+        of all ranks since :meth:`sync_parameters`; for a rank that cannot reach the others.
+
+        Args:
+            keep: what to take of each tensor.
+        """
+
     def unite_seen(self, seen: dict[str, Tensor]) -> None:
         """Unite what those who are left have :meth:`seen`, now that another rank is lost; all of
         them call it, after :meth:`load_state`."""

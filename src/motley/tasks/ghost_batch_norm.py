@@ -291,8 +291,7 @@ class GroupStatistics:
         dist.all_reduce(parts)
         dist.all_reduce(steps, dist.ReduceOp.MAX)
         on_change()
-        own, share = parts
-        whole = (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
+        whole = self._add(parts)
         for place, (layer, values) in enumerate(
             zip(self._layers, torch.split(whole, self._sizes), strict=True)
         ):
@@ -302,6 +301,19 @@ class GroupStatistics:
             layer.num_batches_tracked += steps[place].long()
         self.forget()
         self._whole = whole
+
+    def _add(self, parts: Tensor) -> Tensor:
+        """Return the running statistics of all layers with parts added, fp64.
+
+        Args:
+            parts: of the statistics and of what they move by, [2, numbers].
+        """
+        own, share = parts
+        return (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
+
+    def _stand_in(self, shares: Tensor) -> Tensor:
+        """Return the factor by which parts with these shares stand for those of all ranks."""
+        return torch.where(shares > 0, self._moved[2] / shares, torch.zeros_like(shares))
 
     def _buffers(self) -> Tensor:
         """Return the running statistics of all layers, as they are rounded."""
@@ -325,6 +337,25 @@ class GroupStatistics:
         parts = {"own": own, "share": share, "moves": moves, "steps": self._steps}
         return {name: keep(value) for name, value in parts.items()}
 
+    def estimate(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return the layers' buffers as this rank's samples alone move them: an estimate for a
+        rank that cannot reach the others, each buffer by its name in the network."""
+        if not self._layers:
+            return {}
+        whole = self._add(self._moved[:2] * self._stand_in(self._moved[1]))
+        found = dict[str, Tensor]()
+        for layer, values, steps in zip(
+            self._layers, torch.split(whole, self._sizes), self._steps, strict=True
+        ):
+            mean, variance = values.to(_running(layer)[0]).view(2, -1)
+            assert layer.num_batches_tracked is not None
+            buffers = {
+                "running_mean": mean, "running_var": variance,
+                "num_batches_tracked": layer.num_batches_tracked + steps.long(),
+            }  # fmt: skip
+            found |= {f"{layer.path}.{name}": keep(value) for name, value in buffers.items()}
+        return found
+
     def go_on(self, state: Mapping[str, Tensor]) -> None:
         """Unite the parts of the surviving ranks, whose samples stand for the lost ones; all
         survivors call it, each with its :meth:`state`, or without if the buffers have it."""
@@ -337,7 +368,7 @@ class GroupStatistics:
             return
         shares = self._moved[1].clone()
         dist.all_reduce(shares)
-        self._moved[:2] *= torch.where(shares > 0, self._moved[2] / shares, shares)
+        self._moved[:2] *= self._stand_in(shares)
         self.unite()
 
     def forget(self) -> None:

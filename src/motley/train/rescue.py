@@ -107,7 +107,7 @@ class Rescue:
         kept = self.kept or self._take()
         # Of no ranks: what each alone held, as its error feedback, is lost with it.
         progress = progress_of(kept.state, 0, kept.scale, self._config, kept.found.plain)
-        self._checkpoints.save(kept.found.tensors, progress)
+        self._checkpoints.save(kept.found.tensors | kept.estimated, progress)
         return f"saved as of step {kept.state.step}"
 
     def keep(self) -> None:
@@ -133,7 +133,9 @@ class Rescue:
                         # Not pinned: the GPU may have a collective to do that never ends.
                         keep = partial(snapshot, pinned=False)
                         found, seen = engine.whole_state(keep), engine.seen(keep)
-                    kept = Kept(state, plan, found, engine.scale.state_dict(), seen)
+                        estimated = engine.estimate_seen(keep)
+                    scale = engine.scale.state_dict()
+                    kept = Kept(state, plan, found, scale, seen, estimated)
                     time.sleep(_LOOK_S)
                     if (version, taken) == (self._version, self._was_taken()):
                         return kept

@@ -69,6 +69,14 @@ class Played:
         """The run's folder."""
         return self.folder / "logs" / "run"
 
+    @property
+    def is_estimated(self) -> bool:
+        """The running statistics of batch norms are: a rank died with its part of them, and
+        another one has saved."""
+        return self.case.recipe.by_batch and any(
+            job.killed and "saved as of step" in job.ended.output for job in self.jobs
+        )
+
     def config(self, number: int) -> Config:
         """The options of a segment."""
         return config_of(self.case, number, self.folder)

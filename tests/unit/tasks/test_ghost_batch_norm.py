@@ -111,12 +111,15 @@ def test_those_who_are_left_stand_for_a_lost_rank(
         left.take(10, 20)
         left.end_step(taken=True)
     all_of_it.unite()
-    kept = left.state(torch.clone)
+    kept, estimated = left.state(torch.clone), left.estimate(torch.clone)
     left.forget()
     left.go_on(kept)
     left.go_on({})  # it is in there already
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name], value, msg=name)
+        if "running" in name or "tracked" in name:
+            torch.testing.assert_close(estimated.pop(name), value, msg=name)
+    assert not estimated
 
 
 class Twice(nn.Module):
