@@ -36,7 +36,7 @@ from motley.records.json_files import (
     to_json,
     write_json,
 )
-from motley.records.training import OWN_PART
+from motley.records.training import OWN_PART, OWN_STEP
 
 # Readers rely on these parts of run.json, each null or absent where it is not known.
 _OBJECTS = ("config", "result", "failure", "plan", "task")
@@ -195,10 +195,15 @@ class RunFolder:
         with JsonLines(self.events_file) as lines:
             lines.write({"time": time.time(), "event": kind, **content})
 
-    def forget_after(self, step: int, rank: int, ranks: Sequence[int]) -> None:
+    def forget_after(
+        self, step: int, rank: int, ranks: Sequence[int], diverges: bool = False
+    ) -> None:
         """On resume: drop this rank's lines of steps that will be taken again.
 
         The first of ``ranks``, which train now, also does it for those that were there before.
+
+        Args:
+            diverges: each rank takes steps of its own; see motley.engines.protocol.
         """
         first = rank == ranks[0]
         gone = [other for other in self._ranks() if other not in ranks] if first else []
@@ -207,9 +212,9 @@ class RunFolder:
             (self.path / f"done.rank{mine}.json").unlink(missing_ok=True)
         if first:
             keep_lines(self.epochs_file, step + 1)
-            self._complete(rank, step)
+            self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)
 
-    def _complete(self, rank: int, step: int) -> None:
+    def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
         """Have a rank's records tell of all steps before ``step``, as far as others' do: it, or who
         had its number before, may have been killed before it wrote the last ones."""
         path = self.step_file(rank)
@@ -220,7 +225,7 @@ class RunFolder:
         for other in self._ranks():
             for line in read_last_lines(self.step_file(other)):
                 if isinstance(line.get("step"), int) and last < line["step"] < step:
-                    missing.setdefault(line["step"], {**line, **OWN_PART})
+                    missing.setdefault(line["step"], {**line, **unknown})
         with self.steps(rank) as lines:
             for _, line in sorted(missing.items()):
                 lines.write(line)

@@ -152,6 +152,7 @@ class StepRecord:
 OWN_PART: JsonDict = dict.fromkeys(
     ("n_local", "t_data", "t_compute", "t_wait", "t_comm", "t_opt", "t_host", "mem_peak_mib")
 )
+OWN_STEP: JsonDict = dict.fromkeys(("grad_norm", "overflow", "loss_scale"))  # of local steps
 
 
 def others_ready(

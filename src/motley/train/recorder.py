@@ -189,6 +189,7 @@ class Recorder:
         compiles: bool,
         first_steps: FirstSteps | None = None,
         most_writers: int = MOST_WRITERS,
+        diverges: bool = False,
     ) -> None:
         """Start where ``done`` of ``total`` steps are taken.
 
@@ -197,13 +198,14 @@ class Recorder:
             compiles: the model is compiled, in a step where that is needed.
             first_steps: watches the wire.
             most_writers: ranks of which each writes its steps.
+            diverges: each rank takes steps of its own.
         """
         assert group.rank is not None
         rank, launched = group.rank, group.workers[group.rank].rank
         self._run, self._rank, self._device = run, rank, group.device
         self.at_once = not group.has_gpus
         self._launched, self._ranks = launched, [worker.rank for worker in group.workers]
-        self._many = len(self._ranks) > most_writers
+        self._many, self._diverges = len(self._ranks) > most_writers, diverges
         self._open(done)
         self._writing = threading.RLock()
         self._task = task
@@ -351,7 +353,7 @@ class Recorder:
     def _open(self, done: int) -> None:
         """Without what is recorded of later steps, which will be taken again."""
         folder = self._run.folder
-        folder.forget_after(done, self._launched, self._ranks)
+        folder.forget_after(done, self._launched, self._ranks, self._diverges)
         writes = self._rank == 0 or not self._many
         self._steps = folder.steps(self._launched) if writes else None
         self._epochs = folder.epochs() if self._rank == 0 else None

@@ -236,7 +236,7 @@ def record_from(begun: Begun, run: Run, group: ProcessGroup) -> Recorder:
     recorder = Recorder(
         run, job.model.task, group, job.config, tells_sync=not job.engine.equal_micro_steps,
         done=state.step, total=job.length.last_step(state), compiles=job.model.is_compiled,
-        first_steps=begun.first_steps,
+        first_steps=begun.first_steps, diverges=job.engine.diverges,
     )  # fmt: skip
     for kind, text, content in begun.notes:
         recorder.note(kind, text, **content)

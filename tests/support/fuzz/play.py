@@ -239,6 +239,10 @@ def unbroken(case: Case) -> Case | None:
             ends = set(range(0, max(ends) + every, every))
         if any(segment.stop not in (None, *ends) for segment in case.segments):
             return None
+        # What a lost rank has learned since the ranks met last is lost with it.
+        faults = (fault for segment in case.segments for fault in segment.faults)
+        if first.ranks > 1 and any(f.kind == "kill" and f.rank >= 0 for f in faults):
+            return None
     whole = replace(first, stop=None, faults=(), after=(), brief=False)
     for segment in case.segments:
         if replace(segment, stop=None, faults=(), after=(), brief=False) != whole:

@@ -266,6 +266,14 @@ class Reference:
         self._net.train()
         self.trained.evaluations[len(self.trained.steps)] = right / count, loss / count
 
+    @property
+    def keeps_16_bits(self) -> bool:
+        """The optimizer rounds some of its state to 16 bits, as Big Vision's Adafactor does."""
+        return any(
+            isinstance(each, torch.Tensor) and each.dtype in (torch.bfloat16, torch.float16)
+            for slots in self._optimizer.state.values() for each in slots.values()
+        )  # fmt: skip
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name."""
         return {name: value.cpu() for name, value in self._net.state_dict().items()}

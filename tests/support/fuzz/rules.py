@@ -288,7 +288,7 @@ def _arithmetic(played: Played) -> list[str]:
             if not math.isclose(first, its, rel_tol=1e-4):
                 assert played.case.recipe.by_batch, "the reference is not itself"
                 return []  # a group of nearly equal samples makes any rounding large
-        due = Due(wanted, others, JUMPED if _jumps(played.case) else EXACT)
+        due = Due(wanted, others, JUMPED if _jumps(played.case, wanted) else EXACT)
         found = (
             _steps(played, due) or _wanted_evaluations(played, due) or _checkpoint(played, due)
             or ([] if played.is_estimated else exports.broken(played, due))
@@ -298,9 +298,10 @@ def _arithmetic(played: Played) -> list[str]:
     return found
 
 
-def _jumps(case: Case) -> bool:
-    """Whether the optimizer looks at a sign: Lion, and those that are cautious."""
-    return case.recipe.opt.startswith("c") or "lion" in case.recipe.opt
+def _jumps(case: Case, wanted: Reference) -> bool:
+    """Return True if rounding makes the optimizer take another step: it looks at a sign, as Lion
+    and those that are cautious do, or keeps numbers of 16 bits."""
+    return case.recipe.opt.startswith("c") or "lion" in case.recipe.opt or wanted.keeps_16_bits
 
 
 @dataclass(frozen=True)
@@ -424,7 +425,7 @@ def _checkpoint(played: Played, due: Due) -> list[str]:
         apart = (saved[name] - wanted).abs()
         off = ~(apart <= EXACT * max(0.1, float(wanted.abs().max())) + 20 * rounding)
         jumps, numbers = jumps + int(off.sum()), numbers + off.numel()
-        if off.any() and not _jumps(played.case):
+        if off.any() and not _jumps(played.case, due.wanted):
             return [f"checkpoint: {name} is {float(apart.max()):.2g} off, rounding explains "
                     f"{rounding:.2g}"]  # fmt: skip
     if jumps > JUMPS * numbers:

@@ -116,6 +116,21 @@ def test_steps_that_will_be_taken_again_are_forgotten(folder: RunFolder) -> None
     assert [record["step"] for record in folder.read_steps()[0]] == [0, 1]
 
 
+@pytest.mark.parametrize("diverges", [False, True])
+def test_records_that_a_killed_rank_did_not_write_come_from_another(
+    folder: RunFolder, diverges: bool
+) -> None:
+    for rank, count in ((0, 1), (1, 3)):
+        with folder.steps(rank) as lines:
+            for number in range(count):
+                lines.write(step(number, overflow=True))
+    folder.forget_after(3, 0, [0, 1], diverges)
+    for line in folder.read_steps()[0][1:]:
+        assert line["loss"] == 2.0 and line["n_local"] is None
+        own = [line["grad_norm"], line["overflow"], line["loss_scale"]]
+        assert own == ([None] * 3 if diverges else [1.0, True, 1.0])
+
+
 def test_a_folder_in_use_is_refused_until_its_run_dies(folder: RunFolder) -> None:
     code = (
         "import sys, time; from motley.records.run_folder import RunFolder\n"
