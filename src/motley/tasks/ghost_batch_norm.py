@@ -308,7 +308,7 @@ class GroupStatistics:
         Args:
             parts: of the statistics and of what they move by, [2, numbers].
         """
-        own, share = parts
+        own, share = parts.unbind()
         return (1 - share) * (self._buffers() if self._whole is None else self._whole) + own
 
     def _stand_in(self, shares: Tensor) -> Tensor:
