@@ -70,12 +70,15 @@ class Played:
         return self.folder / "logs" / "run"
 
     @property
+    def is_rescued(self) -> bool:
+        """A surviving rank has saved what all ranks hold alike; what each alone held is lost: its
+        part of running statistics, its local steps, its wire's error feedback."""
+        return any(job.killed and "saved as of step" in job.ended.output for job in self.jobs)
+
+    @property
     def is_estimated(self) -> bool:
-        """The running statistics of batch norms are: a rank died with its part of them, and
-        another one has saved."""
-        return self.case.recipe.by_batch and any(
-            job.killed and "saved as of step" in job.ended.output for job in self.jobs
-        )
+        """The running statistics of batch norms are an estimate."""
+        return self.case.recipe.by_batch and self.is_rescued
 
     def config(self, number: int) -> Config:
         """The options of a segment."""
@@ -238,10 +241,6 @@ def unbroken(case: Case) -> Case | None:
         if every := case.recipe.save_every:
             ends = set(range(0, max(ends) + every, every))
         if any(segment.stop not in (None, *ends) for segment in case.segments):
-            return None
-        # What a lost rank has learned since the ranks met last is lost with it.
-        faults = (fault for segment in case.segments for fault in segment.faults)
-        if first.ranks > 1 and any(f.kind == "kill" and f.rank >= 0 for f in faults):
             return None
     whole = replace(first, stop=None, faults=(), after=(), brief=False)
     for segment in case.segments:

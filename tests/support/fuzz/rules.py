@@ -38,7 +38,8 @@ def broken_rules(played: Played, ranks: WarmRanks) -> list[str]:
     if not found and not _is_inexact(played.case):
         with ALONE:
             found = _arithmetic(played)
-    if not found and (whole := unbroken(played.case)) and len(played.jobs) > 1:
+    owed = len(played.jobs) > 1 and not (played.is_rescued and _has_own_state(played.case))
+    if not found and owed and (whole := unbroken(played.case)):
         found = _twin(played, whole, ranks)
     return found
 
@@ -268,6 +269,11 @@ def _is_inexact(case: Case) -> bool:
         and segment.wire not in ("local:1", "powersgd:64")
         for segment in case.segments
     )
+
+
+def _has_own_state(case: Case) -> bool:
+    """Each rank keeps something between two steps that others do not have."""
+    return any(segment.wire.startswith(("powersgd", "local:")) for segment in case.segments)
 
 
 def _arithmetic(played: Played) -> list[str]:
