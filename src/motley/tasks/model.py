@@ -30,6 +30,7 @@ from motley.tasks.task import Task
 Compute = Callable[..., Any]
 
 _MOST = 64  # ways of one piece of code: blocks of stages differ, and an evaluation has its own
+_READS = 16  # tensors that one kernel reads; torch's 8 writes a batch norm's gradient out in fp32
 _RARE = 2  # passes of unforeseen sizes in a row: the last batches of an epoch or an evaluation
 
 
@@ -61,6 +62,8 @@ class Compiled:
     ) -> None:
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled is computed plainly
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST)
+        if counts:
+            torch._inductor.config.realize_acc_reads_threshold = _READS
         self._before: list[tuple[nn.Module, str, Compute | None]] = []
         self._counts, self._others, self._way = frozenset(counts), 0, _Way.ANY_COUNT
         blocks = list(blocks)
