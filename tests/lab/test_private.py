@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from jobs import wait_until
 from lab_door import PRIVATE, Door, lab_up
-from project import ROOT
 
 pytestmark = pytest.mark.mpi
 
@@ -72,7 +71,7 @@ def test_sync_sends_what_differs_and_removes_nothing(ready: Door) -> None:
     (ready.home("alone2") / "motley" / "mine.txt").touch()
     told = at_head(ready, "setup/sync_cn.sh --hostfile ~/hosts.txt")
     assert "sent 1 file: hosts.txt" in told and "already the same" in told
-    assert changed.read_bytes() == (ROOT / "hosts.txt").read_bytes()
+    assert changed.read_bytes() == (ready.home(HEAD) / "motley" / "hosts.txt").read_bytes()
     assert (ready.home("alone2") / "motley" / "mine.txt").exists()
 
 

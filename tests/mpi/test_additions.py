@@ -24,8 +24,8 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     root = tmp_path_factory.mktemp("copy") / "motley"
     for folder in (*FOLDERS, "setup"):
         shutil.copytree(ROOT / folder, root / folder)
-    for name in ("entry_cn.sh", "hosts.txt"):
-        shutil.copy(ROOT / name, root)
+    shutil.copy(ROOT / "entry_cn.sh", root)
+    shutil.copy(ROOT / "hosts.example.txt", root / "hosts.txt")
     for name, place in PLACES.items():
         shutil.copy(ROOT / "tests" / "support" / "additions" / f"{name}.py", root / place)
     with WarmRanks(("warm.script", "motley.train.start"), root) as ranks:

@@ -227,7 +227,7 @@ def test_a_wrong_deepspeed_configuration(
 @pytest.mark.parametrize(
     ("hosts", "says"),
     [
-        (None, "hosts.txt does not exist; write one host a line"),
+        (None, "hosts.txt does not exist; write one host a line, as hosts.example.txt"),
         ("", "hosts.txt names no host"),
         ("-oProxyCommand=touch${IFS}hacked slots=1\n", "line 1: '-oProxyCommand"),
         ("$(touch${IFS}hacked) slots=1\n", "is not a host name"),

@@ -99,7 +99,8 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
         text = Path(path).read_bytes().decode()
     except FileNotFoundError:
         raise MotleyError(
-            f"{path} does not exist; write one host a line, for example: localhost slots=5"
+            f"{path} does not exist; write one host a line, as hosts.example.txt does: localhost "
+            "slots=5"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise MotleyError(f"{path} cannot be read: {error}") from None

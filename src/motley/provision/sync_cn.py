@@ -45,13 +45,14 @@ _UNPACK = 'mkdir -p -- "$1" && cd -- "$1" && tar -xf -'
 
 
 def tracked_files() -> list[str]:
-    """The repository's files, relative to it: what git tracks, else all but what is made."""
+    """The repository's files, relative to it: hosts.txt and what git tracks, else all but what is
+    made."""
     git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"]
     listed = None
     with contextlib.suppress(OSError):  # a machine without git
         listed = run_child(git, GIT_LIMIT_S, f"see whether the disk of {ROOT} answers")
     if listed is not None and listed.returncode == 0:
-        names = [name for name in listed.stdout.split("\0") if name]
+        names = [name for name in (*listed.stdout.split("\0"), "hosts.txt") if name]
         return [name for name in names if (ROOT / name).is_file()]
     found = []
     for folder, below, names in os.walk(ROOT):

@@ -17,7 +17,7 @@ def test_names_slots_and_comments() -> None:
 
 
 def test_the_shipped_file_is_this_machine_alone() -> None:
-    assert read_hosts(ROOT / "hosts.txt") == (Host("localhost", 5),)
+    assert read_hosts(ROOT / "hosts.example.txt") == (Host("localhost", 5),)
 
 
 @pytest.mark.parametrize(
