@@ -1,4 +1,4 @@
-"""What is learnt: a model, its samples, and what each of them costs. Motley does the rest.
+"""The task protocol: a model, its samples, and the loss of each sample.
 
     @dataclass
     class Lines(Task):
@@ -28,35 +28,37 @@ Net = Callable[..., Any]  # the model; it computes in the rank's precision, and 
 
 
 class Task:
-    """What is learnt. A subclass is a dataclass, whose fields are options of the same names; each
-    rank makes one of its own from the same options.
+    """A model, its data and its loss, as a user defines them.
+
+    A subclass is a dataclass. Its fields are options of the command line: ``digits: int = 2`` is
+    ``--digits``. Each rank makes the task from the same options. A subclass has :meth:`model`,
+    :meth:`data` and :meth:`losses`; the rest has defaults.
 
     Attributes:
-        noun: what a sample is called. unit: what a rate counts.
-        weight: of a usual sample, in these: what the mean over a batch is divided by, before the
-            true weights are known.
-        grain: consecutive samples of the global order that depend on each other (batch norm takes
-            its statistics over them), and therefore stay together. A micro-batch of G groups has
-            them interleaved: row k * G + j is sample k of group j. What is left of a ragged last
-            batch is a shorter group, in a micro-batch of its own.
-        grain_is: why they do, behind "32 samples", and which option decides it.
-        block_classes: names of classes of modules that are sharded and recomputed as one; empty:
-            those of the longest lists of equal modules.
-        compiles_whole: torch.compile takes the loss too, and not the blocks alone: what is between
-            them, as a language model's logits, is worth it.
-        fp32: modules, by path or by its last word, that never compute in 16 bits.
-        keeps: a run is worth checkpoints; not where there is nothing to learn.
-        head_options: names of options that decide what the head tells apart.
-        recipes: options by a name that ``--recipe`` takes, as a user would write them; what he does
-            write comes after them.
+        noun: name of one sample in messages. unit: plural that a rate counts, such as tokens.
+        weight: weight of a usual sample, in units. The sum of a batch's losses is divided by it
+            until the true weights are known.
+        grain: number of consecutive samples that depend on each other, as under batch norm, and
+            stay on one rank. A micro-batch of G groups has them interleaved: row k * G + j is
+            sample k of group j. The rest of a smaller last batch is a shorter group, in a
+            micro-batch of its own.
+        grain_is: reason for the grain and the option that sets it, as a message says it behind
+            "32 samples".
+        block_classes: class names of the modules that are sharded and recomputed as one. Empty:
+            the longest lists of equal modules.
+        compiles_whole: torch.compile compiles the loss as well as the blocks.
+        fp32: modules that never compute in 16 bits, by path or by the path's last word.
+        keeps: checkpoints are written.
+        head_options: names of the options that decide the classes.
+        recipes: options by a name that ``--recipe`` takes, as a user writes them. Typed options
+            count more.
         sometimes_unused: some parameters have no gradient in some steps, as experts that no sample
-            chose, though the first samples do not show it.
-        needs_workers: reading a sample takes longer than asking another process to.
-        class_names: of the classes by their number; empty where there are none. A run is continued
-            with the same names alone, and exports and predictions have them.
-        account: one line of what was read and what was left out; empty where nothing is to be said.
-        sample_list: tells one list of samples from another, in words. A continued run names a
-            change.
+            chose, and the first samples do not show it.
+        needs_workers: reading a sample takes longer than passing it between processes.
+        class_names: names of the classes by number; empty without classes. A run continues with
+            the same names only. Exports and predictions have them.
+        account: one line about samples that were read and left out; empty if all were read.
+        sample_list: fingerprint of the list of samples, in words. A continued run reports a change.
     """
 
     noun: ClassVar[str] = "sample"
@@ -79,35 +81,40 @@ class Task:
     # -- to be written
 
     def model(self) -> nn.Module:
-        """The model, on the CPU; torch's random numbers are seeded by ``--seed``."""
+        """Return the model, on the CPU. ``--seed`` has seeded torch's random numbers."""
         raise NotImplementedError
 
     def data(self, held_out: bool) -> Source:
-        """Training samples, or held-out ones."""
+        """Return the items of the training data or of the held-out data: any object with
+        ``len()`` and ``[index]``."""
         raise NotImplementedError
 
     def losses(self, net: Net, batch: Tensors) -> Tensor:
-        """What is minimised, [n]: of each sample, *summed* over all that counts in it.
+        """Return the loss of each sample, [n]: the *sum* over its tokens or pixels, not the mean.
 
         Args:
-            net: the model; it computes in the rank's precision, and gives fp32.
-            batch: of :meth:`collate`, on the rank's device; n is 1 or more.
+            net: the model. It computes in the rank's precision and returns fp32.
+            batch: tensors of :meth:`collate`, on the rank's device, n >= 1 rows each.
         """
         raise NotImplementedError
 
     # -- may be written
 
     def prepare(self) -> None:
-        """Fetch and unpack what is missing; called on one rank a machine."""
+        """Download or unpack missing data. One rank of each host calls it."""
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
-        """What the model gets of an item of :meth:`data`: tensors by name. In training torch's
-        random numbers are seeded for this sample and epoch, whoever computes it."""
+        """Return the tensors of one item of :meth:`data`, by name.
+
+        Args:
+            training: augment the item. Torch's random numbers are seeded for this sample and
+                epoch, on whichever rank computes it.
+        """
         found: Mapping[str, Any] = item
         return found
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
-        """One batch of samples, each tensor with a row a sample: stacked, or padded."""
+        """Return a batch: tensors by name, stacked or padded, one row for each sample."""
         try:
             return dict(default_collate(list(samples)))
         except (RuntimeError, TypeError) as error:
@@ -119,100 +126,103 @@ class Task:
             ) from None
 
     def on(self, device: torch.device) -> Samples:
-        """Return the samples as a rank with this device reads them: this task, unless the device
-        does a part of :meth:`sample` better than the host. The samples stay the same."""
+        """Return the object that reads samples for a rank with this device: this task, or one
+        that leaves part of :meth:`sample` to the device. The samples stay the same."""
         return self
 
     def complete(self, batch: Tensors) -> Tensors:
-        """Return a batch on the rank's device with all that :meth:`losses` needs; a task whose
-        :meth:`collate` leaves work to the device does that work here."""
+        """Return a batch, which is on the rank's device, with everything that :meth:`losses`
+        needs. A task whose :meth:`collate` leaves work to the device does that work here."""
         return batch
 
     def weights(self, batch: Tensors) -> Tensor | None:
-        """What each sample counts in the mean, [n], as its tokens; on the CPU. None: ``weight``."""
+        """Return the weight of each sample in the mean, [n], such as its number of tokens, on the
+        CPU. None: each counts ``weight``."""
         return None
 
     def costs(self, indices: Sequence[int]) -> Sequence[float] | None:
-        """Time that training samples take, in proportion: a global batch is cut so that nobody
-        waits for who has the long ones. None: all the same."""
+        """Return the relative compute time of training samples. Ranks get samples of equal cost.
+        None: all samples cost the same."""
         return None
 
     def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
-        """Of held-out samples: sums over each, [n] by name; ``loss`` is among them."""
+        """Return the scores of held-out samples, [n] by name, each summed over a sample. ``loss``
+        is one of them."""
         return {"loss": self.losses(net, batch)}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """What is recorded of an evaluation.
+        """Return the metrics that an evaluation records.
 
         Args:
-            means: of :meth:`scores`, each divided by the weight of all samples.
+            means: the sums of :meth:`scores`, each divided by the weight of all samples.
         """
         return means
 
     def words(self, metrics: Mapping[str, float]) -> str:
-        """What is said of an evaluation, of :meth:`summary`."""
+        """Return the metrics of :meth:`summary` as the progress line shows them."""
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
     def predict(self, net: Net, batch: Tensors) -> Mapping[str, Sequence[Any]]:
-        """What the model says of samples, for a table: columns by name, with a row a sample."""
+        """Return predictions as the columns of a table, by name, one row for each sample."""
         return {name: values.tolist() for name, values in self.scores(net, batch).items()}
 
     def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
-        """Modules that are sharded and recomputed as one, by name, in order."""
+        """Return the modules that are sharded and recomputed as one, by name, in order."""
         return find_blocks(net, self.block_classes)
 
     def head(self, net: nn.Module) -> tuple[str, ...]:
-        """Names of the parts whose shape the data decides, as the classes do: they are made anew
-        where a run begins with weights of other data."""
+        """Return the names of the modules whose shape depends on the data, as a classifier's. They
+        get new random weights if a run begins with weights from other data."""
         return ()
 
     def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
-        """Weights by name that a new run begins with, and where they are from; None: random ones.
-        One rank asks, and gives them to the others."""
+        """Return the weights by name that a new run begins with, and their source in words; None:
+        random weights. Rank 0 calls it and broadcasts them."""
         return None
 
     @property
     def begins_with_weights(self) -> bool:
-        """Whether :meth:`pretrained_weights` gives some; where it is written, it may."""
+        """True if a subclass has :meth:`pretrained_weights`, which may still return None."""
         return type(self).pretrained_weights is not Task.pretrained_weights
 
     def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
-        """Weights from elsewhere, by the names and in the shapes of ``net``."""
+        """Return weights of another program by the names and in the shapes of ``net``."""
         return tensors
 
     def save(self, net: nn.Module, folder: Path) -> None:
-        """Write a trained model into a folder, as others load it."""
-        # Tied ones under each name: whoever loads it need not know.
+        """Write a trained model into a folder, in the format that other programs load."""
+        # Tied weights are written under each name, so a loader need not know of the tie.
         tensors = {name: value.contiguous().clone() for name, value in net.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint and a run that goes on from it must agree on besides options; JSON."""
+        """Return values, as JSON has them, that a run and the checkpoint it continues must share
+        besides the options."""
         return {}
 
     def name_of(self, source: Source, index: int) -> str:
-        """How to call a sample in an error."""
+        """Return the name of a sample in an error."""
         return f"{self.noun} {index}"
 
     def with_files(self, folder: Path) -> "Task":
-        """The same, but its held-out samples are all those under a folder, to be predicted."""
+        """Return the task with the files below a folder as its held-out samples."""
         raise MotleyError(f"{type(self).__name__} takes no files of your own; leave out --images")
 
     def noise(self, example: Tensors, count: int) -> Tensors:
-        """A batch to time a device with, on its device: samples again and again."""
+        """Return a batch of repeated samples, on their device, to time the device with."""
         rows = torch.arange(count) % len(next(iter(example.values())))
         return {name: tensor[rows.to(tensor.device)] for name, tensor in example.items()}
 
     def title(self) -> str:
-        """One line of what is trained."""
+        """Return one line that describes the task."""
         return f"task {type(self).__name__}"
 
 
 def weighs(task: Task) -> bool:
-    """Whether samples may count differently; else the weight of a batch is known before it."""
+    """Return True if samples may differ in weight, so that a batch's weight is known late."""
     return type(task).weights is not Task.weights
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:
-    """Whether a parameter is one of ``parts``, or in one of them; all by path."""
+    """Return True if a parameter is one of ``parts`` or lies in one of them; all are paths."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
