@@ -1,7 +1,35 @@
-"""Motley: train one model on unequal machines, exactly, as fast as their sum."""
+"""Motley: train one model on unequal machines, exactly, as fast as their sum.
 
+The names below are the public API. Each is imported when it is first used: ``import motley`` loads
+neither torch nor MPI.
+"""
+
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from motley import records
+    from motley.errors import MotleyError
+    from motley.tasks.task import Task
+    from motley.train.plan_vit import plan_shares
+    from motley.train.train_model import train_model
+
+__all__ = ["MotleyError", "Task", "plan_shares", "records", "train_model"]
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]  # of the repository: its scripts, and the files beside them
 __version__ = "0.1.0"
+_MODULES = {
+    "MotleyError": "motley.errors", "Task": "motley.tasks.task",
+    "plan_shares": "motley.train.plan_vit", "train_model": "motley.train.train_model",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    if name == "records":
+        return importlib.import_module("motley.records")
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,11 +2,12 @@
 
     mpirun -np 2 motley train --task mine.py --epochs 2
     mpirun -np 2 motley train --task mine.py --stage 3
+    mpirun -np 2 motley run mine.py
     motley report logs
     motley watch --once
 
-Each rank of ``train``, ``plan`` and ``infer`` gets the environment that entry_cn.sh gives, and
-becomes ``python -m motley.launch``. The other commands run in this process.
+Each rank of ``train``, ``run``, ``plan`` and ``infer`` gets the environment that entry_cn.sh gives,
+and becomes ``python -m motley.launch``. The other commands run in this process.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motley import PACKAGE, __version__
-from motley.text import did_you_mean
+from motley.text import RUN, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Command:
     """A word behind ``motley``.
 
     Attributes:
-        module: its ``main()`` reads ``sys.argv`` and returns an exit code, or None.
+        module: its ``main()`` reads ``sys.argv`` and returns an exit code, or None; empty for RUN.
         says: one line for ``-h``.
         is_launched: each rank runs it.
     """
@@ -37,6 +38,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("motley.train.train_model", "train a model on all ranks", True),
+    RUN: Command("", "run a script of your own on all ranks", True),
     "plan": Command("motley.train.plan_vit", "split a batch and forecast its speed", True),
     "infer": Command("motley.infer.infer_vit", "classify images with a trained model", True),
     "export": Command("motley.infer.export_model", "write a trained model for timm or ONNX"),
@@ -70,7 +72,10 @@ def main() -> None:
         importlib.import_module("motley.launch.process").stop_usage(explain(name))  # by one rank
     if not COMMANDS[name].is_launched:
         sys.exit(run(name, words[1:]))
-    command = [sys.executable, "-P", "-m", "motley.launch", "-m", __name__, *words]
+    what = words[1:] if name == RUN else ["-m", __name__, *words]
+    if name == RUN and (wrong := refuse_script(what)):
+        importlib.import_module("motley.launch.process").stop_usage(wrong)
+    command = [sys.executable, "-P", "-m", "motley.launch", *what]
     # The rank stays the launcher's direct child: it asks the kernel to die with its parent.
     os.execve(sys.executable, command, rank_environment(os.environ))
 
@@ -98,6 +103,18 @@ def explain(name: str) -> str:
     """Return the error for a missing or unknown command."""
     found = f"{name} is no command{did_you_mean(name, COMMANDS)}" if name else "no command is given"
     return f"{found}; choose {', '.join(COMMANDS)}, as in: {EXAMPLE}"
+
+
+def refuse_script(words: Sequence[str]) -> str:
+    """Return what is wrong with the words behind ``motley run``; empty if nothing is."""
+    name = words[0] if words else ""
+    if not name or name.startswith("-"):
+        found = f"{name} stands where the script is named" if name else "no script is given"
+    elif not Path(name).is_file():
+        found = f"there is no script {name} on {os.uname().nodename}"
+    else:
+        return ""
+    return f"{found}; as in: mpirun -np 2 motley {RUN} mine.py"
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,9 @@ def escape_unprintable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+RUN = "run"  # the command of motley that runs a user's script
+
+
 def own_command() -> str:
     """Return the command of ``motley`` that runs this process (motley.cli); empty for a script."""
     program, _, name = sys.argv[0].partition(" ")

@@ -67,6 +67,12 @@ def test_a_run_is_trained_watched_reported_and_continued(motley: Command, tmp_pa
     assert "checkpoints/step_00000005: whole" in motley("verify", "logs/a")
     motley("export", "logs/a", "--to", "out")
     assert (tmp_path / "out/model.safetensors").exists()
+    script = ROOT / "examples" / "my_script.py"
+    (tmp_path / "script.py").write_text(script.read_text().replace("my_task", "mine"))
+    words = ("--max-steps", "5", "--shares", "3,1", "--run", "b")
+    said = motley("run", "script.py", *words, ranks=2)
+    assert "records in logs/b" in said
+    assert f"motley run script.py {' '.join(words)} --resume auto" in said
     # Its configuration is in the wheel, and its checkpoint is any engine's.
     words = ("--config", "options.toml", "--max-steps", "7", "--run", "a", "--resume", "auto")
     assert "step 7/7" in motley("train", "--stage", "3", *words, ranks=2)

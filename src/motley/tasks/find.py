@@ -20,6 +20,7 @@ from motley.text import did_you_mean
 USUAL = "image"
 # Keys among the options that a checkpoint keeps; no option has such a name.
 CLASS_NAMES, SAMPLES = "class names", "list of samples"
+TASK_MODULE = "motley_task_"  # begins the name of a module that --task has loaded
 _MUST = ("model", "data", "losses")
 
 
@@ -78,7 +79,7 @@ def task_class(name: str) -> type[Task]:
 
 
 def _load(name: str, path: Path) -> ModuleType:
-    title = f"motley_task_{path.stem}"
+    title = f"{TASK_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(title, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -95,6 +96,8 @@ def _load(name: str, path: Path) -> ModuleType:
             f"--task {name} imports {error.name}, which is not installed here; install it on all "
             f"hosts, as in: .venv/bin/pip install {str(error.name).partition('.')[0]}"
         ) from None
+    except MotleyError:
+        raise
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
                  if frame.filename == str(path)]  # fmt: skip

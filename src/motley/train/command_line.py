@@ -19,20 +19,22 @@ from motley.config.config_file import ConfigFile, split_config
 from motley.config.option import flag_of, format_value, options_of
 from motley.config.options import GROUPS, Config
 from motley.config.parser import OneVoice, OptionParser
-from motley.engines.strategy import Strategy, StrategyOptions
+from motley.engines.strategy import Strategy, StrategyOptions, known_strategies
 from motley.errors import MotleyError
 from motley.plan.per_rank import PerRank
 from motley.records.run_folder import RunFolder
 from motley.tasks.find import (
     CLASS_NAMES,
     SAMPLES,
+    TASK_MODULE,
     USUAL,
     identity_of,
     known_tasks,
     task_class,
     task_of,
 )
-from motley.text import did_you_mean, own_command
+from motley.tasks.task import Task
+from motley.text import RUN, did_you_mean, own_command
 
 TYPED = "typed options"  # among a checkpoint's options; no option has such a name
 
@@ -50,6 +52,60 @@ def training_parser(
     own = dict.fromkeys(group for each in chosen.values() for group in each.options)
     several = [StrategyOptions] if len(chosen) > 1 else []
     return OptionParser(description, (*several, *own), _registered(chosen))
+
+
+def words_of_call(
+    task: Task | type[Task] | str, options: Mapping[str, Any], package: str | None
+) -> list[str]:
+    """Return the command line that a call with a task and options stands for.
+
+    Args:
+        package: whose strategies are known; None: those of no training.
+
+    Raises:
+        MotleyError: an option is unknown or has no such value, or the task is in no file.
+    """
+    name = task if isinstance(task, str) else _file_of(task)
+    parser = training_parser("", known_strategies(package) if package else None)
+    add_task(parser, ["--task", name])
+    words = ["--task", name]
+    if isinstance(task, Task):
+        for field, declared in options_of(type(task)).items():
+            value = declared.text_of(getattr(task, field))
+            if parser.changes(declared.name, value):
+                words += parser.words_of(declared.name, value)
+    for key, value in options.items():
+        words += parser.words_of(key, list(value) if isinstance(value, tuple) else value)
+    return words
+
+
+def _file_of(task: Task | type[Task]) -> str:
+    """Return the path of the file that defines a task, or the name of a built-in one."""
+    kind = task if isinstance(task, type) else type(task)
+    for name, known in known_tasks().items():
+        if kind is known:
+            return name
+    path: str | None = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if path is None or not Path(path).is_file():
+        raise MotleyError(
+            f"{kind.__name__} is defined in no file, and each rank makes it again from one; move "
+            "the class into a file, such as mine.py"
+        )
+    return os.path.relpath(path)
+
+
+def refuse_call_from_task(name: str) -> None:
+    """Stop where a script that trains is read for its task.
+
+    Args:
+        name: of the function that it calls.
+    """
+    caller = sys._getframe(2).f_globals
+    if str(caller.get("__name__")).startswith(TASK_MODULE):
+        raise MotleyError(
+            f"{caller.get('__file__')} calls {name} when it is read for its task; put the call "
+            'below: if __name__ == "__main__":'
+        )
 
 
 def config_from(saved: Mapping[str, Any]) -> Config:
@@ -219,21 +275,32 @@ def make_resume_line(folder: RunFolder) -> str:
     """Return the line that continues this process's run: what the user typed, and ``--resume``."""
     line = _launcher_line()
     command = own_command()
-    entry = _COMMAND if command else _ENTRY
     # A folder may have the command's name, as in mpirun --wdir ~/motley.
-    at = next((n for n, word in enumerate(line, 1) if Path(word).name == entry
-               and (not command or line[n : n + 1] == [command])), None)  # fmt: skip
+    at = next((n for n, word in enumerate(line, 1) if _starts(command, word, line[n:])), None)
     if at is not None:
         begin, words = shlex.join(line[:at]), line[at:]
     else:  # rank 0 is on another host than its launcher
-        typed = entry if command else f"./{entry}"
+        in_clone = (ROOT / _ENTRY).exists()
+        typed = _COMMAND if command else f"./{_ENTRY}" if in_clone else f"{_COMMAND} {RUN}"
         starter = _STARTERS.get(launch_of().by)
         begin = f"{starter} ... {typed}" if starter else typed
-        words = [command or os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]
+        script = os.path.relpath(sys.argv[0], ROOT if in_clone else None)
+        words = [command or script, *sys.argv[1:]]
     logs = folder.path.parent
     place = [] if logs == Path("logs") else ["--logs", str(logs)]
     rest = [*_without_place(words), *place, "--run", folder.path.name, "--resume", "auto"]
     return f"{begin} {shlex.join(rest)}"
+
+
+def _starts(command: str, word: str, rest: Sequence[str]) -> bool:
+    """Return True if a word of the launcher's line is the one that starts the ranks.
+
+    Args:
+        command: of ``motley`` that runs this process; empty for a script. rest: words behind it.
+    """
+    if Path(word).name == _COMMAND:
+        return list(rest[:1]) == [command or RUN]
+    return Path(word).name == _ENTRY and not command
 
 
 def _without_place(words: Sequence[str]) -> Iterator[str]:

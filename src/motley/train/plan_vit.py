@@ -8,23 +8,31 @@ Takes the options of train_vit.py, but for --strategy and --offload. Measures ea
 to do it.
 """
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.errors import MotleyError
+from motley.launch.process import stop_usage
 from motley.launch.world import World, run
 from motley.measure.measured_plan import Planned
 from motley.measure.planner import open_model, plan_batch
 from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.forecast import what_if
 from motley.plan.links import Links
-from motley.tasks.find import task_of
+from motley.tasks.find import USUAL, task_of
 from motley.tasks.task import Task
 from motley.text import rate_in_words
-from motley.train.command_line import read_config, training_parser
+from motley.train.command_line import (
+    read_config,
+    refuse_call_from_task,
+    training_parser,
+    words_of_call,
+)
 from motley.train.recorder import console
 
 
@@ -34,18 +42,57 @@ def main() -> None:
     run(lambda world: show_plan(world, config))
 
 
-def show_plan(world: World, config: Config) -> None:
-    """Plan on all ranks, print on rank 0."""
+def plan_shares(
+    task: Task | type[Task] | str = USUAL,
+    *,
+    arguments: Sequence[str] | None = None,
+    **options: Any,
+) -> Planned:
+    """Measure all ranks and plan who computes how many samples of a step; nothing is trained.
+
+    Every rank of ``mpirun -np 2 motley run SCRIPT.py`` calls it once::
+
+        planned = motley.plan_shares("text", batch_size=512)
+        print(planned.plan.counts, planned.forecast.step_s, *planned.advice)
+
+    Args:
+        task, arguments, options: as of :func:`motley.train_model`, without ``shares``.
+
+    Returns:
+        The plan: ``plan.counts`` samples of each rank, ``forecast.step_s`` seconds a step,
+        ``forecast.samples_per_s``, and ``advice`` in words.
+
+    A wrong option ends the process with status 2 and a line that names it.
+    """
+    refuse_call_from_task("plan_shares")
+    try:
+        words = words_of_call(task, options, None)
+    except MotleyError as error:
+        stop_usage(str(error))
+    typed = sys.argv[1:] if arguments is None else arguments
+    config, found = read_config(training_parser("", None), [*words, *typed]), list[Planned]()
+    run(lambda world: found.append(_plan(world, config)[1]))
+    return found[0]
+
+
+def _plan(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
+    """Plan on all ranks."""
     if config.shares is not None:
         raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
     task = task_of(config)
     world.once_per_node(task.prepare)
     group = join_process_group(world, config.precision, config.hosts)
     group, planned = plan_batch(world, None, group, open_model(group, config), config)
-    if world.rank == 0:
-        show(group, planned, group.machines(world), task)
     if group.rank is not None:
         leave_process_group()
+    return group, planned
+
+
+def show_plan(world: World, config: Config) -> None:
+    """Plan on all ranks, print on rank 0."""
+    group, planned = _plan(world, config)
+    if world.rank == 0:
+        show(group, planned, group.machines(world), task_of(config))
 
 
 def show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: Task) -> None:

@@ -4,8 +4,9 @@ A run is: the ranks that take part, the data, the model, the plan; then the loop
 Where a rank is lost and the others can go on, the same again with the survivors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from motley.checkpoint.initial import load_initial
 from motley.checkpoint.resume import read_saved_options
@@ -47,22 +48,25 @@ from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, print_verdict, records_of
 
 
-def train_script(package: str, description: str) -> None:
-    """Train as the command line asks.
+def train_script(package: str, description: str, words: Sequence[str] | None = None) -> Path:
+    """Train as the command line asks; returns the folder of the records.
 
     Args:
         package: whose strategies are known: motley.engines.strategy.TORCH or ZERO.
         description: the script's docstring, which holds the examples.
+        words: the command line; None: this process's.
     """
     strategies = known_strategies(package)
-    config = read_config(training_parser(description, strategies))
+    config = read_config(training_parser(description, strategies), words)
+    folders = list[Path]()
     run(
-        lambda world: _train(world, config, strategies),
+        lambda world: folders.append(_train(world, config, strategies)),
         packages=chosen_strategy(config, strategies).packages,
     )
+    return folders[0]
 
 
-def _train(world: World, given: Config, strategies: Mapping[str, Strategy]) -> None:
+def _train(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
     """Train with the options of the checkpoint that is continued, unless the user typed others."""
     found, config = Run.find(world, given), given
     saved = world.from_first(lambda: read_saved_options(found.resume_from))
@@ -72,6 +76,7 @@ def _train(world: World, given: Config, strategies: Mapping[str, Strategy]) -> N
         if taken and world.rank == 0:
             print(f"options of the checkpoint: {taken}", flush=True)
     train(world, config, engines_of(config, strategies), run=found)
+    return found.folder.path
 
 
 _LAST_SAVE_S = 5.0  # that a checkpoint may take which is being written when the job has to end

@@ -9,10 +9,17 @@ Options of a task are listed with --task NAME --help-all.
 """
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from motley.config.config_file import ConfigFile, split_config
 from motley.engines.strategy import TORCH, ZERO
 from motley.errors import MotleyError
+from motley.launch.process import stop_usage
+from motley.tasks.find import USUAL
+from motley.tasks.task import Task
+from motley.train.command_line import refuse_call_from_task, words_of_call
 from motley.train.start import train_script
 
 _OF_ZERO = {"stage", "deepspeed_config"}
@@ -20,14 +27,67 @@ _OF_ZERO = {"stage", "deepspeed_config"}
 
 def main() -> None:
     """Train as the command line asks."""
-    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:]}
-    train_script(ZERO if _OF_ZERO & (names | _named_in_file()) else TORCH, str(__doc__))
+    _train(str(__doc__), sys.argv[1:])
 
 
-def _named_in_file() -> set[str]:
+def train_model(
+    task: Task | type[Task] | str = USUAL,
+    *,
+    arguments: Sequence[str] | None = None,
+    **options: Any,
+) -> Path:
+    """Train a task on all ranks, as ``motley train`` does; every rank calls it once.
+
+    Start the script with ``mpirun -np 2 motley run SCRIPT.py``, or with ``python SCRIPT.py`` for
+    one rank::
+
+        @dataclass
+        class Lines(motley.Task):
+            ...
+
+        if __name__ == "__main__":
+            folder = motley.train_model(Lines(width=128), epochs=5, lr=3e-4)
+
+    Args:
+        task: a task, its class, a built-in one's name, or a Python file with one. Each rank makes
+            it again from the same options, so its class is defined in a file.
+        arguments: words of the command line. They count more than ``options``, and an interrupted
+            run is continued by ``--resume auto`` among them. None: those of this process.
+        options: of ``motley train``, with underscores: ``batch_size=256``, ``shares=[5, 3]``,
+            ``stage=3``.
+
+    Returns:
+        The folder of the run's records, which :func:`motley.records.load` reads. Rank 0 completes
+        them last.
+
+    A wrong option ends the process with status 2 and a line that names it. A failure in training
+    ends all ranks.
+    """
+    refuse_call_from_task("train_model")
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    package = _choose_package([*options, *typed])
+    try:
+        words = words_of_call(task, options, package)
+    except MotleyError as error:
+        stop_usage(str(error))
+    description = sys.modules["__main__"].__doc__ or "Train a model on all ranks."
+    return _train(description, [*words, *typed])
+
+
+def _train(description: str, words: Sequence[str]) -> Path:
+    return train_script(_choose_package([*words, *_named_in_file(words)]), description, words)
+
+
+def _choose_package(words: Sequence[str]) -> str:
+    """Return whose strategies the options are for, TORCH or ZERO."""
+    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words}
+    return ZERO if _OF_ZERO & names else TORCH
+
+
+def _named_in_file(words: Sequence[str]) -> set[str]:
     """Return the options of the file that ``--config`` names."""
     try:
-        path, _ = split_config(sys.argv[1:])
+        path, _ = split_config(words)
         return set(ConfigFile.read(path).values) if path else set()
     except MotleyError:  # which reading the command line says better
         return set()

@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from motley.engines.strategy import TORCH, known_strategies
-from motley.train.command_line import add_task, training_parser
+from motley.engines.strategy import TORCH, ZERO, known_strategies
+from motley.errors import MotleyError
+from motley.tasks.find import task_class
+from motley.train.command_line import add_task, read_config, training_parser, words_of_call
 
 Help = Callable[[str], str]
 
@@ -44,3 +46,39 @@ def test_usual_options_fit_a_screen_and_all_are_told_by_help_all(help_of: Help, 
 
 def test_a_users_own_options_are_among_the_usual(help_of: Help) -> None:
     assert "--digits INT" in help_of("--task examples/my_task.py -h")
+
+
+SUMS = "examples/my_task.py"
+
+
+def test_a_call_is_a_command_line() -> None:
+    sums = task_class(SUMS)
+    options = {"lr": 3e-4, "shares": [5, 3], "batch_size": 64, "run": "a b", "compile": True}
+    words = words_of_call(sums(digits=3), options, TORCH)  # type: ignore[call-arg]
+    config = read_config(training_parser("", known_strategies(TORCH)), words)
+    assert (config.lr, config.batch_size, config.run, config.task) == (3e-4, 64, "a b", SUMS)
+    assert config.shares is not None and config.shares.values == (5.0, 3.0)
+    (task,) = (each for each in config.own if type(each).__name__ == "Sums")
+    assert vars(task)["digits"] == 3 and vars(task)["width"] == 128
+    assert "width" not in config.typed_names
+    assert words_of_call("text", {"stage": 3}, ZERO) == ["--task", "text", "--stage=3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lrr": 1}, "lrr is no option (nearest: --lr"),
+        ({"lr": "fast"}, "--lr fast: "),
+        ({"shares": {"a": 1}}, "shares is a text or a number, not {'a': 1}"),
+        ({"stage": 3}, "stage is no option"),  # of the other package
+    ],
+)
+def test_a_wrong_option_of_a_call_is_named(options: dict[str, object], says: str) -> None:
+    with pytest.raises(MotleyError, match=re.escape(says)):
+        words_of_call(SUMS, options, TORCH)
+
+
+def test_a_task_that_is_in_no_file_is_refused() -> None:
+    kind = type("Loose", (task_class(SUMS),), {"__module__": "nowhere"})
+    with pytest.raises(MotleyError, match="Loose is defined in no file"):
+        words_of_call(kind, {}, TORCH)
