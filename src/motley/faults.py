@@ -140,6 +140,10 @@ class Fault:
         """Exit status of the job."""
         return 128 + self.signal if self.signal else self.kind.code
 
+    def last_words(self) -> str:
+        """Return the traceback, if there is one, and below it the line for the user."""
+        return "\n".join(filter(None, (self.details.rstrip("\n"), f"motley: {self.line()}")))
+
     def line(self) -> str:
         """The one line that a user reads."""
         if self.kind in _NOBODYS:

@@ -49,6 +49,7 @@ def test_a_killed_rank_ends_all_and_is_named(jobs: Jobs, script: str, rank: int)
 
 FAILING = """
 import os, sys, time, torch.distributed as dist, torch
+from motley.errors import MotleyError
 from motley.launch.world import run
 from motley.measure.process_group import join_process_group
 
@@ -63,7 +64,13 @@ def main(world):
     dist.all_reduce(torch.ones(9))
     if world.rank == 1:
         {failure}
-    dist.all_reduce(torch.ones(9))  # the others wait here for rank 1
+    try:
+        dist.all_reduce(torch.ones(9))  # the others wait here for rank 1
+    except RuntimeError:
+        if "no echo" in {failure!r}:
+            time.sleep(0.3)
+            raise MotleyError("memory ended here") from None
+        raise
 
 run(main)
 """
@@ -78,6 +85,7 @@ run(main)
         ("sys.exit(0)", "rank 1 on .* SystemExit"),
         ("os.kill(os.getpid(), 11)", "rank 1 on .*: crashed .*: Segmentation fault; its traceback"),
         ("os.abort()", "rank 1 on .*: crashed in compiled code: Aborted; its traceback above"),
+        ("os.abort()  # no echo", "rank 0 on .*, step 8: memory ended here"),
         ("world.supervisor.tell({'after': 0})", "rank 0 on .*: OSError: .*No space left"),
         # When all are done.
         ("world.supervisor.tell({'after': 1})", "rank 0 on .*: OSError: .*No space left"),

@@ -31,7 +31,7 @@ from motley.membership.detector import (
 )
 from motley.membership.fault_causes import FirstCause, daemon_gone, died
 from motley.membership.messages import Arrival, Handshakes
-from motley.membership.own_rank import OwnRank, line_of, save_before_end
+from motley.membership.own_rank import OwnRank, save_before_end
 from motley.membership.pause import PauseAgreement
 from motley.membership.protocol import (
     CoordinatorHeartbeat,
@@ -124,9 +124,7 @@ class JobEnd:
         fault = replace(fault, phase=fault.phase or phases.get(fault.rank, ""))
         self._writer.write(partial(self._on_fault, fault))
         self._writer.flush(_RECORD_S)
-        if fault.details:
-            self._own.print(fault.details)
-        self._own.print(line_of(fault))
+        self._own.print(fault.last_words())
         if fault.kind in RESCUED and not fault.signal:
             save_before_end(self._own, others, fault.rank, self._tell_all)
         if fault.kind is FaultKind.HOST_LOST and self._own.reaper:
@@ -330,9 +328,12 @@ class Coordinator:
 
     def _lose(self, rank: int, fault: Fault) -> None:
         """Have all others go on without a rank, if they can; else end the job."""
-        if not self._regroup.lose(rank, fault, self._statuses()):
+        if self._regroup.lose(rank, fault, self._statuses()):
+            self._cause.forget()  # an echo of it
+        elif fault.echo and not self._regroup.begun:
+            self._suspect(fault, FIRST_CAUSE_S)
+        else:
             self.end_job(fault)
-        self._cause.forget()  # an echo of it
 
     def _await_others(self, fault: Fault) -> None:
         """Rank 0 is lost: have all others go on once they have come here."""

@@ -37,6 +37,9 @@ _CRASHES = (
 def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
     """The connection to a rank broke without a word of Motley's.
 
+    An abort may be an echo: C++ ends a process whose thread meets a connection that another rank's
+    end has broken.
+
     Args:
         said: by Python's fault handler, if anything.
     """
@@ -45,7 +48,7 @@ def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
         return Fault(
             rank, host, step, f"crashed in compiled code: {crash[1]}",
             "its traceback above names the call, and so the library, that crashed",
-            said[:MOST_DETAILS], kind=kind,
+            said[:MOST_DETAILS], kind=kind, echo=kind is FaultKind.ABORTED,
         )  # fmt: skip
     return Fault(
         rank, host, step, "died without a word (killed, or it left early)",
@@ -199,5 +202,8 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """A failure counts more than the launcher's stop for it, and that more than one rank's."""
-    return 2 if not fault.signal else int(fault.kind is FaultKind.STOPPED)
+    """A crash counts more than another failure, that more than the launcher's stop for it, and that
+    more than one rank's."""
+    if fault.signal:
+        return int(fault.kind is FaultKind.STOPPED)
+    return 3 if fault.kind is FaultKind.ABORTED else 2

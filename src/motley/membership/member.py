@@ -12,7 +12,7 @@ from motley.membership import messages, protocol
 from motley.membership.detector import HEARTBEAT_TIMEOUT_S
 from motley.membership.fault_causes import alone, died, silent
 from motley.membership.messages import Listening, Messages
-from motley.membership.own_rank import OwnRank, line_of
+from motley.membership.own_rank import OwnRank
 from motley.membership.protocol import (
     MemberHeartbeat,
     Message,
@@ -216,9 +216,7 @@ class Member:
     def end(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
         if self._own.standby:
-            if fault.details:
-                self._own.print(fault.details)
-            self._own.print(line_of(fault))
+            self._own.print(fault.last_words())
             with contextlib.suppress(Exception):
                 self._on_fault(fault)
             if said := self._own.save_what_is_known():

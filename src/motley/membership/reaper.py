@@ -289,7 +289,7 @@ def _main() -> None:
             known = fault or died(told.number, told.host, told.step)
             _record(RunFolder(told.folder), known, told.number)
         if fault and not told.line:
-            _say(f"motley: {fault.line()}", terminal)
+            _say(fault.last_words(), terminal)
         if _gone(launcher, 0):
             session = told.session or session_folder(launcher.pid, os.environ)
             remove(told.segments, session)

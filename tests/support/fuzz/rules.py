@@ -63,7 +63,7 @@ def _ending(job: Job, case: Case) -> list[str]:
         return [f"crash: exit codes {job.ended.codes}\n{tail}"]
     parts = [f"parts.{part}" for part in case.recipe.parts]
     if "--" not in said[0] and not any(part in said[0] for part in parts):
-        return [f"refusal: it names no option: {said[0]}"]
+        return [f"refusal: it names no option: {said[0]}\n{tail}"]
     allowed = {"oom", "flip", "sender"} & {fault.kind for fault in job.segment.faults}
     if _can_halve(case):
         allowed -= {"oom"}
