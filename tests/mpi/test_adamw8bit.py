@@ -8,7 +8,7 @@ from project import DDP, ZERO
 from torch import Tensor
 
 from motley.checkpoint.read import load_checkpoint
-from motley.engines.adamw8bit import converted
+from motley.engines.optimizers.adamw8bit import converted
 
 pytestmark = pytest.mark.mpi
 

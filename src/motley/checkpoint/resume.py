@@ -14,8 +14,8 @@ from motley.checkpoint.transfer import spread
 from motley.comm.collectives import all_gather_object
 from motley.config.option import Decides, flag_of, format_value
 from motley.config.options import Config
-from motley.engines.adamw8bit import CONVERTIBLE
 from motley.engines.named_state import State
+from motley.engines.own_optimizer import are_convertible
 from motley.engines.protocol import Engine, HoldsParts
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
@@ -163,8 +163,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> 
             and (name != "max_steps" or config.schedule_ends_with_run)
         ]
 
-    optimizers = saved.get("opt"), now["opt"]
-    converts = CONVERTIBLE.issuperset(optimizers) and len(set(optimizers)) > 1
+    converts = are_convertible(saved.get("opt"), now["opt"])
 
     check_classes(task_of(config), saved)
     declared = {name for name, _, _ in config.options()}

@@ -24,11 +24,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.source import Batch
-from motley.engines.adamw8bit import AdamW8bit
 from motley.engines.gradients import check_types, name_types, silenced
 from motley.engines.named_state import State, on_cpu, parameter_of, snapshot
 from motley.engines.optimizer import Sharding, is_elementwise
 from motley.engines.out_of_memory import no_second_try, out_of_memory
+from motley.engines.own_optimizer import find_own
 from motley.engines.protocol import EngineContext
 from motley.engines.rows import is_by_rows, own_rows, rows_as, rows_of_rank
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
@@ -167,10 +167,9 @@ class FsdpEngine(SynchronousEngine):
         model.fill(model.net)
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
-        traits = self.optimizer_traits
-        plain = not (traits.wraps or traits.nests) and (
-            isinstance(self.optimizer, AdamW8bit) or is_elementwise(context.config)
-        )
+        traits, registered = self.optimizer_traits, find_own(context.config.opt)
+        by_rows = registered is not None and registered.row > 1
+        plain = not (traits.wraps or traits.nests) and (by_rows or is_elementwise(context.config))
         self._shards = LocalShards(self.optimizer) if plain else None
 
     def _accumulate(self, batch: Batch, last: bool) -> Tensor:

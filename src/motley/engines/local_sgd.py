@@ -23,10 +23,10 @@ from torch import Tensor
 from motley.comm.collectives import all_gather_floats, all_gather_object, leavable
 from motley.comm.reducer import as_real
 from motley.data.source import Batch
-from motley.engines.adamw8bit import is_scale, narrow, widen
 from motley.engines.base import EngineBase
 from motley.engines.gradients import gradient_norm, unscale_and_clip
 from motley.engines.named_state import State
+from motley.engines.own_optimizer import find_own
 from motley.engines.protocol import EngineContext, StepResult
 from motley.errors import MotleyError, NotFiniteError
 from motley.plan.engine_traits import EngineTraits
@@ -207,12 +207,14 @@ class LocalEngine(EngineBase):
         if missing:
             with self._changing():
                 self._step_of_size_0(missing, counts=not known[self._context.rank])
-        memory = self.memory.slots()
-        wide = {name: widen(slots) for name, slots in memory.items()}
+        memory, registered = self.memory.slots(), find_own(self._context.config.opt)
+        codec = registered.codec if registered else None
+        wide = {name: codec.widen(slots) if codec else {} for name, slots in memory.items()}
         groups = zip(self.optimizer.param_groups, self.memory.changed(), strict=True)
         kept: list[tuple[dict[str, Any], str]] = [
             (wide[n] if slot in wide[n] else memory[n], slot)
-            for n in sorted(memory) for slot in sorted(memory[n]) if not is_scale(slot)
+            for n in sorted(memory) for slot in sorted(memory[n])
+            if not (codec and codec.is_extra(slot))
         ]  # fmt: skip
         kept += [(group, key) for group, changed in groups for key in sorted(changed)]
         if self.average:  # of each rank's own; it is linear
@@ -229,8 +231,9 @@ class LocalEngine(EngineBase):
             dist.all_reduce(flat, dist.ReduceOp.SUM if many else dist.ReduceOp.MAX)
             with self._changing():
                 _copy_into(some, flat)
-                for name in wide if many else ():
-                    narrow(memory[name], wide[name])
+                if many and codec:
+                    for name, slots in wide.items():
+                        codec.narrow(memory[name], slots)
         numbers = [(each, key) for each, key in kept if type(each[key]) in (int, float)]  # of steps
         if numbers:
             table = all_gather_floats([float(each[key]) for each, key in numbers])

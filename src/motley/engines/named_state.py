@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from motley.engines.adamw8bit import AdamW8bit, converted
+from motley.engines.own_optimizer import convert
 from motley.errors import MotleyError
 
 
@@ -216,10 +216,8 @@ class OptimizerMemory:
 
     def load(self, state: State) -> None:
         """Continue from :meth:`state`; tensors keep their type, and go to their parameter's
-        device. Of AdamW, also from what it keeps in more bits, or fewer."""
-        if isinstance(self._optimizer, torch.optim.AdamW | AdamW8bit):
-            in_8_bits = isinstance(self._optimizer, AdamW8bit)
-            state = State(converted(state.tensors, in_8_bits), state.plain)
+        device. Slots of more bits, or fewer, are converted; see motley.engines.own_optimizer."""
+        state = State(convert(state.tensors, self._optimizer), state.plain)
         names = [name for group in self._names for name in group]
         slots = {number: self._slots_of(name, state) for number, name in enumerate(names)}
         packed = self._optimizer.state_dict()

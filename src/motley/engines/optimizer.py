@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from motley.config.options import Config
 from motley.data.import_timm import optimizers, timm
-from motley.engines.adamw8bit import BLOCK, AdamW8bit
 from motley.engines.named_state import (
     OptimizerMemory,
     State,
@@ -24,16 +23,16 @@ from motley.engines.named_state import (
     random_state,
 )
 from motley.engines.out_of_memory import out_of_memory
-from motley.engines.strategy import IN_8_BITS, is_in_8_bits
+from motley.engines.own_optimizer import find_own, own_optimizers
 from motley.errors import MotleyError
 from motley.text import did_you_mean
 
-optimizers.register(
-    timm.optim.OptimInfo(
-        name=IN_8_BITS, opt_class=AdamW8bit, has_betas=True,
-        description="AdamW whose moments take 8 bits a number",
+for _own in own_optimizers():
+    optimizers.register(
+        timm.optim.OptimInfo(
+            name=_own.name, opt_class=_own.kind, has_betas=_own.has_betas, description=_own.says
+        )
     )
-)  # fmt: skip
 
 
 def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.optim.Optimizer:
@@ -68,8 +67,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
     """So many numbers to step, with a gradient of zeros; for an optimizer that knows rows, in so
     many whole ones."""
-    rows = -(-numbers // BLOCK)
-    shape = (rows, BLOCK) if is_in_8_bits(config.opt) else (numbers,)
+    own = find_own(config.opt)
+    shape = (-(-numbers // own.row), own.row) if own and own.row > 1 else (numbers,)
     part = nn.Module()
     part.weight = nn.Parameter(torch.zeros(shape, device=device))
     part.weight.grad = torch.zeros(shape, device=device)
@@ -318,8 +317,10 @@ def kept_numbers(config: Config) -> float:
     """What the optimizer keeps of each number of a parameter, in numbers of 32 bits, tried on a
     small layer. Draws no random numbers: a resumed run continues with those of the checkpoint."""
     layer = nn.Module()
-    layer.weight = nn.Parameter(torch.zeros(64, BLOCK))
-    layer.weight.grad = torch.zeros(64, BLOCK)
+    own = find_own(config.opt)
+    shape = (64, own.row if own and own.row > 1 else 256)
+    layer.weight = nn.Parameter(torch.zeros(shape))
+    layer.weight.grad = torch.zeros(shape)
     try:
         optimizer = make_optimizer(layer, config)
         memory = OptimizerMemory(layer, optimizer)

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from motley.tasks.model import TaskModel
 
 TORCH, ZERO = "torch_dist/train_vit.py", "deepspeed/train_vit.py"
-IN_8_BITS = "adamw8bit"  # --opt, of motley.engines.adamw8bit
-
-
-def is_in_8_bits(opt: str) -> bool:
-    """Whether ``--opt`` is that, or is around it, as Lookahead."""
-    return opt.lower().endswith(IN_8_BITS)
 
 
 @dataclass(frozen=True)

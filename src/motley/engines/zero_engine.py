@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.source import Batch, Tensors
-from motley.engines.adamw8bit import converted
 from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import LEAST_CORRECTION, EngineBase
 from motley.engines.gradients import check_types, gradient_norm, silenced, unscale_and_clip
@@ -31,6 +30,7 @@ from motley.engines.import_deepspeed import comm, deepspeed, utils
 from motley.engines.named_state import State, fill_tied, model_state, parameter_of, snapshot
 from motley.engines.optimizer import is_elementwise
 from motley.engines.out_of_memory import no_second_try, out_of_memory
+from motley.engines.own_optimizer import decode
 from motley.engines.protocol import EngineContext, StepResult
 from motley.engines.rows import is_by_rows, rows_of_rank
 from motley.engines.strategies.zero import TRAITS
@@ -344,7 +344,7 @@ class ZeroEngine(EngineBase):
         if self._stage == 0:
             super().load_state(state)
             return
-        state = State(converted(state.tensors, in_8_bits=False), state.plain)
+        state = State(decode(state.tensors), state.plain)
         if any(name.startswith("optimizer.") for name in state.tensors):
             # A step with a gradient of zeros: partitions get their slots only by stepping. It
             # decays the weights, so they are loaded after it. Not where no step was taken yet:

@@ -13,7 +13,7 @@ from motley.cluster.device_facts import MIB
 from motley.config.options import Config
 from motley.engines.fsdp import pieces_of
 from motley.engines.optimizer import kept_numbers
-from motley.engines.strategy import IN_8_BITS
+from motley.engines.own_optimizer import own_optimizers
 from motley.errors import NoMemoryError
 from motley.launch.world import World
 from motley.measure.device import room_mib
@@ -148,8 +148,8 @@ def _changes(
         found.append("--strategy fsdp")
     elif on_gpu and not need.in_host and (ranks := enough_ranks(need, group.size, room)):
         found.append(f"{ranks} such ranks")
-    if config.opt == "adamw" and not traits.flat_parts:
-        found.append(f"--opt {IN_8_BITS}")
+    if not traits.flat_parts:
+        found += [f"--opt {own.name}" for own in own_optimizers() if own.like == config.opt]
     if traits.keeps_gathered:
         found.append("--reshard-after-forward")
     if need.activations:

@@ -20,7 +20,7 @@ Vectors, as norms and biases, and matrices of short rows keep moments of 32 bits
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, overload
 
@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from motley.engines.own_optimizer import Codec, OwnOptimizer
 from motley.engines.rows import own_rows, rows_as
-from motley.engines.strategy import IN_8_BITS
 
-CONVERTIBLE = {"adamw", IN_8_BITS}  # --opt: each goes on from the other's checkpoints
 BLOCK = 256  # numbers that share a scale
 _SHORTEST = 64  # row in 8 bits: its scale is a sixteenth of a number's 8 bits more
 _SCALE = "_scale"  # behind the name of a slot of codes
@@ -289,3 +288,15 @@ def _tables(signed: bool, device: str) -> _Tables:
         torch.tensor(found, device=device), lowest.to(device, torch.uint8),
         between[lowest].to(device),
     )  # fmt: skip
+
+
+OPTIMIZERS = (
+    OwnOptimizer(
+        "adamw8bit", "AdamW whose moments take 8 bits a number", AdamW8bit, has_betas=True,
+        row=BLOCK, like="adamw",
+        codec=Codec(
+            is_scale, widen, narrow, partial(converted, in_8_bits=True),
+            partial(converted, in_8_bits=False),
+        ),
+    ),
+)  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from motley.config.options import Config
-from motley.engines.strategy import ZERO, Strategy, is_in_8_bits
+from motley.engines.strategy import ZERO, Strategy
 from motley.engines.zero_config import (
     STAGES,
     ZeroOptions,
@@ -50,14 +50,18 @@ TRAITS = (  # by stage
 
 
 def _traits(config: Config) -> EngineTraits:
+    from motley.engines.own_optimizer import find_own
+
     own = config.of(ZeroOptions)
     path = config_path(own)
     stage = read_stage(path)
-    if stage and is_in_8_bits(config.opt):
+    optimizer = find_own(config.opt)
+    if stage and optimizer and optimizer.row > 1:
         raise MotleyError(
-            f"--opt {config.opt} keeps a scale of each block of a row, and ZeRO stage {stage} "
-            "gives an optimizer flat parts of all parameters, which have no rows; take "
-            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or --opt adamw"
+            f"--opt {config.opt} steps whole rows of a parameter, and ZeRO stage {stage} gives an "
+            "optimizer flat parts of all parameters, which have no rows; take "
+            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or "
+            f"--opt {optimizer.like or 'adamw'}"
         )
     say = f"zero_optimization.stage in {path} of" if own.deepspeed_config else "--stage"
     others = {
