@@ -1,12 +1,14 @@
-"""What a user adds is one new file each: a dataset, a wire mode, a strategy."""
+"""What a user adds is one new file each: a dataset, a wire mode, a strategy, an optimizer."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import Jobs
 from project import DDP, ROOT
+from safetensors.torch import load_file
 from warm.ranks import FOLDERS, WarmRanks
 
 pytestmark = pytest.mark.mpi
@@ -15,12 +17,13 @@ PLACES = {
     "stripes": "src/motley/data/datasets",
     "fp8": "src/motley/comm/modes",
     "late": "src/motley/engines/strategies",
+    "signs": "src/motley/engines/optimizers",
 }
 
 
 @pytest.fixture(scope="module")
 def added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """Jobs in a copy of the repository with three new files, and no other difference."""
+    """Jobs in a copy of the repository with these new files, and no other difference."""
     root = tmp_path_factory.mktemp("copy") / "motley"
     for folder in (*FOLDERS, "setup"):
         shutil.copytree(ROOT / folder, root / folder)
@@ -54,6 +57,19 @@ def test_they_are_trained_with(added: Jobs) -> None:
     assert losses["late"][-1] < 0.8 * losses["late"][0]
     assert losses["fp8"] == pytest.approx(losses["late"], rel=0.1)
     assert losses["fp8"] != losses["late"]
+
+
+def test_an_optimizer_keeps_its_own_state(added: Jobs) -> None:
+    words = ("--dataset", "stripes", "--batch-size", 64, "--opt", "signs", "--shares", "3,1",
+             "--save-every", 2)  # fmt: skip
+    ddp, fsdp, local = ("--strategy", "ddp"), ("--strategy", "fsdp"), ("--wire", "local:2")
+    for name, first, then in (("cut", ddp, fsdp), ("local", local, local)):
+        whole = added.train(2, DDP, f"{name}-whole", *words, *first, "--max-steps", 4)
+        added.train(2, DDP, name, *words, *first, "--max-steps", 2)
+        cut = added.train(2, DDP, name, *words, *then, "--max-steps", 4, "--resume", "auto")
+        assert cut.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-6)
+        saved = load_file(cut.folder / "checkpoints" / "step_00000004" / "optimizer.safetensors")
+        assert {value.dtype for value in saved.values()} == {torch.int8}
 
 
 def test_they_are_planned_with(added: Jobs) -> None:
