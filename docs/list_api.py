@@ -30,33 +30,52 @@ HEAD = (
     "[examples/my_script.py](../examples/my_script.py) is one.\n"
 )
 SECTION = re.compile(r"(Args|Returns|Raises|Attributes):$")
-FIELD = re.compile(r"(\w[\w, ]*): ")
+ENTRY = re.compile(r"([a-zA-Z]\w*(?:, \w+)*): ")  # of a section
 
 
 def in_markdown(docstring: str) -> str:
-    """Return a docstring as Markdown: sections as lists, and code behind ``::`` in fences."""
-    text = re.sub(r":(?:func|meth|class):`(?:~)?([\w.]+)`", r"``\1``", inspect.cleandoc(docstring))
+    """Return a docstring as Markdown: sections as lists, code behind ``::`` in fences."""
     lines = list[str]()
-    for block in re.split(r"\n\n+", text):
-        first, *rest = block.splitlines()
-        if SECTION.match(first):
-            body = inspect.cleandoc("\n".join(rest)).splitlines()
-            lines += ["", f"*{first.rstrip(':')}*", "", *_items(body)]
-        elif first.startswith("    "):
-            lines += ["", "```python", *inspect.cleandoc(block).splitlines(), "```"]
+    for title, body in _parts(inspect.cleandoc(docstring)):
+        text = [_plain(line) for line in body]
+        if title == "code":
+            lines += ["```python", *body, "```", ""]
+        elif title in ("Args", "Raises", "Attributes"):
+            lines += [f"*{title}*", "", *map(_item, text), ""]
         else:
-            lines += ["", *(line.removesuffix(":") + ":" if line.endswith("::") else line
-                            for line in (first, *rest))]  # fmt: skip
-    return "\n".join(lines).replace("``", "`").replace("`````", "```").strip("\n")
+            lines += [f"*{title}*", ""] if title else []
+            lines += [*text, ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
-def _items(body: list[str]) -> Iterator[str]:
-    """Yield the entries of a section, a list item each; a section may be plain text."""
-    for line in body:
-        if named := FIELD.match(line):
-            yield f"- `{named[1]}`: {line[named.end() :]}"
+def _parts(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the parts of a docstring: the title of a section, ``code`` or nothing, and its lines
+    without their indentation."""
+    title, body = "", list[str]()
+    for line in text.splitlines():
+        if title and line and not line.startswith(" "):  # the section or the code has ended
+            yield title, inspect.cleandoc("\n".join(body)).splitlines()
+            title, body = "", []
+        found = SECTION.match(line)
+        if found or (not title and line.endswith("::")):
+            yield title, body if found else [*body, line.removesuffix(":")]
+            title, body = found[1] if found else "code", []
         else:
-            yield f"  {line.strip()}" if line.startswith(" ") else line
+            body.append(line)
+    yield title, inspect.cleandoc("\n".join(body)).splitlines() if title else body
+
+
+def _plain(line: str) -> str:
+    """Return a line with Markdown's quotes in place of reStructuredText's."""
+    return re.sub(r":(?:func|meth|class):`([\w.]+)`", r"`\1`", line).replace("``", "`")
+
+
+def _item(line: str) -> str:
+    """Return a line of a section as a part of a list; one of a list within it keeps its place."""
+    named = ENTRY.match(line)
+    if named:
+        return f"- `{named[1]}`: {line[named.end() :]}"
+    return f"  {line.strip()}" if line.strip() else ""
 
 
 def of_function(name: str, function: Any, level: str = "##") -> str:
