@@ -51,9 +51,11 @@ COMMANDS = {
     "plot-gpu": Command("motley.plotting.plot_gpu", "draw the GPUs of a run"),
     "plot-runs": Command("motley.plotting.plot_runs", "draw several runs beside each other"),
     "plot-timeline": Command("motley.plotting.plot_timeline", "draw the steps of all ranks"),
+    "completion": Command("motley.completion", "complete commands and options in your shell"),
     "traces": Command("motley.plotting.traces", "merge the profiler's traces"),
 }
 EXAMPLE = "mpirun -np 2 motley train --epochs 1"
+_RUN_EXAMPLE = "mpirun -np 2 motley run mine.py"
 # Variables of another Python, which a module or .bashrc sets, would break the start of this one.
 _FOREIGN = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONOPTIMIZE", "PYTHONSAFEPATH", "PYTHONINSPECT")
 
@@ -72,10 +74,8 @@ def main() -> None:
         importlib.import_module("motley.launch.process").stop_usage(explain(name))  # by one rank
     if not COMMANDS[name].is_launched:
         sys.exit(run(name, words[1:]))
-    what = words[1:] if name == RUN else ["-m", __name__, *words]
-    if name == RUN and (wrong := refuse_script(what)):
-        importlib.import_module("motley.launch.process").stop_usage(wrong)
-    command = [sys.executable, "-P", "-m", "motley.launch", *what]
+    begun = find_script(words[1:]) if name == RUN else ["-m", __name__, *words]
+    command = [sys.executable, "-P", "-m", "motley.launch", *begun]
     # The rank stays the launcher's direct child: it asks the kernel to die with its parent.
     os.execve(sys.executable, command, rank_environment(os.environ))
 
@@ -105,16 +105,23 @@ def explain(name: str) -> str:
     return f"{found}; choose {', '.join(COMMANDS)}, as in: {EXAMPLE}"
 
 
-def refuse_script(words: Sequence[str]) -> str:
-    """Return what is wrong with the words behind ``motley run``; empty if nothing is."""
+def find_script(words: Sequence[str]) -> list[str]:
+    """Return the words behind ``motley run``; end this process if they name no script."""
     name = words[0] if words else ""
+    if name in ("-h", "--help"):
+        print(f"usage: motley {RUN} SCRIPT.py [ARGS...]\n\n{COMMANDS[RUN].says}\n\n{_RUN_EXAMPLE}")
+        sys.exit(0)
     if not name or name.startswith("-"):
-        found = f"{name} stands where the script is named" if name else "no script is given"
-    elif not Path(name).is_file():
-        found = f"there is no script {name} on {os.uname().nodename}"
-    else:
-        return ""
-    return f"{found}; as in: mpirun -np 2 motley {RUN} mine.py"
+        stop = importlib.import_module("motley.launch.process").stop_usage
+        stop(f"the script is missing{name and f' before {name}'}; name it, as in: {_RUN_EXAMPLE}")
+    if not Path(name).is_file():  # here; each host says so of its own
+        print(
+            f"motley: there is no script {name} on {os.uname().nodename}; name one that all hosts "
+            f"have, as in: {_RUN_EXAMPLE}",
+            file=sys.stderr,
+        )  # fmt: skip
+        sys.exit(2)
+    return list(words)
 
 
 def rank_environment(given: Mapping[str, str]) -> dict[str, str]:

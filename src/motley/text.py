@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from motley import ROOT
+
+RUN = "run"  # the command of motley that runs a user's script
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _MOST_S = 366 * 86400
 
@@ -18,9 +21,6 @@ def escape_unprintable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-
-
-RUN = "run"  # the command of motley that runs a user's script
 
 
 def own_command() -> str:
@@ -36,9 +36,10 @@ def typed_command(door: str) -> str:
         door: the repository's script, as in ``plots/plot_gpu.py``.
 
     Returns:
-        ``python plots/plot_gpu.py``, or ``motley plot-gpu`` where that command runs this process.
+        ``python plots/plot_gpu.py``; ``motley plot-gpu`` where the command runs this process, or
+        there is no clone.
     """
-    if own_command():
+    if own_command() or not (ROOT / door).exists():
         return f"motley {Path(door).stem.replace('_', '-')}"
     return f"python {door}"
 

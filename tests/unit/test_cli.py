@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from motley import cli
+from motley import cli, completion
 from motley.records.run_folder import RunFolder
 from motley.text import typed_command
 from motley.train.command_line import make_resume_line
@@ -42,6 +42,34 @@ def test_a_wrong_command_is_answered_with_the_nearest(words: tuple[str, ...], sa
     done = motley(*words)
     assert done.returncode == 2 and done.stderr.startswith(says)
     assert done.stderr.endswith(f"as in: {cli.EXAMPLE}\n")
+
+
+BASH = """
+source /dev/stdin
+ask() {
+  COMP_WORDS=(motley "$@") COMP_CWORD=$#
+  _shtab_motley motley "${@: -1}" x
+  echo ${COMPREPLY[@]}
+}
+ask t; ask train --ba; ask train --strategy f; ask plot-gpu --he
+"""
+
+
+def test_a_shell_completes_commands_options_and_their_values(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["motley completion", "bash"])
+    assert completion.main() == 0
+    done = subprocess.run(
+        ["bash", "-c", BASH], input=capsys.readouterr().out, capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "train traces", "--bad-samples --bad-images --batch-size", "fsdp", "--help",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["motley completion", "bsh"])
+    assert completion.main() == 2
+    assert "motley: bsh is no shell (nearest: bash, zsh" in capsys.readouterr().err
 
 
 def test_a_rank_has_the_environment_that_the_entry_script_gives(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Completion of the command ``motley`` in a shell: ``motley completion bash``, by shtab.
+
+motley completion bash >~/.local/share/bash-completion/completions/motley
+motley completion zsh >~/.zfunc/_motley
+motley completion tcsh >~/.motley.tcsh        # and: source ~/.motley.tcsh, in ~/.tcshrc
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from motley.errors import MotleyError
+from motley.extras import import_extra
+from motley.text import did_you_mean
+
+SHELLS = ("bash", "zsh", "tcsh")
+_FOLDERS = ("DIR", "RUN", "RUNS", "LOGS")  # metavars of options that name a folder
+
+
+class _FoundError(Exception):
+    """A command's parser, in place of what it parses."""
+
+
+def main() -> int:
+    """Print the completion for the shell that the command line names."""
+    words = sys.argv[1:]
+    if words in (["-h"], ["--help"]):
+        print(f"usage: motley completion {{{','.join(SHELLS)}}}\n\n{__doc__}")
+        return 0
+    shell = words[0] if words else ""
+    try:
+        if shell not in SHELLS or len(words) > 1:
+            found = f"{' '.join(words)} is no shell{did_you_mean(shell, SHELLS)}" if words else (
+                "no shell is given"
+            )  # fmt: skip
+            raise MotleyError(f"{found}; choose {', '.join(SHELLS)}, as in: motley completion bash")
+        shtab = import_extra("shtab", "motley completion", where="")
+        cli = importlib.import_module("motley.cli")  # which imports this by name
+        print(shtab.complete(whole_parser(cli.COMMANDS, shtab), shell))
+    except MotleyError as error:
+        print(f"motley: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def whole_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentParser:
+    """Return a parser of all commands, whose options that name files are marked for shtab."""
+    whole = argparse.ArgumentParser("motley")
+    whole.add_argument("--version", action="store_true")
+    below = whole.add_subparsers()
+    for name, command in commands.items():
+        if name == "completion":
+            below.add_parser(name, help=command.says).add_argument("shell", choices=SHELLS)
+            continue
+        if not command.module:  # a script, and its own words
+            below.add_parser(name, help=command.says).add_argument("script").complete = shtab.FILE  # type: ignore[attr-defined]
+            continue
+        own = parser_of(command.module)
+        for action in own._actions:
+            if action.metavar in _FOLDERS:
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+            elif action.type is Path or "FILE" in str(action.metavar):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        below.add_parser(
+            name, help=command.says, parents=[own], add_help=False, conflict_handler="resolve"
+        )
+    return whole
+
+
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """Return the parser of a command: the first one with ``-h`` that its ``main()`` parses by."""
+    main = importlib.import_module(module).main
+    with _caught():
+        try:
+            main()
+        except _FoundError as found:
+            parser: argparse.ArgumentParser = found.args[0]
+            return parser
+    raise AssertionError(f"{module} parses no command line")
+
+
+@contextmanager
+def _caught() -> Iterator[None]:
+    """Have parsers raise themselves."""
+    usual, words = argparse.ArgumentParser.parse_known_args, sys.argv
+
+    def stop(self: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:
+        if "-h" in self._option_string_actions:
+            _raise(self)
+        return usual(self, *given, **named)
+
+    argparse.ArgumentParser.parse_known_args = stop  # type: ignore[method-assign]
+    sys.argv = words[:1]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_known_args = usual  # type: ignore[method-assign]
+        sys.argv = words
+
+
+def _raise(parser: argparse.ArgumentParser) -> NoReturn:
+    raise _FoundError(parser)
