@@ -33,22 +33,22 @@ SECTION = re.compile(r"(Args|Returns|Raises|Attributes):$")
 ENTRY = re.compile(r"([a-zA-Z]\w*(?:, \w+)*): ")  # of a section
 
 
-def in_markdown(docstring: str) -> str:
+def to_markdown(docstring: str) -> str:
     """Return a docstring as Markdown: sections as lists, code behind ``::`` in fences."""
     lines = list[str]()
-    for title, body in _parts(inspect.cleandoc(docstring)):
-        text = [_plain(line) for line in body]
+    for title, body in _split_parts(inspect.cleandoc(docstring)):
+        text = [_format_line(line) for line in body]
         if title == "code":
             lines += ["```python", *body, "```", ""]
         elif title in ("Args", "Raises", "Attributes"):
-            lines += [f"*{title}*", "", *map(_item, text), ""]
+            lines += [f"*{title}*", "", *map(_format_item, text), ""]
         else:
             lines += [f"*{title}*", ""] if title else []
             lines += [*text, ""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
-def _parts(text: str) -> Iterator[tuple[str, list[str]]]:
+def _split_parts(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the parts of a docstring: the title of a section, ``code`` or nothing, and its lines
     without their indentation."""
     title, body = "", list[str]()
@@ -65,12 +65,12 @@ def _parts(text: str) -> Iterator[tuple[str, list[str]]]:
     yield title, inspect.cleandoc("\n".join(body)).splitlines() if title else body
 
 
-def _plain(line: str) -> str:
+def _format_line(line: str) -> str:
     """Return a line with Markdown's quotes in place of reStructuredText's."""
     return re.sub(r":(?:func|meth|class):`([\w.]+)`", r"`\1`", line).replace("``", "`")
 
 
-def _item(line: str) -> str:
+def _format_item(line: str) -> str:
     """Return a line of a section as a part of a list; one of a list within it keeps its place."""
     named = ENTRY.match(line)
     if named:
@@ -78,41 +78,41 @@ def _item(line: str) -> str:
     return f"  {line.strip()}" if line.strip() else ""
 
 
-def of_function(name: str, function: Any, level: str = "##") -> str:
+def describe_function(name: str, function: Any, level: str = "##") -> str:
     """Return the chapter of a function or method."""
     plain = function.fget if isinstance(function, property) else function
     signature = str(inspect.signature(plain)) if not isinstance(function, property) else ""
     signature = re.sub(r"(?:\w+\.)+(\w+)", r"\1", signature).replace("(self, ", "(")
     signature = signature.replace("(self)", "()")
-    return f"\n{level} `{name}{signature}`\n\n{in_markdown(plain.__doc__)}\n"
+    return f"\n{level} `{name}{signature}`\n\n{to_markdown(plain.__doc__)}\n"
 
 
-def of_class(name: str, kind: type) -> Iterator[str]:
+def describe_class(name: str, kind: type) -> Iterator[str]:
     """Yield the chapters of a class and of its public methods."""
-    yield f"\n## `{name}`\n\n{in_markdown(str(kind.__doc__))}\n"
+    yield f"\n## `{name}`\n\n{to_markdown(str(kind.__doc__))}\n"
     if issubclass(kind, Exception) or dataclasses.is_dataclass(kind):
         return
     for method, value in vars(kind).items():
         if not method.startswith("_") and isinstance(value, FunctionType | property):
-            yield of_function(method, value, "###")
+            yield describe_function(method, value, "###")
 
 
-def page() -> str:
+def make_page() -> str:
     """Return the whole page."""
     parts = [HEAD]
     for name in motley.__all__:
         value = getattr(motley, name)
         if isinstance(value, type):
-            parts += of_class(f"motley.{name}", value)
+            parts += describe_class(f"motley.{name}", value)
         elif inspect.isfunction(value):
-            parts.append(of_function(f"motley.{name}", value))
-    parts.append(of_function("motley.records.load", records.load))
-    parts += of_class("motley.records.Run", records.Run)
+            parts.append(describe_function(f"motley.{name}", value))
+    parts.append(describe_function("motley.records.load", records.load))
+    parts += describe_class("motley.records.Run", records.Run)
     return "".join(parts)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
-        sys.exit(PAGE.read_text(encoding="utf-8") != page())
-    PAGE.write_text(page(), encoding="utf-8")
+        sys.exit(PAGE.read_text(encoding="utf-8") != make_page())
+    PAGE.write_text(make_page(), encoding="utf-8")
     print(PAGE.relative_to(ROOT))

@@ -12,6 +12,6 @@ import motley
 
 if __name__ == "__main__":
     folder = motley.train_model(Sums(digits=3), epochs=1, batch_size=256, lr=3e-3)
-    if os.environ["RANK"] == "0":
+    if os.environ.get("RANK") == "0":
         run = motley.records.load(folder)
         print(f"loss {run.epochs['loss'][-1]:.2f}, records in {folder}")

@@ -128,7 +128,7 @@ is_current() {
 }
 
 # The lab's hosts are the user's to write; git tracks the example alone.
-if ! [ -e "$root/hosts.txt" ] && [ -w "$root" ]; then
+if ! [ -e "$root/hosts.txt" ] && [ -f "$root/hosts.example.txt" ] && [ -w "$root" ]; then
   change cp -- "$root/hosts.example.txt" "$root/hosts.txt"
 fi
 

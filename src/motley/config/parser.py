@@ -217,8 +217,10 @@ class OptionParser(OneVoice):
                 raise MotleyError(f"{name} is true or false, not {value!r}")
             return [switches[value]] if value in switches else []
         (action,) = actions
-        if value is True and action.nargs == "?":  # typed without a value
-            return [action.option_strings[0]]
+        if isinstance(value, bool) and action.nargs == "?":
+            if value:  # typed without a value
+                return [action.option_strings[0]]
+            raise MotleyError(f"{name} is true, or one of {', '.join(action.choices or ())}")
         values = value if isinstance(value, list) else [value]
         if any(isinstance(each, bool | dict) for each in values):
             raise MotleyError(f"{name} is a text or a number, not {value!r}")

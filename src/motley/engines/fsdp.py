@@ -28,7 +28,7 @@ from motley.engines.gradients import check_types, name_types, silenced
 from motley.engines.named_state import State, on_cpu, parameter_of, snapshot
 from motley.engines.optimizer import Sharding, is_elementwise
 from motley.engines.out_of_memory import no_second_try, out_of_memory
-from motley.engines.own_optimizer import find_own
+from motley.engines.own_optimizer import find_row
 from motley.engines.protocol import EngineContext
 from motley.engines.rows import is_by_rows, own_rows, rows_as, rows_of_rank
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
@@ -167,8 +167,7 @@ class FsdpEngine(SynchronousEngine):
         model.fill(model.net)
         fully_shard(model.net, **options)
         super().__init__(model, context)  # its optimizer is to have the sharded parameters
-        traits, registered = self.optimizer_traits, find_own(context.config.opt)
-        by_rows = registered is not None and registered.row > 1
+        traits, by_rows = self.optimizer_traits, find_row(context.config.opt) > 1
         plain = not (traits.wraps or traits.nests) and (by_rows or is_elementwise(context.config))
         self._shards = LocalShards(self.optimizer) if plain else None
 

@@ -23,7 +23,7 @@ from motley.engines.named_state import (
     random_state,
 )
 from motley.engines.out_of_memory import out_of_memory
-from motley.engines.own_optimizer import find_own, own_optimizers
+from motley.engines.own_optimizer import find_row, own_optimizers
 from motley.errors import MotleyError
 from motley.text import did_you_mean
 
@@ -67,8 +67,8 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
     """So many numbers to step, with a gradient of zeros; for an optimizer that knows rows, in so
     many whole ones."""
-    own = find_own(config.opt)
-    shape = (-(-numbers // own.row), own.row) if own and own.row > 1 else (numbers,)
+    row = find_row(config.opt)
+    shape = (-(-numbers // row), row) if row > 1 else (numbers,)
     part = nn.Module()
     part.weight = nn.Parameter(torch.zeros(shape, device=device))
     part.weight.grad = torch.zeros(shape, device=device)
@@ -317,8 +317,8 @@ def kept_numbers(config: Config) -> float:
     """What the optimizer keeps of each number of a parameter, in numbers of 32 bits, tried on a
     small layer. Draws no random numbers: a resumed run continues with those of the checkpoint."""
     layer = nn.Module()
-    own = find_own(config.opt)
-    shape = (64, own.row if own and own.row > 1 else 256)
+    row = find_row(config.opt)
+    shape = (64, row if row > 1 else 256)
     layer.weight = nn.Parameter(torch.zeros(shape))
     layer.weight.grad = torch.zeros(shape)
     try:

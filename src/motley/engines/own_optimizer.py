@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motley.data.import_timm import timm
 from motley.registry import entries
 
 _WRAPPER = "lookahead_"  # begins --opt where Lookahead wraps the optimizer
@@ -34,7 +35,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """An optimizer, and what engines and checkpoints need to know of its state.
+    """An optimizer and the form of its state.
 
     Attributes:
         name: as ``--opt`` takes it. says: one line about it.
@@ -67,6 +68,13 @@ def find_own(opt: str) -> OwnOptimizer | None:
     return next((each for each in own_optimizers() if each.name == name), None)
 
 
+def find_row(opt: str) -> int:
+    """Return how many numbers make a row that ``--opt`` steps as a whole; 1: it may be given flat
+    parts of parameters."""
+    own = find_own(opt)
+    return own.row if own else 1
+
+
 def are_convertible(opt: str | None, other: str) -> bool:
     """Return True if each of two different ``--opt`` continues the other's checkpoints."""
     return any({opt, other} == {each.name, each.like} for each in own_optimizers())
@@ -81,8 +89,9 @@ def convert(tensors: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dic
     for own in own_optimizers():
         if own.codec and isinstance(optimizer, own.kind):
             return own.codec.encode(tensors)
-        if own.codec and type(optimizer).__name__.lower() == own.like:
-            tensors = own.codec.decode(tensors)
+        if own.codec and own.like:
+            like = timm.optim.get_optimizer_class(own.like, bind_defaults=False)
+            tensors = own.codec.decode(tensors) if type(optimizer) is like else tensors
     return tensors
 
 

@@ -189,8 +189,8 @@ class Engine(Protocol):
         """
 
     def estimate_seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """``model.<name>`` of the batch norms' buffers, with this rank's samples in place of those
-        of all ranks since :meth:`sync_parameters`; for a rank that cannot reach the others.
+        """Estimate the batch norms' buffers, ``model.<name>``, on a rank that cannot reach the
+        others. Its samples since :meth:`sync_parameters` stand for those of all ranks.
 
         Args:
             keep: what to take of each tensor.

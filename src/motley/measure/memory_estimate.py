@@ -149,7 +149,9 @@ def _changes(
     elif on_gpu and not need.in_host and (ranks := enough_ranks(need, group.size, room)):
         found.append(f"{ranks} such ranks")
     if not traits.flat_parts:
-        found += [f"--opt {own.name}" for own in own_optimizers() if own.like == config.opt]
+        found += [
+            f"--opt {own.name}" for own in own_optimizers() if own.codec and own.like == config.opt
+        ]
     if traits.keeps_gathered:
         found.append("--reshard-after-forward")
     if need.activations:

@@ -147,6 +147,7 @@ class JobEnd:
 
 
 FIRST_CAUSE_S = 2.0  # that a failure which looks like an echo waits for the first cause
+_ABORT_S = 0.2  # the same for an abort: the state has to be saved before mpirun kills all
 _SIGNAL_S = 0.1  # the same for a signal: once mpirun is told to stop, it leaves us 0.3 s
 ARRIVE_S = 2.0  # in which all that are left come to the next rank when rank 0 is lost
 # What many ranks say in a while is heard in one go: this thread wakes 25 times a second at most,
@@ -331,7 +332,7 @@ class Coordinator:
         if self._regroup.lose(rank, fault, self._statuses()):
             self._cause.forget()  # an echo of it
         elif fault.echo and not self._regroup.begun:
-            self._suspect(fault, FIRST_CAUSE_S)
+            self._suspect(fault, _ABORT_S)
         else:
             self.end_job(fault)
 

@@ -202,8 +202,8 @@ class FirstCause:
 
 
 def _weight(fault: Fault) -> int:
-    """A crash counts more than another failure, that more than the launcher's stop for it, and that
-    more than one rank's."""
+    """Return how much a cause counts: an abort more than an error that follows it, that more than
+    the launcher's stop, and that more than a signal to one rank."""
     if fault.signal:
         return int(fault.kind is FaultKind.STOPPED)
     return 3 if fault.kind is FaultKind.ABORTED else 2

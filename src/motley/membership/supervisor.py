@@ -30,6 +30,7 @@ it has all of them keep the state and go on in the same way. How all stop togeth
 they agree on is in pause.py.
 """
 
+import atexit
 import contextlib
 import socket
 import threading
@@ -366,9 +367,9 @@ class Supervisor:
         return own.take_survivors()
 
     def end_without_lost(self) -> None:
-        """End this process here, at the end of all, if a rank is lost: MPI would wait for it."""
+        """Have this process end without MPI if a rank is lost, for which MPI would wait."""
         if self._own.group:
-            self._own.leave(0)
+            atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, through rank 0; for those who go on."""

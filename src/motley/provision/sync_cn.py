@@ -52,8 +52,8 @@ def tracked_files() -> list[str]:
     with contextlib.suppress(OSError):  # a machine without git
         listed = run_child(git, GIT_LIMIT_S, f"see whether the disk of {ROOT} answers")
     if listed is not None and listed.returncode == 0:
-        names = [name for name in (*listed.stdout.split("\0"), "hosts.txt") if name]
-        return [name for name in names if (ROOT / name).is_file()]
+        listing = dict.fromkeys([*listed.stdout.split("\0"), "hosts.txt"])
+        return [name for name in listing if name and (ROOT / name).is_file()]
     found = []
     for folder, below, names in os.walk(ROOT):
         made = _MADE | (_MADE_AT_ROOT if Path(folder) == ROOT else set())

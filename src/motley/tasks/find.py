@@ -20,7 +20,6 @@ from motley.text import did_you_mean
 USUAL = "image"
 # Keys among the options that a checkpoint keeps; no option has such a name.
 CLASS_NAMES, SAMPLES = "class names", "list of samples"
-TASK_MODULE = "motley_task_"  # begins the name of a module that --task has loaded
 _MUST = ("model", "data", "losses")
 
 
@@ -78,12 +77,21 @@ def task_class(name: str) -> type[Task]:
     return _only_task(name, _load(name, path))
 
 
+_reading: list[str] = []  # files of tasks that are being read
+
+
+def task_being_read() -> str:
+    """Return the file that --task names while it is read; else nothing."""
+    return _reading[-1] if _reading else ""
+
+
 def _load(name: str, path: Path) -> ModuleType:
-    title = f"{TASK_MODULE}{path.stem}"
+    title = f"motley_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(title, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module  # dataclasses look there
+    _reading.append(name)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -103,6 +111,8 @@ def _load(name: str, path: Path) -> ModuleType:
                  if frame.filename == str(path)]  # fmt: skip
         where = f", line {lines[-1]}" if lines else ""
         raise MotleyError(f"--task {name}{where}: {type(error).__name__}: {error}") from error
+    finally:
+        _reading.pop()
     return module
 
 

@@ -338,8 +338,8 @@ class GroupStatistics:
         return {name: keep(value) for name, value in parts.items()}
 
     def estimate(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the layers' buffers as this rank's samples alone move them: an estimate for a
-        rank that cannot reach the others, each buffer by its name in the network."""
+        """Estimate the layers' buffers from this rank's samples alone, by their names in the
+        network."""
         if not self._layers:
             return {}
         whole = self._add(self._moved[:2] * self._stand_in(self._moved[1]))

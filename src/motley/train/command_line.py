@@ -21,15 +21,16 @@ from motley.config.options import GROUPS, Config
 from motley.config.parser import OneVoice, OptionParser
 from motley.engines.strategy import Strategy, StrategyOptions, known_strategies
 from motley.errors import MotleyError
+from motley.launch.process import stop_usage
 from motley.plan.per_rank import PerRank
 from motley.records.run_folder import RunFolder
 from motley.tasks.find import (
     CLASS_NAMES,
     SAMPLES,
-    TASK_MODULE,
     USUAL,
     identity_of,
     known_tasks,
+    task_being_read,
     task_class,
     task_of,
 )
@@ -54,32 +55,43 @@ def training_parser(
     return OptionParser(description, (*several, *own), _registered(chosen))
 
 
-def words_of_call(
+def make_words(
     task: Task | type[Task] | str, options: Mapping[str, Any], package: str | None
 ) -> list[str]:
     """Return the command line that a call with a task and options stands for.
 
     Args:
-        package: whose strategies are known; None: those of no training.
+        package: TORCH or ZERO, for their strategies; None: no strategy is known.
 
     Raises:
-        MotleyError: an option is unknown or has no such value, or the task is in no file.
+        MotleyError: an option is unknown or has no such value, or the task is not the one in its
+            file.
     """
-    name = task if isinstance(task, str) else _file_of(task)
+    name = task if isinstance(task, str) else _find_file(task)
     parser = training_parser("", known_strategies(package) if package else None)
-    add_task(parser, ["--task", name])
     words = ["--task", name]
+    add_task(parser, words)
+    loaded = parser.own[-1]
+    kind = loaded if isinstance(task, str) else task if isinstance(task, type) else type(task)
+    if kind.__qualname__ != loaded.__qualname__:
+        raise MotleyError(
+            f"{name} has the task {loaded.__name__} besides {kind.__name__}; move one of them into "
+            "another file"
+        )
     if isinstance(task, Task):
-        for field, declared in options_of(type(task)).items():
+        for field, declared in options_of(loaded).items():
             value = declared.text_of(getattr(task, field))
             if parser.changes(declared.name, value):
                 words += parser.words_of(declared.name, value)
     for key, value in options.items():
-        words += parser.words_of(key, list(value) if isinstance(value, tuple) else value)
+        if key == "config":
+            words += ["--config", str(value)]
+        elif value is not None or parser.get_default(key) is not None:
+            words += parser.words_of(key, list(value) if isinstance(value, tuple) else value)
     return words
 
 
-def _file_of(task: Task | type[Task]) -> str:
+def _find_file(task: Task | type[Task]) -> str:
     """Return the path of the file that defines a task, or the name of a built-in one."""
     kind = task if isinstance(task, type) else type(task)
     for name, known in known_tasks().items():
@@ -94,18 +106,27 @@ def _file_of(task: Task | type[Task]) -> str:
     return os.path.relpath(path)
 
 
-def refuse_call_from_task(name: str) -> None:
-    """Stop where a script that trains is read for its task.
+_called: list[str] = []
+
+
+def check_call(name: str) -> None:
+    """Raise MotleyError if a script calls a function that starts the ranks while it is read for its
+    task; stop it if it calls a second one.
 
     Args:
-        name: of the function that it calls.
+        name: of the function.
     """
-    caller = sys._getframe(2).f_globals
-    if str(caller.get("__name__")).startswith(TASK_MODULE):
+    if file := task_being_read():
         raise MotleyError(
-            f"{caller.get('__file__')} calls {name} when it is read for its task; put the call "
-            'below: if __name__ == "__main__":'
+            f"{file} calls {name} when it is read for its task; put the call below: "
+            'if __name__ == "__main__":'
         )
+    if _called:
+        stop_usage(
+            f"{name} is called after {_called[0]}, and a script starts the ranks once; call it in "
+            "a script of its own"
+        )
+    _called.append(name)
 
 
 def config_from(saved: Mapping[str, Any]) -> Config:

@@ -28,10 +28,10 @@ from motley.tasks.find import USUAL, task_of
 from motley.tasks.task import Task
 from motley.text import rate_in_words
 from motley.train.command_line import (
+    check_call,
+    make_words,
     read_config,
-    refuse_call_from_task,
     training_parser,
-    words_of_call,
 )
 from motley.train.recorder import console
 
@@ -64,9 +64,9 @@ def plan_shares(
 
     A wrong option ends the process with status 2 and a line that names it.
     """
-    refuse_call_from_task("plan_shares")
+    check_call("plan_shares")
     try:
-        words = words_of_call(task, options, None)
+        words = make_words(task, options, None)
     except MotleyError as error:
         stop_usage(str(error))
     typed = sys.argv[1:] if arguments is None else arguments

@@ -19,7 +19,7 @@ from motley.errors import MotleyError
 from motley.launch.process import stop_usage
 from motley.tasks.find import USUAL
 from motley.tasks.task import Task
-from motley.train.command_line import refuse_call_from_task, words_of_call
+from motley.train.command_line import check_call, make_words
 from motley.train.start import train_script
 
 _OF_ZERO = {"stage", "deepspeed_config"}
@@ -51,8 +51,9 @@ def train_model(
     Args:
         task: a task, its class, a built-in one's name, or a Python file with one. Each rank makes
             it again from the same options, so its class is defined in a file.
-        arguments: words of the command line. They count more than ``options``, and an interrupted
-            run is continued by ``--resume auto`` among them. None: those of this process.
+        arguments: words of the command line, by default those of this process. They count more
+            than ``options``, and these more than a file of ``--config``. ``--resume auto`` among
+            them continues an interrupted run.
         options: of ``motley train``, with underscores: ``batch_size=256``, ``shares=[5, 3]``,
             ``stage=3``.
 
@@ -63,11 +64,11 @@ def train_model(
     A wrong option ends the process with status 2 and a line that names it. A failure in training
     ends all ranks.
     """
-    refuse_call_from_task("train_model")
+    check_call("train_model")
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    package = _choose_package([*options, *typed])
+    package = _choose_package([*options, *typed, *_named_in_file(typed)])
     try:
-        words = words_of_call(task, options, package)
+        words = make_words(task, options, package)
     except MotleyError as error:
         stop_usage(str(error))
     description = sys.modules["__main__"].__doc__ or "Train a model on all ranks."
@@ -79,7 +80,7 @@ def _train(description: str, words: Sequence[str]) -> Path:
 
 
 def _choose_package(words: Sequence[str]) -> str:
-    """Return whose strategies the options are for, TORCH or ZERO."""
+    """Return TORCH, or ZERO where an option of DeepSpeed is among the words."""
     names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words}
     return ZERO if _OF_ZERO & names else TORCH
 

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from motley.engines.strategy import TORCH, ZERO, known_strategies
 from motley.errors import MotleyError
 from motley.tasks.find import task_class
-from motley.train.command_line import add_task, read_config, training_parser, words_of_call
+from motley.train.command_line import add_task, make_words, read_config, training_parser
 
 Help = Callable[[str], str]
 
@@ -54,14 +55,14 @@ SUMS = "examples/my_task.py"
 def test_a_call_is_a_command_line() -> None:
     sums = task_class(SUMS)
     options = {"lr": 3e-4, "shares": [5, 3], "batch_size": 64, "run": "a b", "compile": True}
-    words = words_of_call(sums(digits=3), options, TORCH)  # type: ignore[call-arg]
+    words = make_words(sums(digits=3), options, TORCH)  # type: ignore[call-arg]
     config = read_config(training_parser("", known_strategies(TORCH)), words)
     assert (config.lr, config.batch_size, config.run, config.task) == (3e-4, 64, "a b", SUMS)
     assert config.shares is not None and config.shares.values == (5.0, 3.0)
     (task,) = (each for each in config.own if type(each).__name__ == "Sums")
     assert vars(task)["digits"] == 3 and vars(task)["width"] == 128
     assert "width" not in config.typed_names
-    assert words_of_call("text", {"stage": 3}, ZERO) == ["--task", "text", "--stage=3"]
+    assert make_words("text", {"stage": 3}, ZERO) == ["--task", "text", "--stage=3"]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,24 @@ def test_a_call_is_a_command_line() -> None:
 )
 def test_a_wrong_option_of_a_call_is_named(options: dict[str, object], says: str) -> None:
     with pytest.raises(MotleyError, match=re.escape(says)):
-        words_of_call(SUMS, options, TORCH)
+        make_words(SUMS, options, TORCH)
+
+
+def test_none_is_the_default_of_an_option_and_a_file_may_be_named() -> None:
+    options = {"run": None, "shares": None, "clip_grad": None, "config": "a.toml"}
+    assert make_words("text", options, TORCH) == ["--task", "text", "--config", "a.toml"]
+
+
+def test_a_file_with_two_tasks_trains_no_other_one(tmp_path: Path) -> None:
+    file = tmp_path / "two.py"
+    file.write_text(Path(SUMS).read_text() + "\n\n@dataclass\nclass Other(Sums):\n    pass\n")
+    other = task_class(str(file))
+    assert make_words(other, {}, TORCH)[1].endswith("two.py")
+    with pytest.raises(MotleyError, match="has the task Other besides Sums; move one"):
+        make_words(other.__mro__[1], {}, TORCH)
 
 
 def test_a_task_that_is_in_no_file_is_refused() -> None:
     kind = type("Loose", (task_class(SUMS),), {"__module__": "nowhere"})
     with pytest.raises(MotleyError, match="Loose is defined in no file"):
-        words_of_call(kind, {}, TORCH)
+        make_words(kind, {}, TORCH)

@@ -50,18 +50,16 @@ TRAITS = (  # by stage
 
 
 def _traits(config: Config) -> EngineTraits:
-    from motley.engines.own_optimizer import find_own
+    from motley.engines.own_optimizer import find_row
 
     own = config.of(ZeroOptions)
     path = config_path(own)
     stage = read_stage(path)
-    optimizer = find_own(config.opt)
-    if stage and optimizer and optimizer.row > 1:
+    if stage and find_row(config.opt) > 1:
         raise MotleyError(
             f"--opt {config.opt} steps whole rows of a parameter, and ZeRO stage {stage} gives an "
             "optimizer flat parts of all parameters, which have no rows; take "
-            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or "
-            f"--opt {optimizer.like or 'adamw'}"
+            "torch_dist/train_vit.py --strategy fsdp, which cuts rows, --stage 0, or --opt adamw"
         )
     say = f"zero_optimization.stage in {path} of" if own.deepspeed_config else "--stage"
     others = {
