@@ -1,4 +1,4 @@
-"""What a user adds is one new file each: a dataset, a wire mode, a strategy, an optimizer."""
+"""One new file adds a dataset, a wire mode, a strategy or an optimizer."""
 
 import shutil
 from collections.abc import Iterator
