@@ -45,7 +45,7 @@ def to_markdown(docstring: str) -> str:
         else:
             lines += [f"*{title}*", ""] if title else []
             lines += [*text, ""]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+    return re.sub(r"\n{3,}(?=\*)", "\n\n", "\n".join(lines)).strip("\n")
 
 
 def _split_parts(text: str) -> Iterator[tuple[str, list[str]]]:

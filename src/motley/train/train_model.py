@@ -42,8 +42,8 @@ def train_model(
     one rank::
 
         @dataclass
-        class Lines(motley.Task):
-            ...
+        class Lines(motley.Task): ...
+
 
         if __name__ == "__main__":
             folder = motley.train_model(Lines(width=128), epochs=5, lr=3e-4)
