@@ -25,7 +25,7 @@ from typing import Any
 import result  # first: where the library is
 from real_run import lines_of
 
-from motley.engines.strategy import TORCH, ZERO, chosen_strategy, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, chosen_strategy, engines_of, known_strategies
 from motley.errors import MotleyError
 from motley.launch.world import World, run
 from motley.records.run_folder import RunFolder

@@ -85,7 +85,7 @@ def _while_starting(place: Place, seen: Seen, how: str) -> None:
 @row("a host has another file", "refused, with the host, the file and sync_cn.sh", lab=2)
 def other_files(place: Place, seen: Seen) -> None:
     assert isinstance(place, LabPlace)
-    odd, name = place.hosts[1], "src/motley/train/schedule.py"
+    odd, name = place.hosts[1], "src/motley/engines/optimizer.py"
     place.other_file(odd, ROOT / name, "$a # edited")
     refused(place, seen, odd, name, "sync_cn.sh", last=False)
 

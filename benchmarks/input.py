@@ -129,7 +129,7 @@ def compare(ways: Sequence[Callable[[], Any]]) -> None:
     """End if these have not the same pixels."""
     import torch
 
-    from motley.data.keyed import first_batch
+    from motley.data.source import first_batch
 
     first, *others = (first_batch(make(), BATCH)[0].data["images"] for make in ways)
     if not all(torch.equal(first, other) for other in others):
@@ -187,7 +187,7 @@ def timed(task: Any, count: int) -> tuple[float, float, float]:
     """
     import torch
 
-    from motley.data.keyed import Key, Keyed
+    from motley.data.source import Key, Keyed
 
     keyed = Keyed(task, training=True)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()

@@ -18,7 +18,7 @@ from motley.data.source import Batch
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import Engine, EngineContext, EngineFactory, StepResult
 from motley.engines.step_timer import Laps
-from motley.engines.strategy import TORCH, engines_of, known_strategies
+from motley.engines.strategies import TORCH, engines_of, known_strategies
 from motley.launch.world import World
 from motley.measure.device import measure_speed
 from motley.measure.link_speed import measure_wire
@@ -28,9 +28,9 @@ from motley.measure.profile import Measured
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.replan import ReplanMonitor
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.plan.wire import WireMode
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser

@@ -21,13 +21,13 @@ from paced import Pace, Paced
 
 from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
-from motley.engines.strategy import ZERO, engines_of, known_strategies
+from motley.engines.strategies import ZERO, engines_of, known_strategies
 from motley.engines.zero_config import ZeroOptions
 from motley.launch.world import World, run
 from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.plan import limit_s
 from motley.plan.precision import read_precisions
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
 from motley.tasks.task import Task
 from motley.train.command_line import read_config, training_parser

@@ -23,7 +23,7 @@ import result
 from bench_lab import HOSTS, BenchLab, bench_lab
 
 from motley.plan.plan import limit_s
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.records.costs import mean_rate
 
 mpl.use("Agg")

@@ -31,9 +31,8 @@ from motley.measure.profile import Measured
 from motley.plan.advice import larger_batch
 from motley.plan.evidence import LONGEST
 from motley.plan.forecast import choose_machines, what_if
-from motley.plan.links import Flow, Links, rounds
 from motley.plan.replan import ReplanMonitor
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import Flow, Links, SpeedTable, rounds
 from motley.plan.wire import AllReduceCost
 from motley.plotting import style
 

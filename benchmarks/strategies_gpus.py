@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from motley.comm.modes.numbers import EXACT
 from motley.engines.protocol import EngineContext
-from motley.engines.strategy import TORCH, ZERO, engines_of, known_strategies
+from motley.engines.strategies import TORCH, ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan

@@ -33,7 +33,7 @@ import result
 from bench_lab import BenchLab, bench_lab
 
 from motley.plan.plan import limit_s
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.records.costs import mean_rate
 
 _FACTS = result.ROOT / "lab" / "tesla_lab.json"

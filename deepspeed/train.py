@@ -9,7 +9,7 @@ Without --task it is deepspeed/train_vit.py. Options of another task are listed 
 --task NAME --help-all.
 """
 
-from motley.engines.strategy import ZERO
+from motley.engines.strategies import ZERO
 from motley.train.start import train_script
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ The options are those of torch_dist/train_vit.py, but for --strategy. Every numb
 configuration that is "auto" comes from the plan.
 """
 
-from motley.engines.strategy import ZERO
+from motley.engines.strategies import ZERO
 from motley.train.start import train_script
 
 if __name__ == "__main__":

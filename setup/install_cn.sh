@@ -10,7 +10,7 @@
 #
 # This machine's environment (setup/make_env.sh) is the model. torch's build is
 # chosen by the oldest GPU and the lowest driver of all hosts
-# (src/motley/provision/torch_builds.py), and replaced here if it does not run on them. Hosts
+# (src/motley/provision/install_cn.py), and replaced here if it does not run on them. Hosts
 # that share this folder need nothing more; the others get the files that git
 # tracks, a standalone Python where theirs is not the same 3.X (from the
 # network, or the archive given), and the versions of .venv/requirements.lock: 6

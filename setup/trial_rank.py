@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-from motley.launch.mpi import check_size
+from motley.launch.ranks import check_size
 from motley.launch.world import ranks_of_launch
 
 # Open MPI 4.1 sends SIGCONT at once and SIGTERM after 1 s. Slurm's PMIx plugin kills after 1 s.

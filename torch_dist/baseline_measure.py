@@ -31,11 +31,11 @@ from typing import Any, NoReturn
 from cell_job import Launcher, run_one
 
 from motley.cluster.hostfile import Host, read_hosts
+from motley.cluster.processes import handle_end
 from motley.config.option import flag_of, options_of
 from motley.config.options import GROUPS
-from motley.engines.strategy import StrategyOptions, engines_of, known_strategies
+from motley.engines.strategies import StrategyOptions, engines_of, known_strategies
 from motley.errors import MotleyError
-from motley.signals import handle_end
 from motley.sweep.matrix import PRESETS, Cell, Known, Matrix, read_matrix, shorter
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley.cluster.hostfile import Host
-from motley.cluster.slurm import allocated_nodes, srun_words
+from motley.cluster.hostfile import Host, allocated_nodes, srun_words
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
 from motley.sweep.matrix import Cell, Matrix, first_hosts

@@ -9,7 +9,7 @@ Without --task it is torch_dist/train_vit.py. Options of another task are listed
 --task NAME --help-all.
 """
 
-from motley.engines.strategy import TORCH
+from motley.engines.strategies import TORCH
 from motley.train.start import train_script
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --strate
 mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume auto
 """
 
-from motley.engines.strategy import TORCH
+from motley.engines.strategies import TORCH
 from motley.train.start import train_script
 
 if __name__ == "__main__":

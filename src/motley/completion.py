@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from motley.errors import MotleyError
-from motley.extras import import_extra
+from motley.registry import import_extra
 from motley.text import did_you_mean
 
 SHELLS = ("bash", "zsh", "tcsh")

@@ -1,8 +1,15 @@
-"""Finds what can be added by one file: every module of a package says what it adds."""
+"""Parts that one file adds, and packages that only some options need."""
 
 import importlib
+import importlib.util
+import os
 import pkgutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from motley.errors import MotleyError
 
 
 def entries(package: str, name: str) -> list[Any]:
@@ -20,3 +27,69 @@ def entries(package: str, name: str) -> list[Any]:
             raise TypeError(f"{content.__file__} needs a tuple {name} of what it adds")
         found += listed
     return found
+
+
+_ON_ALL = " on all hosts"
+
+
+def import_extra(name: str, option: str, packages: str = "", where: str = _ON_ALL) -> ModuleType:
+    """A module, imported when it is needed.
+
+    Args:
+        option: that needs it, for the error.
+        packages: what pip calls it, and what else is needed with it; empty: the module's name.
+        where: to install it.
+
+    Raises:
+        MotleyError: it is not installed here, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if _root(str(error.name)) in {_root(name), *packages.split()}:
+            raise MotleyError(_missing(packages or name, option, where)) from None
+        raise MotleyError(f"{option}: {name} imports {error.name}, which is missing") from None
+    except ImportError as error:
+        raise MotleyError(f"{option}: {name} cannot be imported: {error}") from None
+
+
+def import_offline(name: str, option: str) -> ModuleType:
+    """The same for a package that would ask a model hub: nothing is ever fetched from there, what
+    is not in the user's folder is an error."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    return import_extra(name, option)
+
+
+def check_extras(names: Sequence[str], option: str) -> None:
+    """Before work starts that imports them.
+
+    Raises:
+        MotleyError: names all that are not installed here.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MotleyError(_missing(" ".join(missing), option))
+
+
+def folder_of_extra(name: str, option: str) -> Path:
+    """Where a package lies, of which only files are wanted: it is not imported, and need not have
+    what it imports.
+
+    Raises:
+        MotleyError: it is not installed here.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise MotleyError(_missing(name, option))
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _missing(packages: str, option: str, where: str = _ON_ALL) -> str:
+    return (
+        f"{option} needs what is not installed here; install it{where}, as in: "
+        f".venv/bin/pip install {packages}"
+    )

@@ -13,11 +13,17 @@ import pytest
 from project import ROOT, environment
 
 from motley.cluster import gpus
-from motley.cluster.account import home_folder, user_name
-from motley.cluster.cache_folder import cache_folder, cache_note, is_lasting, temporary_note
+from motley.cluster.account import (
+    cache_folder,
+    cache_note,
+    home_folder,
+    is_lasting,
+    temporary_note,
+    user_name,
+)
 from motley.cluster.login import read_login
 from motley.errors import MotleyError
-from motley.launch.tcp_ranks import secret
+from motley.launch.ranks import secret
 from motley.membership import away
 from motley.provision.passwordless_ssh import own_key
 from motley.provision.test_cn_connection import judge_keys

@@ -12,12 +12,12 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from motley.config.options import Config
-from motley.data.dataset import find_dataset
+from motley.data.datasets import find_dataset
 from motley.data.images import Images, load_image
 from motley.data.packed_file import SUFFIX, Keep, list_folder, pack
 from motley.errors import MotleyError
+from motley.tasks.builtin import task_of
 from motley.tasks.builtin.image import ImageTask
-from motley.tasks.find import task_of
 from motley.train.command_line import read_config, training_parser
 
 PARTS = {"train": 8, "val": 4}

@@ -67,7 +67,7 @@ def test_debians_open_mpi_4(who: Path) -> None:
 
 CORES = """
 import os
-from motley.cluster.binding import cores_per_rank
+from motley.cluster.launcher import cores_per_rank
 ranks = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
 print(f"cores {sorted(os.sched_getaffinity(0))} own {cores_per_rank(ranks)}"
       f" threads {os.environ['OMP_NUM_THREADS']}", flush=True)

@@ -228,9 +228,9 @@ def test_others_read_parts_too(jobs: Jobs, whole: Trained, parts: Trained, tmp_p
 
 NO_ENGINE = """
 import sys
-from motley.engines.strategy import Engines
+from motley.engines.strategies import Engines
 from motley.launch.world import run
-from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import EngineTraits
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
 

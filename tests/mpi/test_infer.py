@@ -11,7 +11,7 @@ from jobs import Jobs, wait_until
 from PIL import Image
 from project import DDP
 
-from motley.infer.shards import MERGED
+from motley.infer.infer_vit import MERGED
 
 pytestmark = pytest.mark.mpi
 

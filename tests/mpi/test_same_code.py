@@ -11,7 +11,7 @@ from project import DDP, ROOT, venv
 pytestmark = pytest.mark.mpi
 
 
-ORDER, PLAN = "src/motley/data/order.py", "src/motley/plan/plan.py"
+ORDER, PLAN = "src/motley/data/source.py", "src/motley/plan/plan.py"
 
 
 ENTRY = """#!/bin/sh

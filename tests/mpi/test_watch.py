@@ -6,9 +6,9 @@ import time
 import pytest
 from jobs import Jobs
 
-from motley.live.headline import Mood
 from motley.live.runs import Runs
 from motley.live.snapshot import Snapshot
+from motley.live.words import Mood
 
 pytestmark = pytest.mark.mpi
 

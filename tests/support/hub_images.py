@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from motley.data.dataset import find_dataset
+from motley.data.datasets import find_dataset
 from motley.data.images import Images
 
 

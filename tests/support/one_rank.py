@@ -11,7 +11,7 @@ from motley.data.loader import Loader
 from motley.engines.protocol import EngineContext
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser

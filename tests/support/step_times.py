@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from motley.plan.plan import Speeds, split, whole_shares
 from motley.plan.replan import ReplanMonitor
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 
 Floats = NDArray[np.float64]
 Draw = Callable[[Generator, int, int], Floats]  # of steps and ranks: [steps, ranks]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from motley.checkpoint import run
-from motley.child import ChildTimeoutError, run_child
+from motley.cluster.processes import ChildTimeoutError, run_child
 
 
 def test_what_a_program_printed_is_returned() -> None:

@@ -16,16 +16,15 @@ from typing import Any, TextIO
 
 from motley import ROOT, __version__
 from motley.checkpoint.read import checkpoints_at
-from motley.child import ChildTimeoutError, run_child
+from motley.cluster.processes import ChildTimeoutError, run_child
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Fault
 from motley.launch.same_code import version
 from motley.launch.world import World
 from motley.membership.fault_causes import record_fault
-from motley.records.folder_lock import refuse_link
 from motley.records.json_files import JsonDict
-from motley.records.run_folder import RunFolder, find_runs
+from motley.records.run_folder import RunFolder, find_runs, refuse_link
 from motley.records.training import add_group, read_groups
 
 

@@ -1,11 +1,22 @@
-"""The account that this process runs under: its name and its home folder.
+"""The account that this process runs under: its name, its home folder, and the folders that are its
+alone, such as the one in which this machine keeps measured speeds and compiled code.
 
 A container may run under a user number without a name, and without HOME.
+
+A folder that belongs to another user, or that another user can write to, is refused; links are not
+followed. The folder that was checked is the one that is opened: it cannot be changed for another
+one in between.
 """
 
+import contextlib
+import errno
 import getpass
+import io
 import os
 import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from motley.errors import MotleyError
@@ -38,3 +49,162 @@ def user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
+
+
+class RefusedError(OSError):
+    """Somebody else could have written it."""
+
+
+@contextlib.contextmanager
+def own_folder(path: Path) -> Iterator[int]:
+    """Its descriptor, for the functions here; RefusedError if it is not this user's alone."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _check(folder)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def open_own(folder: int, name: str) -> io.BufferedReader:
+    """Open a file to read it; RefusedError if it is not this user's alone."""
+    file = os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb")
+    try:
+        _check(file.fileno())
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def create(folder: int, name: str) -> io.BufferedRandom:
+    """Open a new file, or an empty one in place of what was there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    return os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "w+b")
+
+
+def _check(opened: int) -> None:
+    found = os.fstat(opened)
+    if found.st_uid != os.getuid():
+        raise RefusedError(errno.EPERM, f"it belongs to the user of number {found.st_uid}")
+    if found.st_mode & 0o022:
+        raise RefusedError(errno.EPERM, "other users can write to it")
+
+
+SPEED_FILES = "speed-*.json"  # in cache_folder(): see motley.measure.speed_cache
+
+_OTHERS = ("/tmp", "/var/tmp")  # where TMPDIR cannot hold what is compiled
+_NAMES = 8  # of folders that are tried, where somebody else has the usual one
+_LEAST_BYTES, _LEAST_FILES = 4 * 2**20, 16  # that MPI needs for a start
+
+
+def cache_folder() -> Path:
+    """Return a folder of this machine that nobody else can write to, the same at each start.
+
+    Raises:
+        MotleyError: there is no temporary folder that can be written to.
+    """
+    for place in _places():
+        for folder in _candidates(place):
+            with contextlib.suppress(FileExistsError):
+                try:
+                    folder.mkdir(mode=0o700)
+                except PermissionError:
+                    break
+            if _why_not_own(folder) is None:
+                return folder
+    return _own_for_once()
+
+
+def is_lasting(folder: Path) -> bool:
+    """Return True if a later start finds this folder again."""
+    return any(folder in _candidates(place) for place in _places())
+
+
+def cache_note() -> str:
+    """Return a sentence where caches are not in the usual folder; else nothing."""
+    usual, taken = next(_candidates(Path(_temporary()))), cache_folder()
+    if usual == taken:
+        return ""
+    if _why_unfit(usual.parent):
+        why: str | None = f"no program can be run from {usual.parent}"
+    else:
+        why = _why_not_own(usual) if usual.exists() else "it cannot be made"
+    return (
+        f"{usual} on {socket.gethostname()} cannot keep caches: {why}. They are in {taken}; have "
+        "that put right, or set TMPDIR to another folder"
+    )
+
+
+def temporary_note(environ: Mapping[str, str]) -> str:
+    """Return a sentence where the folder in which MPI begins is full; else nothing."""
+    place = environ.get("TMPDIR") or "/tmp"
+    named = f"TMPDIR={place}" if environ.get("TMPDIR") else place
+    host = socket.gethostname()
+    fix = "or name another folder: export TMPDIR=/var/tmp, and mpirun -x TMPDIR"
+    try:
+        found = os.statvfs(place)
+    except OSError as error:
+        return f"{named} on {host} cannot be used: {error.strerror}; make it, {fix}"
+    if found.f_bavail * found.f_frsize < _LEAST_BYTES:
+        left = found.f_bavail * found.f_frsize // 1024
+        return (
+            f"{named} on {host} is full ({left} KiB are free), and MPI keeps files there: free "
+            f"some, {fix}"
+        )
+    if found.f_files and found.f_favail < _LEAST_FILES:
+        return (
+            f"{named} on {host} takes only {found.f_favail} more files (its inodes are used up), "
+            f"and MPI makes some there: remove small files (df -i, du --inodes), {fix}"
+        )
+    return ""
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise MotleyError(
+            f"no temporary folder on {socket.gethostname()} can be written to (TMPDIR, /tmp, "
+            "/var/tmp): free some disk or files there (df -h, df -i), or set TMPDIR to another "
+            "folder"
+        ) from None
+
+
+def _places() -> list[Path]:
+    """Return the folders in which the cache may be, the best one first."""
+    usual = Path(_temporary())
+    fit = [Path(place) for place in (str(usual), *_OTHERS) if not _why_unfit(Path(place))]
+    return [*dict.fromkeys(fit)] or [usual]
+
+
+def _why_unfit(place: Path) -> bool:
+    """Return True if no compiled code can be loaded from a folder, or it is not there."""
+    try:
+        return bool(os.statvfs(place).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return True
+
+
+def _candidates(place: Path) -> Iterator[Path]:
+    """Yield the names that the folder may have, the usual one first."""
+    usual = f"motley-{os.getuid()}"
+    yield place / usual
+    yield from (place / f"{usual}.{number}" for number in range(1, _NAMES))
+
+
+def _why_not_own(folder: Path) -> str | None:
+    """Return why a folder is not this user's alone: what is read from it could be another's."""
+    found = folder.lstat()
+    if folder.is_symlink():
+        return "it is a symbolic link"
+    if found.st_uid != os.getuid():
+        return f"it belongs to the user of number {found.st_uid}"
+    if found.st_mode & 0o077:
+        return "other users can read or write it"
+    return None
+
+
+@cache
+def _own_for_once() -> Path:
+    return Path(tempfile.mkdtemp(prefix="motley-"))

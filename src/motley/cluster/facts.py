@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from motley.cluster.device_facts import MIB, DeviceFacts
-from motley.cluster.gpus import read_devices, read_driver
+from motley.cluster.gpus import MIB, DeviceFacts, read_devices, read_driver
 
 
 @dataclass(frozen=True)

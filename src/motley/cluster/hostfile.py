@@ -1,14 +1,21 @@
-"""Reads and checks ``hosts.txt``, which is a plain Open MPI hostfile.
+"""The hosts of a job: those of ``hosts.txt``, a plain Open MPI hostfile, or those of Slurm's
+allocation.
 
 python -m motley.cluster.hostfile hosts.txt        # print the hosts, or say what is wrong
+
+The allocation is read from the environment alone: in a container there is no ``scontrol``.
 """
 
 import argparse
 import ipaddress
+import os
 import re
 import shlex
+import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from motley.errors import MotleyError
@@ -153,3 +160,168 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_MOST = 100_000  # nodes; a list of more is none
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand_nodes(names: str) -> list[str]:
+    """The nodes of a list as Slurm writes it, in its order: ``n[1-3,07],gpu-a[1-2]-b[1-2]``.
+
+    Raises:
+        MotleyError: it is no such list, or a name in it is no host name.
+    """
+    found: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", names):
+        parts, at = list[list[str]](), 0
+        for match in _PART.finditer(item):
+            if match.start() != at:
+                break
+            inside, plain = match.groups()
+            parts.append([plain] if inside is None else list(_numbers(inside, names)))
+            at = match.end()
+        if at != len(item):
+            raise MotleyError(f"{names!r} is no list of Slurm's nodes, such as n[1-3],gpu07")
+        found += [check_name("".join(each)) for each in product(*parts)]
+        if len(found) > _MOST:
+            raise MotleyError(f"{names!r} names more than {_MOST:,} nodes")
+    return found
+
+
+def _numbers(ranges: str, names: str) -> Iterator[str]:
+    for each in ranges.split(","):
+        match = _RANGE.fullmatch(each)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if not 0 <= int(last) - int(first) < _MOST:
+            raise MotleyError(f"{names!r} is no list of Slurm's nodes: {each!r} is no range")
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{len(first)}d}"
+
+
+def allocated_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Of the allocation as it was granted; empty where this process is in none."""
+    names = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    return expand_nodes(names) if environ.get("SLURM_JOB_ID") else []
+
+
+def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
+    """What to say where ranks run on fewer machines than Slurm has given; else empty."""
+    try:
+        nodes = allocated_nodes(environ)
+    except MotleyError:
+        return ""  # who has to know them says so
+    if len(nodes) <= machines:
+        return ""
+    return (
+        f"Slurm has given {len(nodes)} nodes, and ranks run on {machines} of them: start it with "
+        f"srun --mpi=none --nodes={len(nodes)} --ntasks-per-node=1 ./entry_cn.sh (or as many tasks "
+        "as a node has GPUs)"
+    )
+
+
+def srun_words(mpi: str = "none") -> list[str]:
+    """The words that start a rank on each place of an allocation; with "none" they meet by
+    themselves. They end by themselves too, with a status that says how."""
+    return ["srun", f"--mpi={mpi}", "--kill-on-bad-exit=0"]
+
+
+def on_node(node: str) -> list[str]:
+    """The words before a command that is to run on a node of the allocation, beside its job."""
+    return [
+        "srun", "--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1",
+        "--ntasks-per-node=1", f"--nodelist={node}",
+    ]  # fmt: skip
+
+
+# Name (a star after the default one), state, longest and usual time, nodes, cores, GPUs.
+_FORMAT = "%R|%P|%a|%l|%L|%D|%c|%G"
+_ASK_S = 20.0
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_GPUS = re.compile(r"gpu:(?:[^:,()]+:)?(\d+)")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A group of nodes.
+
+    Attributes:
+        usual: jobs that name none go there. nodes: how many there are.
+        cores, gpus: of the node that has fewest.
+        most_s, usual_s: seconds that a job may take, and takes where it does not say; None:
+            without end.
+    """
+
+    name: str
+    usual: bool
+    up: bool
+    nodes: int
+    cores: int
+    gpus: int
+    most_s: float | None
+    usual_s: float | None
+
+
+def partitions() -> list[Partition]:
+    """Of the cluster that this machine belongs to.
+
+    Raises:
+        MotleyError: there is none, or it does not answer.
+    """
+    try:
+        done = subprocess.run(
+            ["sinfo", "-h", "-o", _FORMAT], capture_output=True, text=True, timeout=_ASK_S,
+            check=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise MotleyError("there is no Slurm here: sinfo is not found") from None
+    except subprocess.TimeoutExpired:
+        raise MotleyError(f"Slurm does not answer here (no answer in {_ASK_S:.0f} s)") from None
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no word"])[-1]
+        raise MotleyError(f"Slurm does not answer here ({last})") from None
+    return read_partitions(done.stdout.splitlines())
+
+
+def read_partitions(lines: Iterable[str]) -> list[Partition]:
+    """What sinfo says in ``_FORMAT``: a line for each kind of node of a partition."""
+    found: dict[str, Partition] = {}
+    for line in lines:
+        name, starred, state, most, usual, nodes, cores, gpus = line.split("|")
+        own = Partition(
+            name, starred.endswith("*"), state == "up", int(nodes), int(cores.rstrip("+")),
+            sum(map(int, _GPUS.findall(gpus))), seconds_of_slurm(most), seconds_of_slurm(usual),
+        )  # fmt: skip
+        before = found.get(name)
+        found[name] = own if before is None else _together(before, own)
+    return list(found.values())
+
+
+def _together(one: Partition, other: Partition) -> Partition:
+    return Partition(
+        one.name, one.usual, one.up, one.nodes + other.nodes, min(one.cores, other.cores),
+        min(one.gpus, other.gpus), one.most_s, one.usual_s,
+    )  # fmt: skip
+
+
+def seconds_of_slurm(text: str) -> float | None:
+    """Of 30 (minutes), 30:00, 4:00:00, 1-12 or 1-12:00:00; None where there is no end.
+
+    Raises:
+        MotleyError: it is no time.
+    """
+    if text.lower() in ("infinite", "unlimited", "n/a", "none"):
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise MotleyError(
+            f"{text!r} is no time of Slurm's; write minutes, as 30, or 4:00:00, or 1-12 (a day and "
+            "a half)"
+        )
+    days, first, second, third = (int(part) if part else 0 for part in match.groups())
+    if match[1]:  # days-hours
+        return 86400.0 * days + 3600 * first + 60 * second + third
+    if match[4]:
+        return 3600.0 * first + 60 * second + third
+    return 60.0 * first + second

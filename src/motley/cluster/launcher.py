@@ -1,9 +1,19 @@
-"""Who started this process, and as which rank of how many: the variables that launchers set."""
+"""The launcher's part of this process: its rank of how many, in the variables that launchers set,
+and its cores, of which a rank uses those next to its GPU.
 
+A core that reaches a GPU, or memory, through another processor's memory node is slower at it. On a
+machine with one node there is nothing to choose. Memory follows the cores: Linux takes it from the
+node of the core that first writes to it.
+"""
+
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 
 class Launcher(Enum):
@@ -73,3 +83,197 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
         if digits.isdigit():
             return int(digits)
     return None
+
+
+_ROOT = Path("/")
+_LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "prte"}
+_ANCESTORS = 4  # processes between a rank and its launcher, at most
+_BINDING_OPTIONS = {
+    "bind-to", "bind-to-core", "bind-to-socket", "bind-to-none", "cpu-set", "cpu-list", "rankfile",
+    "rf", "cpus-per-proc", "cpus-per-rank",
+}  # fmt: skip
+# Open MPI 4 passes an option on as the first; the others are a user's, or a configuration's.
+_BINDING_VARIABLES = {
+    "OMPI_MCA_hwloc_base_binding_policy", "OMPI_MCA_hwloc_default_binding_policy",
+    "PRTE_MCA_hwloc_default_binding_policy", "PMIX_MCA_hwloc_default_binding_policy",
+}  # fmt: skip
+_BUS_ID = re.compile(r"(?:[0-9a-f]{4})?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
+
+
+@dataclass(frozen=True)
+class MemoryNode:
+    """Memory, and the cores that are next to it."""
+
+    number: int
+    cores: frozenset[int]
+
+    def words(self) -> str:
+        """As in ``cores 0-15,64-79 of memory node 1``."""
+        return f"cores {core_list(self.cores)} of memory node {self.number}"
+
+
+def memory_nodes(root: Path = _ROOT) -> tuple[MemoryNode, ...]:
+    """All that have cores, in order; () where Linux does not tell."""
+    found = []
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            cores = read_core_list((path / "cpulist").read_text())
+            if cores:
+                found.append(MemoryNode(int(path.name.removeprefix("node")), cores))
+    return tuple(sorted(found, key=lambda node: node.number))
+
+
+def node_of_device(bus_id: str, root: Path = _ROOT) -> int | None:
+    """The number of the memory node that a device on the PCI bus is next to; None: unknown.
+
+    Args:
+        bus_id: as NVML writes it, for example ``00000000:3B:00.0``.
+    """
+    match = _BUS_ID.fullmatch(bus_id.lower())
+    if match is None:
+        return None
+    try:
+        number = int((root / "sys/bus/pci/devices" / match[1] / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return number if number >= 0 else None  # -1 where the firmware does not tell
+
+
+def choose_node(
+    nodes: Sequence[MemoryNode],
+    near: int | None,
+    has_gpu: bool,
+    local_rank: int,
+    local_size: int,
+    allowed: Collection[int],
+) -> MemoryNode | None:
+    """Where a rank is to stay; None: anywhere, as it is.
+
+    With a GPU, next to that. Without one, ranks are spread over the nodes if each gets as many;
+    one rank alone needs the cores of all.
+
+    Args:
+        near: the number of the node next to its GPU; None: unknown.
+        local_rank, local_size: among the ranks of this machine.
+        allowed: cores that this process may use. If these are not all, somebody has chosen them.
+    """
+    everything = frozenset[int]().union(*(node.cores for node in nodes))
+    if len(nodes) < 2 or frozenset(allowed) != everything:
+        return None
+    if has_gpu:
+        return next((node for node in nodes if node.number == near), None)
+    if local_size % len(nodes):
+        return None
+    return nodes[local_rank * len(nodes) // local_size]
+
+
+def bind_process(cores: Collection[int]) -> None:
+    """Keep this process on these cores, with the threads that it has and all that it starts."""
+    for path in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(path.name), cores)
+
+
+def leave_default_binding(environ: Mapping[str, str] = os.environ) -> bool:
+    """Give this process all cores of its launcher where Open MPI's default chose others.
+
+    Open MPI binds each of up to two ranks to one core and each of more ranks to one memory node,
+    unless its configuration or the user says otherwise. It counts from the machine's first core,
+    even where the launcher may not use that one: ``taskset -c 16-31 mpirun`` starts a rank on core
+    0. On one core a rank shares its time with its own loader processes: an H100 then made 0.65 to
+    0.73 of the images/s that it makes unbound. A binding that somebody asked for stays, as far as
+    this host can see the request: by a variable, or by an option of the launcher here. A
+    container's or a job's cores are the launcher's too.
+
+    Returns:
+        True if the process may use other cores now.
+    """
+    launcher = _find_launcher()
+    if launcher is None or not _BINDING_VARIABLES.isdisjoint(environ):
+        return False
+    wanted = os.sched_getaffinity(launcher)
+    if os.sched_getaffinity(0) >= wanted or _asks_for_binding(_command_line(launcher)):
+        return False
+    bind_process(wanted)
+    return True
+
+
+def cores_per_rank(ranks: int) -> int:
+    """Return how many cores each of so many ranks of this machine has for itself, at least 1.
+
+    Ranks share the cores of their launcher. Where this process is bound to fewer by the launcher,
+    it has no more than those.
+    """
+    own, launcher, nodes = os.sched_getaffinity(0), _find_launcher(), memory_nodes()
+    shared = len(own)
+    if launcher is not None:
+        shared = len(own | os.sched_getaffinity(launcher))
+    elif len(nodes) > 1 and any(node.cores == own for node in nodes):  # see bind_process
+        shared = sum(len(node.cores) for node in nodes)
+    return max(1, min(len(own), shared // ranks))
+
+
+def few_cores_note(ranks: int) -> str:
+    """Return a sentence where a binding leaves cores of this machine idle; else nothing.
+
+    Args:
+        ranks: of this machine.
+    """
+    own, launcher = os.sched_getaffinity(0), _find_launcher()
+    shared = os.sched_getaffinity(launcher) if launcher is not None else own
+    if len(own) * ranks >= len(shared):
+        return ""
+    return (
+        f"mpirun binds each rank on {socket.gethostname()} to {len(own)} of {len(shared)} cores, "
+        "and its loader processes with it; mpirun --bind-to none gives them all"
+    )
+
+
+def _find_launcher() -> int | None:
+    """Return the process of Open MPI that started this one, directly or through a script."""
+    pid = os.getppid()
+    for _ in range(_ANCESTORS):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            name = stat[stat.index("(") + 1 : stat.rindex(")")]
+            if name.partition(".")[0] in _LAUNCHERS:
+                os.sched_getaffinity(pid)  # it may end meanwhile
+                return pid
+            pid = int(stat[stat.rindex(")") + 1 :].split()[1])
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _asks_for_binding(words: Sequence[str]) -> bool:
+    return any(
+        word.lstrip("-") in _BINDING_OPTIONS if word.startswith("-") else ":pe=" in word.lower()
+        for word in words
+    )
+
+
+def read_core_list(text: str) -> frozenset[int]:
+    """Of ``0-15,64``, as Linux writes it; ValueError for what is none."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def core_list(cores: Collection[int]) -> str:
+    """What :func:`read_core_list` reads."""
+    parts: list[tuple[int, int]] = []
+    for core in sorted(cores):
+        if parts and parts[-1][1] == core - 1:
+            parts[-1] = parts[-1][0], core
+        else:
+            parts.append((core, core))
+    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in parts)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley.child import ChildTimeoutError, run_child
 from motley.cluster.account import expand_home
 from motley.cluster.facts import read_interfaces
+from motley.cluster.processes import ChildTimeoutError, run_child
 from motley.errors import HostTrouble
 
 ASK_SSH_S = 10.0  # for ssh to print its configuration, which may run commands

@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from motley import ROOT
-from motley.cluster.device_facts import GpuProcess
-from motley.cluster.gpus import read_gpu_processes
+from motley.cluster.gpus import GpuProcess, read_gpu_processes
 from motley.cluster.launcher import MPIRUN, RANKS, launch_of
 from motley.cluster.processes import end, ticks
 

@@ -1,11 +1,71 @@
-"""Identifies processes by pid and start time, signals and ends them."""
+"""Processes of this machine: programs that Motley starts and waits for, each with a time limit; the
+signals that end this one; and others, identified by pid and start time.
+"""
 
 import contextlib
 import os
+import platform
+import shlex
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+
+from motley.errors import MotleyError
+
+
+class ChildTimeoutError(MotleyError):
+    """A program did not end within its time limit."""
+
+
+def run_child(
+    words: Sequence[object], limit_s: float, fix: str, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end; its input is empty.
+
+    Args:
+        words: its command line.
+        limit_s: seconds that it may take.
+        fix: what the user can do where it takes longer.
+
+    Raises:
+        ChildTimeoutError: it takes longer. The program is killed.
+        OSError: there is no such program.
+    """
+    command = [str(word) for word in words]
+    job = subprocess.Popen(
+        command, cwd=cwd, text=True, errors="replace", stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, errors = job.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        job.kill()  # without a wait: a process that hangs in a network disk cannot end
+        raise ChildTimeoutError(
+            f"{shlex.join(command)} on {platform.node()} did not end within {limit_s:g} s; {fix}"
+        ) from None
+    except BaseException:
+        job.kill()
+        raise
+    return subprocess.CompletedProcess(command, job.returncode, output, errors)
+
+
+def handle_end(number: signal.Signals, handler: Callable[[int, FrameType | None], object]) -> None:
+    """Set the handler of a signal. SIGHUP stays ignored where this process was started so.
+
+    A shell that starts a program in the background has it ignore SIGINT too. Only another program
+    sends that one there, and it means it.
+    """
+    if number != signal.SIGHUP or not ignores_hangup():
+        signal.signal(number, handler)
+
+
+def ignores_hangup() -> bool:
+    """Return True if a closed terminal is to end nothing, as under nohup."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
 
 PATIENCE_S = 3.0  # between SIGTERM, on which a rank tells the others, and SIGKILL
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import paramiko
 
+from motley.cluster.hostfile import allocated_nodes, on_node
 from motley.cluster.login import (
     CONNECT_S,
     HostKey,
@@ -29,7 +30,6 @@ from motley.cluster.login import (
     refused,
 )
 from motley.cluster.shell import Finished, Readable, Talk, TooLong, run_here, run_over
-from motley.cluster.slurm import allocated_nodes, on_node
 from motley.errors import HostTrouble
 
 # It prints each authentication failure, which are reported here as what they mean.

@@ -29,8 +29,14 @@ from motley.config.option import (
     step_span,
     steps_or_time,
 )
-from motley.plan.per_rank import PerRank, read_micro_batches, read_named_hosts, read_shares
-from motley.plan.precision import read_loss_scale, read_precisions
+from motley.plan.precision import (
+    PerRank,
+    read_loss_scale,
+    read_micro_batches,
+    read_named_hosts,
+    read_precisions,
+    read_shares,
+)
 from motley.plan.wire import WireMode
 
 MODEL, NUMBERS, SPEED, PLAN, NOTHING = (

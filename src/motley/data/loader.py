@@ -1,4 +1,4 @@
-"""The loader: gives every rank its own micro-batches of the global order (motley.data.order), read
+"""The loader: gives every rank its own micro-batches of the global order (motley.data.source), read
 ahead and copied to the device that computes them.
 
 Without loader processes the training thread itself reads each micro-batch. With them a thread
@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from motley.cluster.binding import cores_per_rank
+from motley.cluster.launcher import cores_per_rank
 from motley.config.options import Config
-from motley.data.keyed import Answer, Asked, Both, Key, Keyed
 from motley.data.loader_memory import (
     PREFETCH,
     Passed,
@@ -32,8 +31,19 @@ from motley.data.loader_memory import (
     free_memory,
     workers_that_fit,
 )
-from motley.data.order import Order, seed_of, seeds_of, slices
-from motley.data.source import Batch, Samples
+from motley.data.source import (
+    Answer,
+    Asked,
+    Batch,
+    Both,
+    Key,
+    Keyed,
+    Order,
+    Samples,
+    seed_of,
+    seeds_of,
+    slices,
+)
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent, keep_freed_memory
 from motley.plan.length import ramp_of

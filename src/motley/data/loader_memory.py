@@ -1,15 +1,19 @@
-"""Memory of loader processes: the slots through which they pass batches to their rank, made once
-for the whole run, and the number of processes that a host's memory has room for.
+"""Memory and number of loader processes: the slots through which they pass batches to their rank,
+made once for the whole run, the number that a host has room for, and processes that are added while
+a run goes on.
 
 A batch in shared memory of its own costs more than its copy: its pages are zeroed, mapped twice
 and given back, at the rank under Python's lock, so that none of its threads can launch a kernel.
 Beside an H100, 256 images of 224 pixels took 30 ms to put there and 5.4 to give back; a copy takes
 6.7.
+
+A trial of a fraction of a second, before training, says little about the hours that follow.
 """
 
 import contextlib
 import math
 import mmap
+import os
 import re
 import shutil
 import socket
@@ -25,6 +29,7 @@ from torch.utils.data import get_worker_info
 
 from motley.data.source import Batch, Tensors
 from motley.errors import MotleyError
+from motley.records.training import StepRecord
 
 PREFETCH = 2  # batches that each process makes ahead
 # A process is asked for another batch once one of its own is taken, and one is taken once that
@@ -261,3 +266,83 @@ def explain_workers(workers: int) -> Iterator[None]:
 
 def _text(size: float) -> str:
     return f"{size / _GIB:.2f} GiB" if size >= _GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+WINDOW = 16  # steps that are judged together
+WORTH_IT = 0.03  # of the time, that a rank waits for its samples
+_SETTLING = 4  # steps behind a change, in which new processes make their first batches
+_STALLS = 2  # steps of a window that may have waited for anything, such as a slow file
+_HELPED = 0.8  # of that wait; more is left where the disk or something else is the limit
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A wish for more loader processes.
+
+    Attributes:
+        workers: that there should be. waited: part of the time that the rank waits for samples.
+    """
+
+    workers: int
+    waited: float
+
+
+class LoaderGrowth:
+    """Decides from finished steps when a rank adds loader processes: one, then twice as many.
+
+    It stops for good once an addition has not shortened the wait.
+
+    Args:
+        workers: that there are. most: that there may be.
+        idle_cores: returns how many of the rank's cores did nothing since it was called last.
+    """
+
+    def __init__(
+        self, workers: int, most: int, idle_cores: Callable[[], float] | None = None
+    ) -> None:
+        self._workers, self._most = workers, most
+        self._idle_cores = idle_cores or _idle_cores
+        self._seen = -1  # the last step
+        self._before: float | None = None  # the wait, when processes were added last
+        self._steps: list[tuple[float, float]] = []  # seconds waited, and of the step
+        self._skip = _SETTLING
+
+    def step(self, record: StepRecord) -> Growth | None:
+        """Take in a finished step of this rank; return a wish, or None."""
+        if self._workers >= self._most or record.step == self._seen:
+            return None
+        self._seen = record.step
+        if self._skip:
+            self._skip -= 1
+            if not self._skip:
+                self._idle_cores()
+            return None
+        # While others take longer still, input costs this rank nothing.
+        waited = record.t_data - (record.t_wait or 0.0)
+        self._steps.append((waited, record.n_global / record.samples_per_s))
+        if len(self._steps) < WINDOW:
+            return None
+        usual = sorted(self._steps)[:-_STALLS]
+        waited, total = map(sum, zip(*usual, strict=True))
+        part, idle, before = waited / total, self._idle_cores(), self._before
+        self._steps, self._before = [], None
+        if before is not None and part > _HELPED * before:
+            self._most = 0
+        if part < WORTH_IT:
+            return None
+        added = min(max(1, self._workers), self._most - self._workers, round(idle))
+        return Growth(self._workers + added, part) if added > 0 else None
+
+    def take(self, workers: int, waited: float) -> None:
+        """Go on with so many processes; see :class:`Growth`. As many as before: no more fit."""
+        if workers == self._workers:
+            self._most = workers
+        self._before, self._workers = waited, workers
+        self._steps, self._skip = [], _SETTLING
+
+
+def _idle_cores() -> float:
+    """Return how many of this process's cores did nothing since the last call."""
+    own = os.sched_getaffinity(0)
+    used = enumerate(psutil.cpu_percent(percpu=True))
+    return sum(1 - percent / 100 for core, percent in used if core in own)

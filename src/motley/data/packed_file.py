@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from motley.data.dataset import find_dataset
+from motley.data.datasets import find_dataset
 from motley.data.images import load_image
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.comm.collectives import all_gather_object
 from motley.comm.reducer import Bucket, Unsent, as_real, empty_bucket, grouped
 from motley.data.source import Batch
-from motley.engines.gradients import gradient_norm
+from motley.engines.base import gradient_norm
 from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext
 from motley.engines.synchronous import ReducingEngine

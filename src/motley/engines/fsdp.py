@@ -24,15 +24,23 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from motley.data.source import Batch
-from motley.engines.gradients import check_types, name_types, silenced
-from motley.engines.named_state import State, on_cpu, parameter_of, snapshot
+from motley.engines.base import check_types, name_types, silenced
+from motley.engines.named_state import (
+    State,
+    is_by_rows,
+    on_cpu,
+    own_rows,
+    parameter_of,
+    rows_as,
+    rows_of_rank,
+    snapshot,
+)
 from motley.engines.optimizer import Sharding, is_elementwise
+from motley.engines.optimizers import find_row
 from motley.engines.out_of_memory import no_second_try, out_of_memory
-from motley.engines.own_optimizer import find_row
 from motley.engines.protocol import EngineContext
-from motley.engines.rows import is_by_rows, own_rows, rows_as, rows_of_rank
+from motley.engines.strategies import check_offload
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
-from motley.engines.strategy import check_offload
 from motley.engines.synchronous import SynchronousEngine
 from motley.errors import MotleyError
 from motley.tasks.check import found_unused, refuse_unused, without_gradient

@@ -23,15 +23,13 @@ from torch import Tensor
 from motley.comm.collectives import all_gather_floats, all_gather_object, leavable
 from motley.comm.reducer import as_real
 from motley.data.source import Batch
-from motley.engines.base import EngineBase
-from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.base import EngineBase, gradient_norm, unscale_and_clip
 from motley.engines.named_state import State
-from motley.engines.own_optimizer import find_own
+from motley.engines.optimizers import find_own
 from motley.engines.protocol import EngineContext, StepResult
 from motley.errors import MotleyError, NotFiniteError
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
-from motley.plan.wire import Addition
+from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
 
 _TOLD = 4  # numbers that each rank tells at an averaging round

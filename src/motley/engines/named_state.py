@@ -1,4 +1,5 @@
-"""The state of a model and its optimizer by the names of parameters: tensors, and plain values.
+"""The state of a model and its optimizer by the names of parameters: tensors, plain values, and
+tensors that are cut over ranks along their first dimension.
 
 Most optimizers keep tensors alone, a few of each parameter. Some keep a step in a parameter group
 (LAMB, Adan, Lookahead), Python numbers (RAdam, MARS), lists of tensors, or random numbers of their
@@ -7,7 +8,7 @@ types.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,40 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from motley.engines.own_optimizer import convert
+from motley.engines.optimizers import convert
 from motley.errors import MotleyError
+
+
+def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    """Whether what is kept of a parameter is cut with it: it has its shape, or as many rows of a
+    matrix of its own, as the scales of blocks of numbers."""
+    if torch.Size(shape) == torch.Size(parameter):
+        return True
+    return len(shape) == 2 and len(parameter) > 1 and shape[0] == parameter[0]
+
+
+def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows that a rank has, as torch.chunk cuts: from the first to before the second."""
+    each = -(-rows // ranks)
+    first = min(rank * each, rows)
+    return first, min(first + each, rows)
+
+
+def own_rows(value: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def rows_as(value: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's rows as a part of a whole tensor, which is cut as the parameter is; where they
+    are now, which is the host's memory where a GPU's parameters are kept there."""
+    shape = torch.Size((parameter.shape[0], *value.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(  # takes them to the mesh's device
+        value, parameter.device_mesh, parameter.placements, run_check=False, shape=shape,
+        stride=stride,
+    )  # fmt: skip
+    return whole.to(value.device)
 
 
 def on_cpu(value: Tensor) -> Tensor:
@@ -216,7 +249,7 @@ class OptimizerMemory:
 
     def load(self, state: State) -> None:
         """Continue from :meth:`state`; tensors keep their type, and go to their parameter's
-        device. Slots of more bits, or fewer, are converted; see motley.engines.own_optimizer."""
+        device. Slots of more bits, or fewer, are converted; see motley.engines.optimizers."""
         state = State(convert(state.tensors, self._optimizer), state.plain)
         names = [name for group in self._names for name in group]
         slots = {number: self._slots_of(name, state) for number, name in enumerate(names)}

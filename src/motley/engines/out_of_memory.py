@@ -9,8 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from motley.cluster.device_facts import MIB
-from motley.cluster.gpus import amd_uuid_at, read_gpu_processes
+from motley.cluster.gpus import MIB, amd_uuid_at, read_gpu_processes
 from motley.errors import NoMemoryError
 from motley.faults import says_no_memory
 

@@ -18,9 +18,9 @@ from motley.data.source import Batch
 from motley.engines.average import ParameterAverage
 from motley.engines.named_state import State
 from motley.engines.step_timer import Clock, Laps
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
+from motley.plan.wire import EngineTraits
 from motley.tasks.model import TaskModel
 
 

@@ -12,13 +12,18 @@ from torch import Tensor
 
 from motley.comm.collectives import Copy, all_gather, begin_copy, leavable, mark_now
 from motley.comm.reducer import Bucket, Reducer
-from motley.engines.base import LEAST_CORRECTION, EngineBase
-from motley.engines.gradients import check_types, clip_factor, gradient_norm, unscale_and_clip
+from motley.engines.base import (
+    LEAST_CORRECTION,
+    EngineBase,
+    check_types,
+    clip_factor,
+    gradient_norm,
+    unscale_and_clip,
+)
 from motley.engines.named_state import part_of
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
 from motley.faults import Phase
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
+from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
 
 

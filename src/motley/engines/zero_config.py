@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from motley import PACKAGE
 from motley.config.option import Decides, option
-from motley.engines.strategy import check_offload
+from motley.engines.strategies import check_offload
 from motley.errors import MotleyError
 from motley.plan.memory import BUCKET, STATE
 from motley.text import did_you_mean
@@ -191,7 +191,7 @@ def read_stage(path: Path) -> int:
 
 
 def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
-    """What ``--offload`` or the file keeps there; see motley.plan.engine_traits."""
+    """What ``--offload`` or the file keeps there; see motley.plan.wire."""
     path = config_path(options)
     stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
     found = {

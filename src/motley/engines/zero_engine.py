@@ -24,15 +24,28 @@ from torch.utils._pytree import tree_leaves
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.source import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage
-from motley.engines.base import LEAST_CORRECTION, EngineBase
-from motley.engines.gradients import check_types, gradient_norm, silenced, unscale_and_clip
+from motley.engines.base import (
+    LEAST_CORRECTION,
+    EngineBase,
+    check_types,
+    gradient_norm,
+    silenced,
+    unscale_and_clip,
+)
 from motley.engines.import_deepspeed import comm, deepspeed, utils
-from motley.engines.named_state import State, fill_tied, model_state, parameter_of, snapshot
+from motley.engines.named_state import (
+    State,
+    fill_tied,
+    is_by_rows,
+    model_state,
+    parameter_of,
+    rows_of_rank,
+    snapshot,
+)
 from motley.engines.optimizer import is_elementwise
+from motley.engines.optimizers import decode
 from motley.engines.out_of_memory import no_second_try, out_of_memory
-from motley.engines.own_optimizer import decode
 from motley.engines.protocol import EngineContext, StepResult
-from motley.engines.rows import is_by_rows, rows_of_rank
 from motley.engines.strategies.zero import TRAITS
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
 from motley.engines.zero_state import AverageOfParts, cut_state, rows_in, whole_state

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from motley.data.keyed import first_batch
+from motley.data.source import first_batch
 from motley.errors import MotleyError
-from motley.extras import check_extras
 from motley.infer.predictor import Trained
+from motley.registry import check_extras
 from motley.tasks.task import Task
 
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")

@@ -17,7 +17,7 @@ from motley.engines.named_state import part_of
 from motley.engines.out_of_memory import in_halves
 from motley.errors import MotleyError
 from motley.measure.process_group import confirmed, promised_precision
-from motley.tasks.find import SAMPLES, check_classes, task_of
+from motley.tasks.builtin import SAMPLES, check_classes, task_of
 from motley.tasks.model import TaskModel, set_matmul_precision
 from motley.tasks.task import Task
 from motley.train.command_line import config_from

@@ -73,17 +73,22 @@ def shadowed_note(folders: Iterable[str]) -> str:
 def main() -> None:
     """Run the script that the command line names."""
     # Imported once a failure would name the host.
-    from motley.cluster.binding import cores_per_rank, few_cores_note, leave_default_binding
-    from motley.cluster.cache_folder import cache_note, temporary_note
-    from motley.cluster.launcher import Launcher, launch_of
+    from motley.cluster.account import cache_note, temporary_note
+    from motley.cluster.launcher import (
+        Launcher,
+        cores_per_rank,
+        few_cores_note,
+        launch_of,
+        leave_default_binding,
+    )
     from motley.errors import MotleyError
-    from motley.launch.mpi import finalize_mpi
     from motley.launch.process import (
         die_with_parent,
         end_at_once,
         keep_caches_local,
         stop_usage,
     )
+    from motley.launch.ranks import finalize_mpi
     from motley.launch.start_watch import watch_imports
     from motley.text import escape_unprintable
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from motley.cluster.cache_folder import cache_folder, is_lasting
+from motley.cluster.account import cache_folder, is_lasting
 from motley.cluster.launcher import launch_of
 from motley.errors import MotleyError
 

@@ -31,7 +31,6 @@ from motley.cluster.network import (
 )
 from motley.cluster.orphans import state, survey
 from motley.errors import MotleyError
-from motley.launch.mpi import Launched, MpiRanks, check_size
 from motley.launch.process import (
     allow_files,
     die_with_parent,
@@ -40,9 +39,9 @@ from motley.launch.process import (
     launched_rank,
     stop_usage,
 )
+from motley.launch.ranks import TORCHRUN_GROUP, Launched, MpiRanks, TcpRanks, check_size
 from motley.launch.same_code import compare_code
 from motley.launch.start_watch import StartClock, StartWatch
-from motley.launch.tcp_ranks import TORCHRUN_GROUP, TcpRanks
 from motley.membership.supervisor import Supervisor
 from motley.membership.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
 

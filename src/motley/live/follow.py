@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from motley.errors import MotleyError
-from motley.live.track import RECENT, Track, read_step
-from motley.live.waiting import since_slower
-from motley.plan.links import Links
+from motley.live.track import RECENT, Track, read_step, since_slower
+from motley.plan.speeds import Links
 from motley.records.gpu_csv import GpuRows, GpuSample
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder, of_older_version

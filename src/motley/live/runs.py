@@ -1,11 +1,174 @@
-"""Follows all runs under a folder, or one; finds new ones as they come."""
+"""The runs under a folder: a copy of what hosts with a disk of their own record, and a follower of
+each run. New runs are found as they come.
 
-from collections.abc import Callable, Sequence
+Only what is new is sent, every few seconds, over one connection a host; the copies lie in a folder
+that goes when the watching ends, and the run's own folder is left as it is.
+"""
+
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from motley.live.follow import RunFollower
+from motley.errors import HostTrouble
+from motley.live.follow import MOST, RunFollower, hosts_elsewhere
 from motley.live.snapshot import MOST_ROWS, Snapshot, take_snapshot
 from motley.records.run_folder import RunFolder, find_runs
+from motley.records.training import RankGroups
+
+if TYPE_CHECKING:
+    from motley.cluster.ssh import Remote
+
+_EVERY_S, _LIMIT_S, _FIRST_S = 3.0, 15.0, 30.0
+
+_PIECE = 32 * 2**20  # bytes of a file that are sent at once, where it is wanted whole
+
+# Of each file: a mark, its name, where what follows begins and ends, and its size. Of a long one
+# that is asked for the first time its first line and its end, unless all is wanted, by pieces.
+_SCRIPT = r"""mark=$1; most=$2; piece=$3; cd "$4" || exit 3; shift 4
+while [ $# -gt 1 ]; do
+  if [ -f "$1" ]; then
+    size=$(($(wc -c <"$1"))); start=$2
+    [ "$start" -le "$size" ] || start=0
+    end=$size
+    [ "$piece" = 0 ] || [ $((start + piece)) -ge "$size" ] || end=$((start + piece))
+    printf '%s %s %s %s %s\n' "$mark" "$1" "$start" "$end" "$size"
+    if [ "$start" = 0 ] && [ "$end" -gt "$most" ] && [ "$piece" = 0 ]; then
+      head -n 1 "$1"; tail -c +$((end - most + 1)) "$1" | head -c "$most" | sed 1d
+    elif [ "$start" -lt "$end" ]; then
+      tail -c +$((start + 1)) "$1" | head -c $((end - start))
+    fi
+    printf '\n'
+  fi
+  shift 2
+done
+"""
+
+
+class Collector:
+    """Keeps copies up to date; a context manager.
+
+    Args:
+        asked: without it nothing is copied; also an attribute.
+        whole: all that there is, not the end alone.
+    """
+
+    def __init__(self, asked: bool, whole: bool = False) -> None:
+        self.asked, self._whole = asked, whole
+        self._stop = threading.Event()
+        self._threads: dict[tuple[Path, str], threading.Thread] = {}
+        self._tried: dict[tuple[Path, str], threading.Event] = {}
+
+    def __enter__(self) -> "Collector":
+        if self.asked:
+            self._folder = tempfile.TemporaryDirectory(prefix="motley-watch-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads.values():
+            thread.join(_EVERY_S)
+        if self.asked:
+            self._folder.cleanup()
+
+    def copies(self, run: RunFolder) -> Sequence[RunFolder]:
+        """Where those of a run are going to be."""
+        return [RunFolder(self._place(run))] if self.asked else []
+
+    def _place(self, run: RunFolder) -> Path:
+        return Path(self._folder.name) / "_".join(run.path.resolve().parts[1:])
+
+    def start(self, followers: Iterable[RunFollower]) -> bool:
+        """See whose files are not here, and begin to copy them; whether somebody's are."""
+        began = False
+        for follower in followers if self.asked else ():
+            for host in hosts_elsewhere(follower):
+                key = self._place(follower.run), host
+                if key not in self._threads:
+                    thread = threading.Thread(
+                        target=self._copy, args=(follower, host, key[0]), daemon=True
+                    )
+                    self._tried[key] = threading.Event()
+                    self._threads[key] = thread
+                    thread.start()
+                    began = True
+        return began
+
+    def wait(self) -> None:
+        """Until the first copies are there, or it is known why not."""
+        deadline = time.monotonic() + _FIRST_S
+        for tried in self._tried.values():
+            tried.wait(max(0.0, deadline - time.monotonic()))
+
+    def _copy(self, follower: RunFollower, host: str, place: Path) -> None:
+        from motley.cluster.ssh import connect  # loads much, which most who watch do not need
+
+        place.mkdir(parents=True, exist_ok=True)
+        while not self._stop.is_set():
+            try:
+                with connect(host) as remote:
+                    files = Copies(follower.run, follower.about, host, place, self._whole)
+                    while not self._stop.is_set():
+                        if files.update(remote):
+                            continue
+                        follower.troubles.pop(host, None)
+                        self._tried[place, host].set()
+                        self._stop.wait(_EVERY_S)
+            except HostTrouble as trouble:
+                follower.troubles[host] = f"{trouble.found}; {trouble.fix}"
+                self._tried[place, host].set()
+            self._stop.wait(_EVERY_S)
+
+
+class Copies:
+    """Of one host's files of a run.
+
+    Args:
+        about: run.json. place: where they go. whole: see :class:`Collector`.
+    """
+
+    def __init__(
+        self, run: RunFolder, about: dict[str, object], host: str, place: Path, whole: bool = False
+    ) -> None:
+        self._folder, self._place = run.path.resolve(), place
+        self._piece = _PIECE if whole else 0
+        mine = RankGroups(about).ranks_of(host)
+        paths = [*(run.step_file(rank) for rank in mine), run.gpu_file(host)]
+        self._offsets = {path.name: 0 for path in paths}
+
+    def update(self, remote: "Remote") -> bool:
+        """Take what is new, or a piece of it; whether there is more. HostTrouble if the host does
+        not answer."""
+        mark = secrets.token_hex(16)
+        words = [word for pair in self._offsets.items() for word in pair]
+        done = remote.run(_SCRIPT, mark, MOST, self._piece, self._folder, *words, limit=_LIMIT_S)
+        if done.code == 3:
+            raise HostTrouble(
+                "no run folder", f"{remote.host} has no {self._folder}",
+                "start this in the folder from which mpirun was started",
+            )  # fmt: skip
+        more = False
+        for piece in done.output.split(f"{mark} ")[1:]:
+            head, _, text = piece.partition("\n")
+            name, start, end, size = head.rsplit(" ", 3)
+            if name in self._offsets:
+                self._take(name, int(start), int(end), text)
+                more |= int(end) < int(size)
+        return more
+
+    def _take(self, name: str, start: int, end: int, text: str) -> None:
+        # The last line may not be whole yet: it comes again.
+        whole, newline, torn = text.removesuffix("\n").rpartition("\n")
+        self._offsets[name] = end - len(torn.encode())
+        path = self._place / name
+        if not start:
+            path.unlink(missing_ok=True)  # so that whoever follows it begins anew
+        with path.open("ab") as file:
+            file.write((whole + newline).encode())
+
 
 MOST_RUNS = 40  # that are shown, the newest
 _MOST_TAKEN = 200  # snapshots that are kept

@@ -9,10 +9,18 @@ from itertools import pairwise
 from typing import Any
 
 from motley.live.follow import RunFollower, hosts_elsewhere, workers
-from motley.live.headline import Mood, Silence, headline, silences
-from motley.live.track import Step, Track, mean_parts
-from motley.live.waiting import Waits, find_waits, last_steps
-from motley.live.words import Event, evaluation, event, mapping, plain
+from motley.live.track import Step, Track, Waits, find_waits, last_steps, mean_parts
+from motley.live.words import (
+    Event,
+    Mood,
+    Silence,
+    evaluation,
+    event,
+    headline,
+    mapping,
+    plain,
+    silences,
+)
 from motley.records.gpu_csv import GpuSample, device_name
 from motley.records.json_files import JsonDict, finite
 from motley.text import typed_command

@@ -1,10 +1,15 @@
-"""What is kept of one rank's steps: the last ones whole, all of them thinned out. Pure."""
+"""The steps of each rank that are kept, the last ones whole and all of them thinned out; and what a
+step waits for: a rank, the wire, or input. Pure.
+"""
 
 import math
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
+from statistics import median
 from typing import Any
 
 from motley.records.json_files import JsonDict
@@ -175,3 +180,211 @@ def mean_parts(steps: Sequence[Step]) -> tuple[float | None, ...]:
     for step in steps:
         total.add(None, *step.parts)
     return tuple(total.means()[1:])
+
+
+_MOST, _LEAST, _FRESH_S = 20, 3, 3.0  # steps that are looked at: those of so many seconds
+_WORTH = 0.05  # of a step, that is worth a word
+_NO_WAIT = 0.02  # of a step: whoever waits less is who was ready last
+_FOR_INPUT = 0.5  # of the time until a rank is ready
+# A rank has become slower where the last one is ready after so many times what is usual, in some
+# steps or for so long, while the others are after a part of that. It is named at once, and before
+# the wire: whoever computes slowly sends slowly too, and most of that looks like the wire.
+_SLOWER, _SLOWER_STEPS, _SLOWER_S, _OTHERS = 3.0, 2, 0.5, 0.5
+_USUAL = 8  # steps or more, whose median is usual
+_SLOWER_WORTH = 0.1  # of a step
+
+
+class Held(StrEnum):
+    """What holds the steps up."""
+
+    RANK = "rank"
+    WIRE = "wire"
+    INPUT = "input"
+    OPTIMIZER = "optimizer"
+    HOST = "host"
+    NOTHING = "nothing"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What the last steps waited for most.
+
+    Attributes:
+        share: part of each step. rank: that is waited for; None with Held.RANK: one that writes no
+            records here.
+        own_s, others_s: until that rank was ready, and the others on average; None: unknown.
+        usual_s: until the last rank was ready before this one became slower; None: it did not.
+        for_input: most of ``own_s`` was for its samples.
+        steps: that were looked at.
+        by_rank: part of each step in which a rank was waited for.
+    """
+
+    held: Held
+    share: float
+    steps: int
+    by_rank: Mapping[int | None, float]
+    rank: int | None = None
+    own_s: float | None = None
+    others_s: float | None = None
+    usual_s: float | None = None
+    for_input: bool = False
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some steps.
+
+    Attributes:
+        steps: how many. lines: of them, by rank and number. seconds: that they took.
+        by_rank: part of that in which each was waited for.
+    """
+
+    steps: int
+    lines: Mapping[int, Mapping[int, Step]]
+    seconds: float
+    by_rank: Mapping[int | None, float]
+
+    @property
+    def waited_for_most(self) -> int | None:
+        return max(self.by_rank, key=lambda rank: self.by_rank[rank], default=None)
+
+
+def last_steps(track: Track) -> list[Step]:
+    """Those that say what happens now: of the last seconds, some at least and not too many."""
+    recent = list(track.recent)[-_MOST:]
+    fresh = [step for step in recent if 0 <= recent[-1].time - step.time <= _FRESH_S]
+    return fresh if len(fresh) >= _LEAST else recent[-_LEAST:]
+
+
+def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int]) -> Waits:
+    """What the last steps waited for.
+
+    Args:
+        tracks: of the ranks that write their steps here. lead: whose steps reach furthest.
+        ranks: all that train.
+    """
+    since, usual_s = since_slower(lead)
+    found = _window(since, tracks, ranks)
+    if (rank := found.waited_for_most) is not None and found.by_rank[rank] > _SLOWER_WORTH:
+        waits = _for_rank(rank, found)
+        if waits.own_s and (waits.others_s or 0.0) < _OTHERS * waits.own_s:
+            return replace(waits, usual_s=usual_s)
+    return _most(_window(last_steps(lead), tracks, ranks), len(ranks))
+
+
+def since_slower(lead: Track) -> tuple[list[Step], float | None]:
+    """The last steps, if some rank has become slower in them; and after how long the last rank was
+    ready before, seconds."""
+    ready = [_last_ready(step) for step in lead.recent]
+    known = [seconds for seconds in ready if seconds is not None]
+    if len(known) < _USUAL:
+        return [], None
+    usual = median(known)
+    slower = len([*takewhile(lambda seconds: (seconds or 0.0) > _SLOWER * usual, reversed(ready))])
+    since = list(lead.recent)[-min(slower, _MOST) :] if slower else []
+    lasts = len(since) >= _SLOWER_STEPS or sum(step.seconds for step in since) > _SLOWER_S
+    return (since, usual) if lasts else ([], None)
+
+
+def _last_ready(step: Step) -> float | None:
+    """Until the last rank was ready, by one rank's line, seconds."""
+    if step.ready_s is None:
+        return None
+    if step.others:
+        return max(step.others[2], step.ready_s)
+    return None if step.parts[2] is None else step.ready_s + step.parts[2]
+
+
+def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collection[int]) -> _Window:
+    """All ranks' lines of one rank's steps."""
+    numbers = [step.step for step in steps]
+    lines = {
+        rank: found for rank, track in tracks.items()
+        if (found := {step.step: step for step in list(track.recent)[-2 * _MOST:]
+                      if step.step in numbers})
+    }  # fmt: skip
+    lost: dict[int | None, float] = defaultdict(float)
+    whole = 0.0
+    for number in numbers:
+        of_step = {rank: steps[number] for rank, steps in lines.items() if number in steps}
+        whole += max(step.seconds for step in of_step.values())
+        who, seconds = waited_for(of_step, ranks)
+        lost[who] += seconds
+    by_rank = {rank: seconds / whole for rank, seconds in lost.items() if seconds and whole}
+    return _Window(len(numbers), lines, whole, by_rank)
+
+
+def _most(found: _Window, ranks: int) -> Waits:
+    """What is waited for most in some steps.
+
+    Args:
+        ranks: how many train.
+    """
+    if not found.seconds:
+        return Waits(Held.UNKNOWN, 0.0, found.steps, {})
+    by_rank, usual = found.by_rank, found.seconds / found.steps
+    parts = mean_parts([step for steps in found.lines.values() for step in steps.values()])
+    shares = {
+        Held.WIRE: (parts[3] or 0.0) / usual, Held.INPUT: (parts[0] or 0.0) / usual,
+        Held.OPTIMIZER: (parts[4] or 0.0) / usual, Held.HOST: (parts[5] or 0.0) / usual,
+    }  # fmt: skip
+    rank, held = found.waited_for_most, max(shares, key=lambda each: shares[each])
+    if by_rank and by_rank[rank] >= max(_WORTH, shares[held]):
+        return _for_rank(rank, found)
+    if shares[held] >= _WORTH:
+        return Waits(held, shares[held], found.steps, by_rank)
+    told = parts[2] is not None or ranks < 2
+    return Waits(
+        Held.NOTHING if told else Held.UNKNOWN, (parts[1] or 0.0) / usual, found.steps, by_rank
+    )
+
+
+def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int | None, float]:
+    """Who was ready last in one step, and how long the others waited for that on average, seconds.
+
+    Args:
+        lines: of the ranks that tell of the step.
+
+    Returns:
+        None and a time where it was a rank that does not tell; 0.0 seconds where nobody knows.
+    """
+    told = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
+    if not told:
+        return None, 0.0
+    first = min(told, key=lambda rank: told[rank] or 0.0)
+    own = lines[first]
+    who: int | None = first
+    if own.others and own.ready_s is not None:
+        middle, other, last = own.others
+        return other if last > own.ready_s else first, max(0.0, last, own.ready_s) - middle
+    if (told[first] or 0.0) > _NO_WAIT * own.seconds:
+        absent = [rank for rank in ranks if rank not in lines]
+        who = absent[0] if len(absent) == 1 else None
+    waits = [seconds or 0.0 for rank, seconds in told.items() if rank != who]
+    return who, sum(waits) / len(waits) if waits else 0.0
+
+
+def _for_rank(rank: int | None, found: _Window) -> Waits:
+    lines = found.lines
+    own = list(lines[rank].values()) if rank is not None and rank in lines else []
+    own_s = _mean([step.ready_s for step in own])
+    input_s = _mean([step.parts[0] for step in own])
+    rest = [step for other, steps in lines.items() if other != rank for step in steps.values()]
+    others_s = _mean([step.ready_s for step in rest])
+    if own_s is None and any(step.others for step in rest):  # of many ranks, the first tells
+        told = [step.others for step in rest if step.others]
+        own_s = _mean([last for _, who, last in told if who == rank])
+        others_s = _mean([middle for middle, _, _ in told])
+    elif own_s is None and rank is not None:  # its line of a step comes last, as it does
+        own_s = _mean([_last_ready(step) for step in rest])
+    for_input = bool(own_s and input_s and input_s > _FOR_INPUT * own_s)
+    return Waits(
+        Held.RANK, found.by_rank[rank], found.steps, found.by_rank, rank, own_s, others_s,
+        for_input=for_input,
+    )  # fmt: skip
+
+
+def _mean(values: Collection[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

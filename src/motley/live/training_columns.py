@@ -68,8 +68,8 @@ class Training:
         return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
 
     def mean_rate(self) -> float:
-        """By the clock, see :func:`motley.records.costs.mean_rate`, in :attr:`unit` a second; NaN
-        where unknown."""
+        """By the clock, see :func:`motley.records.training.mean_rate`, in :attr:`unit` a second;
+        NaN where unknown."""
         of = "weight" if all(line.get("weight") is not None for line in self.lead) else "n_global"
         mean = mean_rate(self.lead, of, self.starts)
         return np.nan if mean is None else mean

@@ -14,7 +14,7 @@ from motley.live.snapshot import fraction_of_limit
 from motley.live.track import PARTS
 from motley.live.training_columns import Array, Training, column, mean, median
 from motley.plan.advice import Advice
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.records.costs import joules, leak
 from motley.records.json_files import JsonDict, finite
 from motley.records.run_folder import RunFolder

@@ -1,11 +1,19 @@
-"""What records say, in words that no terminal and no page stumbles over. Pure."""
+"""Words for what a run does: the sentence at the top, events and evaluations, on one line each,
+with nothing that moves a cursor.
+"""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
 from typing import Any
 
+from motley.live.follow import RunFollower, workers
+from motley.live.track import Held, Waits, last_steps, mean_parts
 from motley.records.json_files import JsonDict
 from motley.records.training import EMA, EpochRecord
+from motley.text import step_in_words
 
 _LONGEST = 2000  # characters
 
@@ -78,3 +86,198 @@ class _Told(dict[str, Any]):
 
     def __missing__(self, key: str) -> str:
         return "?"
+
+
+_STALL_S, _STALL_STEPS = 2.0, 5.0  # without a step, whichever is longer
+_LATE_S, _LATE_SAMPLES = 1.0, 2.5  # a logger of devices writes at its own interval
+_INTERVAL_S = 2.0  # of that logger, where run.json does not tell
+_FEW = 4  # that are named
+_ALSO = 0.1  # of a step, that a rank is waited for besides
+
+
+class Mood(StrEnum):
+    """How a run does."""
+
+    STARTING = "starting"
+    WELL = "well"
+    WAITS = "waits"
+    SILENT = "silent"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Who should have written, and has not.
+
+    Attributes:
+        stalled_s: since any rank has written a step, where that is long for this run; else None.
+        hosts: seconds since the logger of their devices wrote. ranks: since they wrote a step that
+            others have written. unheard: since the first rank heard them.
+    """
+
+    stalled_s: float | None = None
+    hosts: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[int, float] = field(default_factory=dict)
+    unheard: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, rank: int, host: str) -> float | None:
+        """Of a rank on a host; None if it is not silent."""
+        return self.unheard.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
+
+
+def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
+    """Who is silent in a run that is said to be running."""
+    interval = mapping(followed.about, "config").get("gpu_log_interval")
+    interval = interval if isinstance(interval, int | float) and interval > 0 else _INTERVAL_S
+    late = _LATE_SAMPLES * interval + _LATE_S
+    hosts = {
+        host: silent for worker in workers(followed.about)
+        if (silent := followed.host_silent_s(host := str(worker.get("host")))) and silent > late
+    }  # fmt: skip
+    lead, unheard = followed.lead(), followed.unheard_s()
+    if lead is None or lead.last is None:
+        return Silence(None, hosts, unheard=unheard)
+    usual = median(step.seconds for step in lead.recent)  # one that took long changes nothing
+    stall, since = max(_STALL_S, _STALL_STEPS * usual), followed.silent_s()
+    stalled = since > stall
+    behind = {}
+    for rank in ranks:
+        track, silent = followed.tracks.get(rank), followed.rank_silent_s(rank)
+        if track is None or track.last is None or silent is None:
+            continue
+        if silent - since > stall or (stalled and track.last.step < lead.last.step):
+            behind[rank] = silent
+    if 2 * len(behind) > len(followed.tracks):
+        behind = {}  # then who is ahead is the odd one: it has written its last words, say
+    return Silence(since if stalled else None, hosts, behind, unheard)
+
+
+def headline(
+    followed: RunFollower, waits: Waits | None, silence: Silence, wall: float
+) -> tuple[Mood, str]:
+    """How the run does, and the sentence."""
+    status = followed.about.get("status")
+    if not followed.about:
+        return Mood.STARTING, "being made: there is no run.json yet"
+    if status == "finished":
+        result = mapping(followed.about, "result")
+        steps = f" after {result['steps']} steps" if "steps" in result else ""
+        said = evaluation(followed.evaluation)
+        return Mood.DONE, plain(f"finished{steps}{': ' if said else ''}{said}")
+    if status != "running":
+        return Mood.FAILED, _ended(followed)
+    if silence.hosts or silence.ranks or silence.unheard:
+        return Mood.SILENT, _silent(followed, silence)
+    if waits is None:
+        return Mood.STARTING, "starting: no step is recorded yet"
+    lasts = followed.silent_s()
+    if waited := followed.waited_for():
+        who, doing = name_of(followed, waited["rank"]), plain(waited.get("doing"))
+        return Mood.WAITS, f"waits for {who}, which is {doing}: no step for {lasts:.0f} s"
+    if silence.stalled_s is not None:
+        return Mood.WAITS, (
+            f"no step for {lasts:.0f} s: an evaluation or a checkpoint, or all ranks "
+            "wait for what no record tells"
+        )
+    return _waits(followed, waits)
+
+
+def name_of(followed: RunFollower, rank: int) -> str:
+    """As in ``ecetesla3 (rank 3)``."""
+    for worker in workers(followed.about):
+        if worker["rank"] == rank:
+            return f"{plain(worker.get('host'))} (rank {rank})"
+    return f"rank {rank}"
+
+
+def _ended(followed: RunFollower) -> str:
+    failure, status = mapping(followed.about, "failure"), plain(followed.about.get("status"))
+    if not failure:
+        return f"{status}: no process holds the run any more; continue with --resume auto"
+    rank, host, step = failure.get("rank"), failure.get("host"), failure.get("step")
+    at = step_in_words(step if isinstance(step, int) else None)
+    where = f"rank {rank} on {host}, {at}: " if host else ""
+    return plain(f"{status}: {where}{failure.get('error')}")
+
+
+def _silent(followed: RunFollower, silence: Silence) -> str:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for worker in workers(followed.about):
+        ranks[str(worker.get("host"))].append(worker["rank"])
+    said = [
+        f"{name_of(followed, rank)} has been silent for {seconds:.0f} s"
+        for rank, seconds in silence.unheard.items()
+    ]
+    told = {host for host, own in ranks.items() if silence.unheard.keys() & own}
+    for host, seconds in silence.hosts.items():
+        if host in told:
+            continue
+        first, last = ranks[host][0], ranks[host][-1]
+        named = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        said.append(f"{plain(host)} ({named}) has been silent for {seconds:.0f} s")
+    if len(silence.hosts) == len(ranks) > 1:
+        said = [f"all hosts have been silent for {min(silence.hosts.values()):.0f} s"]
+    hosts = {*silence.hosts} | told
+    known = {rank for host in hosts for rank in ranks[host]}
+    said += [
+        f"{name_of(followed, rank)} has written no step for {seconds:.0f} s"
+        for rank, seconds in silence.ranks.items() if rank not in known
+    ]  # fmt: skip
+    more = f", and {len(said) - _FEW} more" if len(said) > _FEW else ""
+    stalled = silence.stalled_s
+    waits = f"; no step for {stalled:.0f} s" if stalled is not None and hosts else ""
+    return f"{', '.join(said[:_FEW])}{more}{waits}"
+
+
+def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
+    share = f"{part(waits.share)} of each step"
+    if waits.held is Held.RANK:
+        if waits.rank is None:
+            return Mood.WAITS, f"waits for a rank whose records are not here: {share}"
+        said = f"waits for {name_of(followed, waits.rank)}: {share}"
+        if waits.own_s is not None and waits.others_s is not None:
+            why = ", most of it for its input" if waits.for_input else ""
+            said += (
+                f"; it is ready after {waits.own_s:.3g} s{why}, the others after "
+                f"{waits.others_s:.3g} s"
+            )
+            if waits.usual_s is not None:
+                said += f"; before, all were after {waits.usual_s:.3g} s"
+        return Mood.WAITS, said
+    if waits.held is Held.WIRE:
+        link = f"; {plain(followed.slow_link)}" if followed.slow_link else ""
+        return Mood.WAITS, f"waits for the wire: {share}{_and_for(followed, waits)}{link}"
+    if waits.held is Held.INPUT:
+        also = _and_for(followed, waits)
+        return Mood.WAITS, f"waits for its input: {share}{_where_input(followed)}{also}"
+    if waits.held is Held.OPTIMIZER:
+        return Mood.WELL, f"nobody is waited for; the optimizer takes {share}"
+    if waits.held is Held.HOST:
+        return Mood.WAITS, f"waits for the host, whose Python takes {share}"
+    if waits.held is Held.NOTHING:
+        return Mood.WELL, f"nobody is waited for: compute is {share}"
+    return Mood.WELL, "this engine cannot tell compute from waiting"
+
+
+def _and_for(followed: RunFollower, waits: Waits) -> str:
+    """Who is waited for besides; a slow host makes the wire slow too."""
+    ranks = {rank: share for rank, share in waits.by_rank.items() if rank is not None}
+    most = max(ranks, key=lambda rank: ranks[rank], default=None)
+    if most is None or ranks[most] < _ALSO:
+        return ""
+    return f", and for {name_of(followed, most)}: {part(ranks[most])}"
+
+
+def _where_input(followed: RunFollower) -> str:
+    """Which rank waits longest for its samples."""
+    trains = {worker["rank"] for worker in workers(followed.about)}
+    input_s = {
+        rank: mean_parts(last_steps(track))[0] or 0.0
+        for rank, track in followed.tracks.items()
+        if track.last and (rank in trains or not trains)  # others were lost, or of an earlier job
+    }
+    if len(input_s) < 2:
+        return ""
+    most = max(input_s, key=lambda rank: input_s[rank])
+    return f"; {name_of(followed, most)} waits longest, {input_s[most]:.3g} s"

@@ -17,16 +17,16 @@ from motley.config.options import Config
 from motley.faults import Phase
 from motley.launch.world import World
 from motley.measure.device import PASSES, time_micro_batch
-from motley.measure.loader_speed import with_readers_of_compiled
 from motley.measure.process_group import ProcessGroup
+from motley.measure.profile import with_readers_of_compiled
 from motley.measure.speed_cache import compile_file
 from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.plan.forecast import arrange
 from motley.plan.plan import cut
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
-from motley.tasks.blocks import kind_of
 from motley.tasks.model import TaskModel
+from motley.tasks.task import kind_of
 
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
 _MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/NOTES.md)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.base import gradient_norm, unscale_and_clip
 from motley.engines.named_state import load_random_state, random_state
 from motley.engines.step_timer import Clock
 from motley.errors import NoMemoryError
 from motley.plan.memory import amount
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.tasks.model import AUTOCAST, TaskModel, set_matmul_precision
 
 

@@ -24,7 +24,7 @@ from motley.comm.modes.numbers import EXACT
 from motley.comm.reducer import Bucket, Reducer, buckets_of
 from motley.launch.world import World
 from motley.measure.device import wait_for
-from motley.plan.links import Flow, Links, Port, rounds
+from motley.plan.speeds import Flow, Links, Port, rounds
 from motley.plan.wire import Addition, AllReduceCost, FewerCost, WireMode
 
 _SECONDS = 0.1  # of sending, each way

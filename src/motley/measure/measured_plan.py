@@ -31,14 +31,12 @@ from motley.plan.advice import (
     fewer_hosts,
     larger_batch,
 )
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import WORTH_IT, Choice, Forecast, arrange, choose_machines
-from motley.plan.links import Links
 from motley.plan.memory import Foreseen
 from motley.plan.plan import Plan, cut, make_plan
-from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import AllReduceCost, WireMode
-from motley.tasks.find import task_of
+from motley.plan.speeds import Links, SpeedTable
+from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 
 

@@ -9,16 +9,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from motley.cluster.binding import bind_process, choose_node, memory_nodes
+from motley.cluster.launcher import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
 from motley.engines.out_of_memory import uuid_of
 from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
 from motley.membership.detector import PROGRESS_TIMEOUT_S
-from motley.plan.per_rank import PerRank, named_hosts
 from motley.plan.plan import Candidate, LeftOut, choose_participants
-from motley.plan.precision import PRECISIONS, best_precision, best_precision_of_amd, read_precisions
+from motley.plan.precision import (
+    PRECISIONS,
+    PerRank,
+    best_precision,
+    best_precision_of_amd,
+    named_hosts,
+    read_precisions,
+)
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
 

@@ -2,7 +2,7 @@
 devices and hosts.
 
 Figures of links and wire modes are taken off the disk when they are read, and a run puts them back
-once its first steps took the time that they foretold (motley.train.first_steps). So figures that
+once its first steps took the time that they foretold (motley.train.recorder). So figures that
 steps do not bear out, or with which a job ends before it can tell, are measured anew at the next
 start.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from motley.checkpoint.run import versions
-from motley.cluster.cache_folder import SPEED_FILES, cache_folder
+from motley.cluster.account import SPEED_FILES, cache_folder
 from motley.comm.modes import parse_wire
 from motley.config.option import Decides
 from motley.config.options import Config
@@ -32,12 +32,10 @@ from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure.device import leaves_room, measure_speed, passes, time_micro_batch
 from motley.measure.process_group import ProcessGroup, nccl_version
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.links import Flow
-from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import AllReduceCost, FewerCost, WireMode
+from motley.plan.speeds import Flow, SpeedTable
+from motley.plan.wire import AllReduceCost, EngineTraits, FewerCost, WireMode
 from motley.records.json_files import read_json, write_json
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 
 _STEPPED = 2**25  # numbers whose optimizer step is timed, of a model that is not held whole

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from motley.cluster.device_facts import user_of
-from motley.cluster.gpus import read_gpu_processes
+from motley.cluster.gpus import read_gpu_processes, user_of
 from motley.errors import MotleyError
 
 _TYPED_S = 300.0  # at a text console: so long ago is idle

@@ -23,13 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from motley.cluster.cache_folder import SPEED_FILES, cache_folder
+from motley.cluster.account import SPEED_FILES, cache_folder
 from motley.cluster.orphans import Found, survey
 from motley.cluster.processes import is_alive, send
 from motley.errors import MotleyError
 from motley.membership.away import mark_away, read_away, remove_mark, who_is_here
 from motley.membership.pause import LEAVE_SIGNAL, PAUSE_SIGNAL
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 
 WAIT_S = 300.0  # for ranks that were asked: a step of theirs, and what is to be saved
 _LOOK_S = 0.1

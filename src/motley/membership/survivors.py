@@ -72,7 +72,7 @@ class Survivors:
 
 
 class SupervisedRanks:
-    """Implements motley.launch.mpi.Launched for those who are left of a launch.
+    """Implements motley.launch.ranks.Launched for those who are left of a launch.
 
     Args:
         gather: gives every rank's value, by rank. here: the ranks of this machine.

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines, rates_of
-from motley.plan.links import Links
-from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import AllReduceCost, WireMode
+from motley.plan.speeds import Links, SpeedTable
+from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
 from motley.text import rate_in_words
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from motley.plan.links import Links
 from motley.plan.plan import Speeds, apportion, limit_s, split
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.text import rate_in_words
 

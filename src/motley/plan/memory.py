@@ -3,7 +3,7 @@
 With P parameters, T of them trained, an optimizer that keeps k numbers of each (of 32 bits: AdamW
 two, in 8 bits half of one and the scales of blocks), and W ranks, a rank holds 4 P bytes of
 parameters, 4 T of gradients and 4 k T of the optimizer; of what an engine cuts
-(motley.plan.engine_traits), a W-th. Where parameters are cut they are gathered piece by piece, in
+(motley.plan.wire), a W-th. Where parameters are cut they are gathered piece by piece, in
 b bytes a number, and gradients scattered in r bytes. With g numbers in the largest piece, and u
 outside of all, which stay gathered from the first use to the end of the backward pass, as their
 gradient does:
@@ -23,7 +23,7 @@ copy, lets go of what is not used again within L = 10^9 numbers, and collects B 
 from dataclasses import dataclass
 from typing import Any
 
-from motley.plan.engine_traits import EngineTraits
+from motley.plan.wire import EngineTraits
 
 _MIB = 2**20
 _WIDE, _NARROW = 4, 2  # bytes of a number

@@ -4,7 +4,7 @@ The global batch N is the user's and never changes by itself. Rank i takes n_i o
 n_i = N, in micro-batches of at most m_i samples and like size. Every rank derives the same plan
 from the same facts, so nothing here may read a clock, the environment or hardware.
 
-The split gives rank i the most samples that it can do in T (see motley.plan.speed_table), for the
+The split gives rank i the most samples that it can do in T (see motley.plan.speeds), for the
 smallest T that serves the whole batch: an integer minimax split. It looks at all ranks together,
 so that a thousand of them are split in milliseconds, and watched in each step.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.plan.wire import WireMode
 
 Floats = NDArray[np.float64]

@@ -14,7 +14,7 @@ import numpy as np
 
 from motley.plan.evidence import LONGEST, WINDOWS, Evidence, Groups, median
 from motley.plan.plan import Floats, Speeds, split
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 
 _FIRST = 64  # steps before a failed move is tried again
 _MOST = 4096  # steps

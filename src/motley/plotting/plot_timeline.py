@@ -30,7 +30,7 @@ _WARM = 3  # steps, at most half of them, of which the longest says nothing
 _WIDE = 11.0  # inches
 _FEW_RANKS = 64
 
-Pauses = Sequence[tuple[float, float]]  # see motley.records.costs.pauses
+Pauses = Sequence[tuple[float, float]]  # see motley.records.training.pauses
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,15 @@ import os
 import signal
 from pathlib import Path
 
+from motley.cluster.processes import handle_end
 from motley.errors import MotleyError
-from motley.live.collect import Collector
 from motley.live.follow import hosts_elsewhere
+from motley.live.runs import Collector
 from motley.live.words import plain
 from motley.plotting.command import add_collect, warn
 from motley.publish.publisher import Publisher, Told
-from motley.publish.tracker import Tracker
-from motley.publish.trackers import trackers
+from motley.publish.trackers import Tracker, trackers
 from motley.records.run_folder import open_run
-from motley.signals import handle_end
 from motley.text import escape_unprintable
 
 PROJECT = "motley"

@@ -13,17 +13,212 @@ address which is printed. Exit code: 0, or 2 if there is nothing to watch.
 
 import argparse
 import os
+import select
+import shutil
 import signal
+import sys
+import termios
 import time
+import tty
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from motley.cluster.processes import handle_end
 from motley.errors import MotleyError
-from motley.live.collect import Collector
-from motley.live.runs import Runs
-from motley.plotting import watch_page, watch_terminal
+from motley.live.runs import GLANCE_S, Collector, Runs
+from motley.live.snapshot import Snapshot
+from motley.plotting import watch_page
 from motley.plotting.command import TRAIN, add_collect, warn
-from motley.signals import handle_end
+from motley.plotting.watch_screen import ASCII, BLOCKS, Signs, Sort, View, runs_screen, screen
 from motley.text import escape_unprintable
+
+
+class Key(Enum):
+    """What somebody asks for."""
+
+    QUIT = "quit"
+    SORT = "sort"
+    UP = "up"
+    DOWN = "down"
+    OPEN = "open"
+    BACK = "back"
+
+
+_KEYS = {
+    b"q": Key.QUIT, b"Q": Key.QUIT, b"\x03": Key.QUIT, b"\x04": Key.QUIT, b"s": Key.SORT,
+    b"\x1b[A": Key.UP, b"\x1bOA": Key.UP, b"k": Key.UP, b"\x1b[B": Key.DOWN, b"\x1bOB": Key.DOWN,
+    b"j": Key.DOWN, b"\r": Key.OPEN, b"\n": Key.OPEN, b" ": Key.OPEN, b"\x1b": Key.BACK,
+    b"\x7f": Key.BACK,
+}  # fmt: skip
+_ESCAPE_S = 0.05  # in which the rest of a key comes that begins with an escape
+
+
+class Keys:
+    """The keyboard, a context manager; without one nothing is ever pressed."""
+
+    def __enter__(self) -> "Keys":
+        self._file = sys.stdin.fileno() if sys.stdin.isatty() else None
+        self._typed = b""
+        if self._file is not None:
+            self._before = termios.tcgetattr(self._file)
+            tty.setcbreak(self._file)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+    @property
+    def there(self) -> bool:
+        """Somebody can press one."""
+        return self._file is not None
+
+    def wait(self, seconds: float) -> Key | None:
+        """The next key within some seconds; None of others, and if there is none."""
+        if self._file is None:
+            time.sleep(max(0.0, seconds))
+            return None
+        if not self._typed and not _ready(self._file, seconds):
+            return None
+        pressed = self._next()
+        if pressed == b"\x1b" and (self._typed or _ready(self._file, _ESCAPE_S)):
+            follows = self._next()
+            if follows in (b"[", b"O"):
+                pressed += follows + self._next()
+            else:  # of a key of its own
+                self._typed = follows + self._typed
+        if not pressed:  # the terminal is gone
+            return Key.QUIT
+        return _KEYS.get(pressed)
+
+    def _next(self) -> bytes:
+        if not self._typed and self._file is not None:
+            self._typed = os.read(self._file, 64)
+        first, self._typed = self._typed[:1], self._typed[1:]
+        return first
+
+
+def _ready(file: int, seconds: float) -> bool:
+    return bool(select.select([file], [], [], max(0.0, seconds))[0])
+
+
+_TEXT_WIDTH = 120
+_LIKE = str.maketrans({"°": " ", "↑": "^", "↓": "v", "…": "~"})
+
+
+def is_live() -> bool:
+    """Output goes to a terminal that can be drawn on."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
+def signs_of(console: Console) -> Signs:
+    """What it can show."""
+    return BLOCKS if console.encoding.lower().startswith("utf") else ASCII
+
+
+def print_once(runs: Runs) -> None:
+    """All that is known now; of several runs, the running ones whole."""
+    width = shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns
+    width = width if sys.stdout.isatty() else max(width, _TEXT_WIDTH)
+    console = Console(width=width, highlight=False)
+    signs, view, wall = signs_of(console), View(keys=False), time.time()
+    known = [runs.snapshot(name, wall) for name in runs.names]
+    shown = [each for each in known if each is not None]
+    lines = [] if len(shown) == 1 else runs_screen(shown, view, width, None, signs)
+    for now in shown:
+        if len(shown) == 1 or now.status == "running":
+            lines += [Text()] if lines else []
+            lines += screen(now, view, width, None, signs)
+    for line in plain_where_needed(lines, signs):
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="crop")
+
+
+def plain_where_needed(lines: Sequence[Text], signs: Signs) -> Sequence[Text]:
+    """The same letters that the terminal has."""
+    if signs is ASCII:
+        for line in lines:
+            said = line.plain.translate(_LIKE)
+            line.plain = "".join(each if each.isascii() else "?" for each in said)
+    return lines
+
+
+def watch(runs: Runs, collector: Collector) -> int:
+    """Draw after each look, and when a key is pressed or the terminal changes its size."""
+    for name in ("COLUMNS", "LINES"):  # a shell's, which know of no window that changes
+        os.environ.pop(name, None)
+    console = Console(highlight=False)
+    signs, view = signs_of(console), View()
+    with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        view = view if keys.there else replace(view, keys=False)
+        size, shown, key = None, None, None
+        while key is not Key.QUIT:
+            view = view if key is None else after(view, key, shown, runs)
+            looked = runs.look_if_due(time.monotonic(), time.time())
+            if looked:
+                collector.start(runs.running_followers())
+            if looked or key is not None or console.size != size:
+                size = console.size
+                lines, shown = _draw(runs, view, size.width, size.height, signs)
+                for line in plain_where_needed(lines, signs):
+                    line.no_wrap, line.overflow = True, "crop"
+                live.update(Group(*lines), refresh=True)
+            key = keys.wait(GLANCE_S)
+    return 0
+
+
+def _draw(
+    runs: Runs, view: View, width: int, height: int, signs: Signs
+) -> tuple[list[Text], Snapshot | None]:
+    """What is on the screen, and the run that is, if it is one."""
+    wall, names = time.time(), runs.names
+    name = opened(view, runs)
+    if name:
+        rank = view.rank if view.history else None
+        now = runs.snapshot(name, wall, rank=rank)
+        if now is not None:
+            return screen(now, view, width, height, signs), now
+    known = [runs.snapshot(each, wall) for each in names]
+    lines = runs_screen([each for each in known if each], view, width, height, signs)
+    return lines, None
+
+
+def opened(view: View, runs: Runs) -> str:
+    """The run that is shown: the chosen one, the only one, or the only one that runs."""
+    if view.opened:
+        return view.run
+    names, running = runs.names, runs.running()
+    if view.listed and len(names) > 1:
+        return ""
+    return names[0] if len(names) == 1 else running[0] if len(running) == 1 else ""
+
+
+def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
+    """The view that a key leads to."""
+    step = {Key.UP: -1, Key.DOWN: 1}.get(key, 0)
+    if now is None:
+        names = runs.names
+        place = names.index(view.run) + step if view.run in names else 0
+        if names and step:
+            return replace(view, run=names[max(0, min(place, len(names) - 1))])
+        return replace(view, opened=True) if key is Key.OPEN and view.run in names else view
+    if key is Key.SORT:
+        order = list(Sort)
+        return replace(view, sort=order[(order.index(view.sort) + 1) % len(order)])
+    if key is Key.OPEN:
+        chosen = view if view.rank is not None else view.move(now.rows, 0)
+        return replace(chosen, history=not view.history)
+    if key is Key.BACK and view.history:
+        return replace(view, history=False)
+    if key is Key.BACK:
+        return replace(view, opened=False, listed=True, rank=None)
+    return view.move(now.rows, step)
 
 
 def parse() -> argparse.Namespace:
@@ -56,9 +251,9 @@ def main() -> int:
             runs = Runs(args.path, collector.copies)
             if args.serve:
                 return watch_page.serve(runs, args.serve, collector)
-            if args.once or not watch_terminal.is_live():
+            if args.once or not is_live():
                 return once(runs, args.path, collector)
-            return watch_terminal.watch(runs, collector)
+            return watch(runs, collector)
     except MotleyError as error:
         warn(error)
         return 2
@@ -79,5 +274,5 @@ def once(runs: Runs, path: Path, collector: Collector) -> int:
         runs.look(time.monotonic(), time.time())
     if not runs.names:
         raise MotleyError(f"no run under {path}: {TRAIN}")
-    watch_terminal.print_once(runs)
+    print_once(runs)
     return 0

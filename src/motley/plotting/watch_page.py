@@ -23,8 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from motley.errors import MotleyError
-from motley.live.collect import Collector
-from motley.live.runs import GLANCE_S, Runs
+from motley.live.runs import GLANCE_S, Collector, Runs
 
 _PAGE = Path(__file__).with_name("watch.html")
 _MOST_VIEWERS, _REQUEST_S = 32, 30.0

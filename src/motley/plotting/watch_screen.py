@@ -10,8 +10,8 @@ from enum import Enum
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from motley.live.headline import Mood
 from motley.live.snapshot import RankHistory, Row, Snapshot
+from motley.live.words import Mood
 from motley.text import clock, rate_in_words
 
 PARTS = ("input", "compute", "waiting", "wire", "optimizer", "host")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley.cluster.device_facts import DeviceFacts
+from motley.cluster.gpus import DeviceFacts
 from motley.cluster.network import Network, choose_networks
 from motley.errors import HostTrouble, MotleyError
 from motley.plan.precision import best_precision

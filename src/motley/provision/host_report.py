@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from motley import ROOT
-from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.facts import Interface, node_from_json
+from motley.cluster.gpus import DeviceFacts
 from motley.cluster.shell import Finished
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble

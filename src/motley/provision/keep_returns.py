@@ -16,11 +16,63 @@ from typing import Any
 
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import run_on_all, split
-from motley.errors import HostTrouble
-from motley.plan.readmission import ReadmissionEstimate, step_with
+from motley.errors import HostTrouble, MotleyError
 from motley.provision.host_module import run_module
 from motley.provision.leave_cn import ASK_S, tell, words_of
 from motley.records.run_folder import RunFolder
+
+
+def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
+    """Compute the seconds that a step takes once more hosts share its batch.
+
+    Each host's samples a second add up, as of a split by speed; what the wire costs is in what was
+    measured, and taken to stay as it is.
+
+    Args:
+        batch: samples in a step, of all ranks. step_s: what it takes now.
+        rates: samples a second of each host that is added.
+
+    Raises:
+        MotleyError: a number is not above 0.
+    """
+    if batch < 1 or step_s <= 0 or any(rate <= 0 for rate in rates):
+        raise MotleyError(f"a step of {batch} samples in {step_s} s, and hosts of {rates} a second")
+    return batch / (batch / step_s + sum(rates))
+
+
+@dataclass(frozen=True)
+class ReadmissionEstimate:
+    """The seconds that a readmission saves and costs.
+
+    Attributes:
+        steps: left in the run. step_s: seconds of each now. with_s: with the hosts that are back.
+        cost_s: seconds without a step, while the job ends and starts again.
+    """
+
+    steps: int
+    step_s: float
+    with_s: float
+    cost_s: float
+
+    @property
+    def saves_s(self) -> float:
+        """Seconds saved in the rest of the run."""
+        return self.steps * (self.step_s - self.with_s)
+
+    @property
+    def worth_it(self) -> bool:
+        """True if the run ends sooner."""
+        return self.saves_s > self.cost_s
+
+    def sentence(self) -> str:
+        """Return the figures as a sentence."""
+        saved = f"{self.saves_s:.0f} s" if self.saves_s > 0 else "nothing"
+        return (
+            f"that saves {saved} of the {self.steps * self.step_s:.0f} s left ({self.steps} steps "
+            f"of {self.step_s:.3g} s, {self.with_s:.3g} s with it), and a new start costs "
+            f"{self.cost_s:.0f} s"
+        )
+
 
 QUIET_S = 300.0  # that nobody else was at a polite host before it comes back
 _AGAIN_S = 60.0  # before a polite host that was lost is asked to be so again
@@ -37,7 +89,7 @@ class Asked:
             words. ends: when the marks of these end, seconds since the epoch, where they do.
         nodes: what a host calls itself, which is what a run's records call it.
         sees: it sees the run's folder as this machine does.
-        speeds: by its own name, what it remembers; see motley.membership.host_agent.
+        speeds: by its own name, what it remembers; see motley.membership.away.
     """
 
     alive: tuple[Host, ...]
@@ -98,7 +150,7 @@ def be_polite(hosts: Sequence[Host]) -> None:
 def _be_polite(host: str) -> None:
     while True:
         try:
-            run_module(host, "motley.membership.host_agent", "polite", QUIET_S, limit=_NO_END_S)
+            run_module(host, "motley.membership.away", "polite", QUIET_S, limit=_NO_END_S)
         except HostTrouble:
             time.sleep(_AGAIN_S)
 

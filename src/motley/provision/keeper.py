@@ -6,6 +6,7 @@ another. So the keeper sets the options of all launchers that it has, as variabl
 the line once with a small script in place of the training.
 """
 
+import argparse
 import os
 import re
 import secrets
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,19 +22,28 @@ from enum import Enum
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from motley.cluster.launcher import WITHOUT_MPI
+from motley.cluster.processes import ignores_hangup
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.launch.process import die_with_parent
-from motley.launch.tcp_ranks import SECRET_VARIABLE
+from motley.launch.ranks import SECRET_VARIABLE
 from motley.membership.survivors import SURVIVE, SURVIVES
-from motley.provision.keep_returns import Asked, Figures, Returns, ask, progress, say, until_asked_s
+from motley.provision.keep_returns import (
+    Asked,
+    Figures,
+    Returns,
+    ask,
+    be_polite,
+    progress,
+    say,
+    until_asked_s,
+)
 from motley.provision.launch_line import NODE_COUNTS, LaunchLine
-from motley.records.folder_lock import is_free
-from motley.records.run_folder import RunFolder
-from motley.signals import ignores_hangup
+from motley.provision.setup_command import run
+from motley.records.run_folder import RunFolder, is_free, take_folder
 from motley.text import seconds_of
 
 TRIAL = "setup/trial_rank.py"
@@ -432,3 +442,60 @@ class Keeper:
         finally:
             self._stop.job = None
             self._figures.read()
+
+
+class Options(argparse.ArgumentParser):
+    """Those before the line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise MotleyError."""
+        raise MotleyError(f"{message}; see bash setup/keep_training.sh -h")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the line until it has ended well, or going on makes no sense."""
+    parser = Options(prog="keep_training.sh", allow_abbrev=False, add_help=False)
+    parser.add_argument("--restarts", type=int, default=3)
+    parser.add_argument("--polite", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("line", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    if options.restarts < 0:
+        raise MotleyError(f"--restarts {options.restarts} is less than 0")
+    line = LaunchLine.parse(options.line)
+    if options.polite and not line.hosts:
+        raise MotleyError(
+            "--polite watches the hosts of a hostfile, and the line names none; add one, as in "
+            "--hostfile hosts.txt, or leave --polite out"
+        )
+    line = line.named(time.strftime("%Y-%m-%d_%H-%M-%S"))
+    if options.dry_run:
+        asked = ask(line.hosts, line.folder)
+        for host, why in asked.lost.items():
+            print(f"{host} does not answer: {why}")
+        for host, why in asked.away.items():
+            print(f"{host} is away{why}")
+        print(" ".join(line.with_hosts(asked.alive, Path("HOSTS")).words))
+        return 0
+    if RunFolder(line.folder).read_run().get("status") == "finished":
+        print(f"{line.folder} is finished already; choose another --run NAME")
+        return 0
+    line.folder.parent.mkdir(parents=True, exist_ok=True)
+    place = line.folder.parent / f".keep.{line.folder.name}"
+    place.mkdir(exist_ok=True)
+    busy = f"{line.folder} is kept alive by another keep_training.sh"
+    with take_folder(place, busy, "stop it first, or choose another --run NAME"):
+        stop = Stop()
+        for each in CODES:
+            signal.signal(each, stop)
+        if options.polite:
+            be_polite(line.hosts)
+        try:
+            return Keeper(line, options.restarts, stop).run()
+        finally:
+            (place / ".lock").unlink(missing_ok=True)
+            place.rmdir()
+
+
+if __name__ == "__main__":
+    run(main)

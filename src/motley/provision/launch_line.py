@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from motley.cluster.hostfile import Host, check_name, read_hosts
-from motley.cluster.slurm import allocated_nodes, expand_nodes
+from motley.cluster.hostfile import Host, allocated_nodes, check_name, expand_nodes, read_hosts
 from motley.errors import MotleyError
 
 _TASKS, _NODES, _LIST = ("-n", "--ntasks"), ("-N", "--nodes"), ("-w", "--nodelist")

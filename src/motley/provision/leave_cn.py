@@ -41,12 +41,12 @@ def is_here_by_name(name: str) -> bool:
 
 
 def tell(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
-    """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
+    """Return the answer of a host's ``motley.membership.away WORDS...``.
 
     Raises:
         HostTrouble: there is none.
     """
-    return read(run_module(host, "motley.membership.host_agent", *words, limit=limit))
+    return read(run_module(host, "motley.membership.away", *words, limit=limit))
 
 
 def read(output: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from motley import ROOT
-from motley.child import run_child
-from motley.cluster.slurm import Partition, partitions, seconds_of_slurm, srun_words
+from motley.cluster.hostfile import Partition, partitions, seconds_of_slurm, srun_words
+from motley.cluster.processes import run_child
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.provision import setup_command

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from motley import ROOT
-from motley.child import run_child
+from motley.cluster.processes import run_child
 from motley.cluster.ssh import Remote, connect, split
 from motley.errors import HostTrouble
 from motley.provision.host_report import probe, token_file

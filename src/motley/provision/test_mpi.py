@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from motley import ROOT
-from motley.child import run_child
 from motley.cluster.account import home_folder
 from motley.cluster.hostfile import Host
+from motley.cluster.processes import run_child
 from motley.cluster.ssh import connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 from motley.provision.host_report import HostReport, probe_all, token_file

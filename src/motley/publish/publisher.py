@@ -15,14 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.live.every_record import NewRecords, Position, RunReader
 from motley.live.follow import LAST_WORDS_S, RunFollower
 from motley.live.words import plain
-from motley.publish.series import evaluation_rows, notes, parameters, sample_rows, step_rows
-from motley.publish.tracker import Published, Tracker
-from motley.records.folder_lock import take_folder
+from motley.publish.series import (
+    NewRecords,
+    Position,
+    RunReader,
+    evaluation_rows,
+    notes,
+    parameters,
+    sample_rows,
+    step_rows,
+)
+from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict, read_json, write_json
-from motley.records.run_folder import RunFolder
+from motley.records.run_folder import RunFolder, take_folder
 
 _LOOK_S = 1.0  # between two looks at a run that goes on
 _SAVE_S = 5.0  # between two savings

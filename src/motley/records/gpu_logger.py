@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 
-from motley.cluster.device_facts import MIB, DeviceFacts
 from motley.cluster.facts import cpu_name
-from motley.cluster.gpus import GpuSampler
+from motley.cluster.gpus import MIB, DeviceFacts, GpuSampler
 from motley.records.gpu_csv import GpuLog
 
 _SHARED = "/dev/shm"  # through which loader processes pass batches

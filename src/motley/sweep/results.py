@@ -20,9 +20,8 @@ from typing import Any, TextIO
 
 from motley.errors import MotleyError
 from motley.faults import FaultKind, kind_of_text
-from motley.records.folder_lock import one_at_a_time, take_folder
 from motley.records.json_files import read_json, write_json
-from motley.records.run_folder import RunFolder
+from motley.records.run_folder import RunFolder, one_at_a_time, take_folder
 from motley.sweep.matrix import Cell, Matrix
 from motley.text import step_in_words
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motley.config.option import Decides, fraction, naturals, not_negative, option, positive
-from motley.data.dataset import dataset_name, known_datasets
+from motley.data.datasets import dataset_name, known_datasets
 from motley.data.import_timm import timm
 from motley.data.transforms import Look
 from motley.errors import MotleyError

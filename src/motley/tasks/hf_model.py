@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from motley.config.option import Decides, above_zero, names, option, positive
 from motley.errors import MotleyError
-from motley.extras import import_offline
+from motley.registry import import_offline
 from motley.tasks.corpus import TOKENIZER, Corpus
 from motley.tasks.task import Task
 

@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from motley.data.keyed import first_batch
-from motley.data.source import Tensors
+from motley.data.source import Tensors, first_batch
 from motley.errors import MotleyError
-from motley.tasks.blocks import parts_around
 from motley.tasks.build import BlockByBlock
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
 from motley.tasks.net import is_recomputed, keep_fp32
-from motley.tasks.task import Task
+from motley.tasks.task import Task, parts_around
 
 Compute = Callable[..., Any]
 

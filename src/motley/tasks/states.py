@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from motley.data.source import UnreadableSample
 from motley.errors import MotleyError
-from motley.extras import import_extra
+from motley.registry import import_extra
 from motley.text import did_you_mean
 
 Array = NDArray[np.float32]

@@ -15,16 +15,15 @@ import psutil
 from motley import ROOT
 from motley.cluster.launcher import MPIRUN, Launcher, launch_of
 from motley.comm.modes import modes, parse_wire
-from motley.config.config_file import ConfigFile, split_config
 from motley.config.option import flag_of, format_value, options_of
 from motley.config.options import GROUPS, Config
-from motley.config.parser import OneVoice, OptionParser
-from motley.engines.strategy import Strategy, StrategyOptions, known_strategies
+from motley.config.parser import ConfigFile, OneVoice, OptionParser, split_config
+from motley.engines.strategies import Strategy, StrategyOptions, known_strategies
 from motley.errors import MotleyError
 from motley.launch.process import stop_usage
-from motley.plan.per_rank import PerRank
+from motley.plan.precision import PerRank
 from motley.records.run_folder import RunFolder
-from motley.tasks.find import (
+from motley.tasks.builtin import (
     CLASS_NAMES,
     SAMPLES,
     USUAL,
@@ -287,7 +286,7 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     return task.recipes[asked.recipe].split()
 
 
-_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keep_training"
+_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keeper"
 _REPLACED = ("--run", "--resume", "--logs")
 _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: "torchrun"}
 

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from motley.checkpoint.transfer import save
+from motley.checkpoint.store import save
 from motley.comm.collectives import all_gather_floats, mark_now
 from motley.config.option import Duration
-from motley.data.loader_memory import explain_workers
-from motley.data.order import seed_of
-from motley.data.source import Batch
+from motley.data.loader_memory import LoaderGrowth, explain_workers
+from motley.data.source import Batch, seed_of
 from motley.engines.named_state import seed_random
+from motley.engines.optimizer import rate_of, set_rate
 from motley.engines.protocol import LaunchedStep, StepResult
 from motley.engines.step_timer import HOST
 from motley.errors import MotleyError
@@ -29,11 +29,10 @@ from motley.plan.length import TrainState
 from motley.plan.plan import Plan
 from motley.plan.replan import Proposal
 from motley.records.training import EMA, EpochRecord
-from motley.train.agreement import Agreement
-from motley.train.loader_growth import LoaderGrowth
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, Timed
 from motley.train.recovery import (
+    Agreement,
     check_numbers,
     check_scores,
     readable,
@@ -41,7 +40,6 @@ from motley.train.recovery import (
     shrink_micro_batches,
 )
 from motley.train.rescue import Rescue, pause
-from motley.train.schedule import rate_of, set_rate
 from motley.train.setup import Job
 
 

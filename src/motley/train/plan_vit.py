@@ -23,8 +23,8 @@ from motley.measure.measured_plan import Planned
 from motley.measure.planner import open_model, plan_batch
 from motley.measure.process_group import ProcessGroup, join_process_group, leave_process_group
 from motley.plan.forecast import what_if
-from motley.plan.links import Links
-from motley.tasks.find import USUAL, task_of
+from motley.plan.speeds import Links
+from motley.tasks.builtin import USUAL, task_of
 from motley.tasks.task import Task
 from motley.text import rate_in_words
 from motley.train.command_line import (

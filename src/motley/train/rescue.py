@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from motley.checkpoint.transfer import Kept, progress_of
+from motley.checkpoint.store import Kept, progress_of
 from motley.comm.collectives import abandon_group, connections
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
@@ -35,7 +35,7 @@ from motley.membership.detector import PROGRESS_TIMEOUT_S
 from motley.membership.survivors import Survivors
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan, make_plan
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.train.setup import Begun, Job
 
 _WAIT_S = 3.0  # for the training's thread to finish a step that it has begun to take

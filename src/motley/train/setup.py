@@ -12,14 +12,13 @@ from typing import Any
 
 from motley.checkpoint.resume import resume, state_of
 from motley.checkpoint.run import Run
-from motley.checkpoint.store import Checkpoints, free_bytes
-from motley.checkpoint.transfer import Kept, go_on
+from motley.checkpoint.store import Checkpoints, Kept, free_bytes, go_on
 from motley.comm.collectives import all_gather_object
 from motley.config.option import Duration
 from motley.config.options import Config
 from motley.data.import_timm import Scheduler
 from motley.data.loader import Loader
-from motley.engines.optimizer import kept_numbers
+from motley.engines.optimizer import explain_early_end, kept_numbers, make_schedule
 from motley.engines.out_of_memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.errors import MotleyError
@@ -29,15 +28,14 @@ from motley.plan.length import Length, TrainState, ramp_of
 from motley.plan.plan import Plan
 from motley.plan.precision import start_scale
 from motley.plan.replan import Device, ReplanMonitor
-from motley.plan.speed_table import SpeedTable
-from motley.tasks.find import CLASS_NAMES, SAMPLES, identity_of, task_of
+from motley.plan.speeds import SpeedTable
+from motley.tasks.builtin import CLASS_NAMES, SAMPLES, identity_of, task_of
 from motley.tasks.model import TaskModel
 from motley.text import clock, name_some
 from motley.train.command_line import options_to_save
-from motley.train.first_steps import FirstSteps
 from motley.train.loss_scale import search_scale
 from motley.train.profiler import check_profile
-from motley.train.schedule import explain_early_end, make_schedule
+from motley.train.recorder import FirstSteps
 
 Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its content
 

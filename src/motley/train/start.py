@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from motley.checkpoint.initial import load_initial
-from motley.checkpoint.resume import read_saved_options
+from motley.checkpoint.resume import load_initial, read_saved_options
 from motley.checkpoint.run import Run
 from motley.checkpoint.store import Checkpoints, step_of
-from motley.cluster.slurm import idle_nodes
+from motley.cluster.hostfile import idle_nodes
 from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
-from motley.engines.strategy import Strategy, chosen_strategy, engines_of, known_strategies
+from motley.engines.strategies import Strategy, chosen_strategy, engines_of, known_strategies
 from motley.faults import Phase
 from motley.launch.world import World, run
 from motley.measure.planner import ModelFactory, open_model, plan_batch
@@ -30,7 +29,7 @@ from motley.measure.process_group import (
 from motley.membership.detector import DATA, PROGRESS_TIMEOUT_S
 from motley.membership.survivors import Survivors
 from motley.plan.replan import ReplanMonitor
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 from motley.train.command_line import (
     list_different_options,
@@ -39,7 +38,7 @@ from motley.train.command_line import (
     restore_options,
     training_parser,
 )
-from motley.train.compile_keeper import CompileKeeper
+from motley.train.compile_archive import CompileKeeper
 from motley.train.loop import Loop
 from motley.train.profiler import StepProfiler
 from motley.train.recorder import Recorder, memory_peak
@@ -52,7 +51,7 @@ def train_script(package: str, description: str, words: Sequence[str] | None = N
     """Train as the command line asks; returns the folder of the records.
 
     Args:
-        package: whose strategies are known: motley.engines.strategy.TORCH or ZERO.
+        package: whose strategies are known: motley.engines.strategies.TORCH or ZERO.
         description: the script's docstring, which holds the examples.
         words: the command line; None: this process's.
     """

@@ -16,11 +16,11 @@ from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.measure.measured_plan import Planned
 from motley.measure.process_group import ProcessGroup
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Forecast
 from motley.plan.length import growth, ramp_of
 from motley.plan.plan import Plan
-from motley.tasks.find import identity_of, task_of
+from motley.plan.wire import EngineTraits
+from motley.tasks.builtin import identity_of, task_of
 from motley.text import typed_command
 from motley.train.command_line import make_resume_line
 from motley.train.setup import Job

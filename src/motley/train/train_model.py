@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motley.config.config_file import ConfigFile, split_config
-from motley.engines.strategy import TORCH, ZERO
+from motley.config.parser import ConfigFile, split_config
+from motley.engines.strategies import TORCH, ZERO
 from motley.errors import MotleyError
 from motley.launch.process import stop_usage
-from motley.tasks.find import USUAL
+from motley.tasks.builtin import USUAL
 from motley.tasks.task import Task
 from motley.train.command_line import check_call, make_words
 from motley.train.start import train_script

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from motley.config.option import Decides, option
-from motley.engines.strategy import Strategy
-from motley.plan.engine_traits import EngineTraits
+from motley.engines.strategies import Strategy
+from motley.plan.wire import EngineTraits
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from motley.publish.series import Note, Row
-from motley.publish.tracker import Published, Tracker
+from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motley.engines.own_optimizer import Codec, OwnOptimizer
+from motley.engines.optimizers import Codec, OwnOptimizer
 
 _SCALE = 100.0  # of a momentum of signs, which is between -1 and 1
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from motley.data.dataset import Dataset
+from motley.data.datasets import Dataset
 
 
 def _open(folder: Path, img_size: int) -> Any:

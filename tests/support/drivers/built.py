@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from motley.engines.strategy import ZERO, engines_of, known_strategies
+from motley.engines.strategies import ZERO, engines_of, known_strategies
 from motley.launch.world import World, run
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser

@@ -24,11 +24,10 @@ from motley.engines.base import EngineBase
 from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import EngineContext
-from motley.engines.strategy import Engines
+from motley.engines.strategies import Engines
 from motley.launch.world import run
 from motley.membership.survivors import SURVIVE
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
+from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train

@@ -11,13 +11,12 @@ import argparse
 
 import torch
 
-import motley.train.agreement
+import motley.train.recovery
 from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import Engine, EngineContext, LaunchedStep
 from motley.launch.world import run
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
+from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train
@@ -81,7 +80,7 @@ if __name__ == "__main__":
     own.add_argument("--unlike", action="store_true")
     given, rest = own.parse_known_args()
     if given.unlike:
-        Flipped.again, motley.train.agreement._unlike = True, lambda workers: True
+        Flipped.again, motley.train.recovery._unlike = True, lambda workers: True
     rank, what, step = given.flip.split(":")
     Flipped.flip = (int(rank), what, int(step))
     config = read_config(training_parser(str(__doc__)), rest)

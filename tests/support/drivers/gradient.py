@@ -24,7 +24,7 @@ from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from motley.comm.modes.local_sgd import LocalSgd
 from motley.data.source import Batch
-from motley.engines.gradients import gradient_norm, unscale_and_clip
+from motley.engines.base import gradient_norm, unscale_and_clip
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineContext
@@ -21,11 +21,11 @@ from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan
 from motley.plan.precision import LossScale, read_precisions
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
-from motley.train.agreement import digests
 from motley.train.command_line import read_config, training_parser
+from motley.train.recovery import digests
 
 STEPS, EVERY, N = 11, 4, 24
 SHARES = (5, 3, 0)

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 
-from motley.engines.strategy import TORCH, engines_of, known_strategies
+from motley.engines.strategies import TORCH, engines_of, known_strategies
 from motley.launch.world import World, run
 from motley.membership.pause import PAUSE_SIGNAL
 from motley.train.command_line import read_config, training_parser

@@ -16,7 +16,7 @@ from motley.data.source import Batch, Tensors
 from motley.engines.ddp import NoOverlapEngine
 from motley.launch.world import run
 from motley.plan.replan import ReplanMonitor
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.tasks.model import TaskModel
 from motley.train.command_line import read_config, training_parser
 from motley.train.start import train

@@ -23,7 +23,7 @@ from warm.ranks import Ended, WarmRanks
 from warm.script import MODULES as RANK_MODULES
 
 from motley.config.options import Config
-from motley.engines.strategy import TORCH, ZERO, known_strategies
+from motley.engines.strategies import TORCH, ZERO, known_strategies
 from motley.train.command_line import read_config, training_parser
 
 BODY = "fuzz.rank:main"

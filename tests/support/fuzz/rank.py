@@ -26,8 +26,8 @@ import motley.train.start
 from motley.config.options import Config
 from motley.data.source import Batch
 from motley.engines.protocol import LaunchedStep, StepResult
-from motley.engines.strategy import TORCH, ZERO
-from motley.launch.mpi import Launched
+from motley.engines.strategies import TORCH, ZERO
+from motley.launch.ranks import Launched
 from motley.launch.world import World, run
 from motley.plan.replan import Proposal, ReplanMonitor
 from motley.train.start import train

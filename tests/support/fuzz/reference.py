@@ -20,12 +20,11 @@ from torch.nn import functional
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.loader import Loader
-from motley.data.order import Order
-from motley.data.source import Batch
+from motley.data.source import Batch, Order
 from motley.engines.optimizer import make_optimizer
 from motley.plan.length import ramp_of
 from motley.plan.plan import make_plan
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.net import build_net
 
 

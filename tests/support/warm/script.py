@@ -11,7 +11,7 @@ from project import ROOT
 from warm.fork import end_with
 
 import motley.launch.world
-from motley.launch.mpi import Launched
+from motley.launch.ranks import Launched
 
 # What a rank imports sooner or later; DeepSpeed's Muon takes torch's compiler with it, 6 s.
 MODULES = (

@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class ForkedRanks:
-    """Implements motley.launch.mpi.Launched over a socket to the process that forked the rank."""
+    """Implements motley.launch.ranks.Launched over a socket to the process that forked the rank."""
 
     def __init__(self, rank: int, size: int, line: socket.socket) -> None:
         self.rank, self.size, self._line = rank, size, line

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from motley.checkpoint.initial import Weights, _has_same_head, fit, read_weights
+from motley.checkpoint.resume import Weights, _has_same_head, fit, read_weights
 from motley.errors import MotleyError
+from motley.tasks.builtin import CLASS_NAMES
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.builtin.text import TextTask
-from motley.tasks.find import CLASS_NAMES
 from motley.tasks.net import freeze
 from motley.train.command_line import read_config, training_parser
 

@@ -8,10 +8,10 @@ import pytest
 from motley.checkpoint.resume import _differences
 from motley.config.option import Decides, Option, flag_of, option, options_of
 from motley.config.options import GROUPS, Config
-from motley.engines.strategy import TORCH, ZERO, StrategyOptions, known_strategies
+from motley.engines.strategies import TORCH, ZERO, StrategyOptions, known_strategies
 from motley.errors import MotleyError
+from motley.tasks.builtin import task_of
 from motley.tasks.builtin.image import ImageTask
-from motley.tasks.find import task_of
 from motley.train.command_line import (
     config_from,
     list_different_options,

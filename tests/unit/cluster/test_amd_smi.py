@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from motley.cluster import gpus
-from motley.cluster.amd_smi import AmdSmi
-from motley.cluster.gpus import GpuSampler, amd_uuid_at, read_gpu_processes
+from motley.cluster.gpus import AmdSmi, GpuSampler, amd_uuid_at, read_gpu_processes
 
 MI300X, RX7900 = "28ff74a1-0000-1000-805b-9a2b3c4d5e6f", "58ff744c-0000-1000-800e-7b1f0c2d3e4a"
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.cluster.binding import (
+from motley.cluster.launcher import (
     MemoryNode,
     choose_node,
     core_list,
@@ -87,7 +87,7 @@ def test_a_list_of_cores_is_read_as_it_is_written(cores: frozenset[int]) -> None
 
 BOUND = """
 import os, threading
-from motley.cluster.binding import bind_process
+from motley.cluster.launcher import bind_process
 done = threading.Event()
 for _ in range(3):
     threading.Thread(target=done.wait).start()

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.cluster.hostfile import Host
-from motley.cluster.slurm import allocated_nodes, expand_nodes, idle_nodes
+from motley.cluster.hostfile import Host, allocated_nodes, expand_nodes, idle_nodes
 from motley.errors import MotleyError
 from motley.provision.launch_line import hosts_of_step, on_hosts
 

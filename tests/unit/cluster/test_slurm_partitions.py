@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.cluster.slurm import read_partitions, seconds_of_slurm
+from motley.cluster.hostfile import read_partitions, seconds_of_slurm
 from motley.errors import MotleyError
 
 SAID = """\

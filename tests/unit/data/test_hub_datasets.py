@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hub_images import check_images, opened, png, save_folder
 
-from motley.data.dataset import find_dataset, known_datasets
+from motley.data.datasets import find_dataset, known_datasets
 from motley.data.images import of_classes
 from motley.data.source import UnreadableSample, read
 from motley.errors import MotleyError
@@ -140,7 +140,7 @@ def test_an_image_that_is_torn_is_named(tmp_path: Path) -> None:
 
 def test_knowing_their_names_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from motley.data.dataset import find_dataset; find_dataset('hfds/a/b'); "
+        "import sys; from motley.data.datasets import find_dataset; find_dataset('hfds/a/b'); "
         "find_dataset('wds/'); heavy = {'torch', 'timm', 'datasets', 'numpy'}; "
         "sys.exit(bool(heavy & {*sys.modules}))"
     )

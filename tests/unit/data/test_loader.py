@@ -27,15 +27,13 @@ import motley.data.images
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.images import Images
-from motley.data.keyed import first_batch
 from motley.data.loader import Loader
 from motley.data.loader_memory import explain_workers
-from motley.data.order import Order, seeds_of, slices
-from motley.data.source import Batch
+from motley.data.source import Batch, Order, first_batch, seeds_of, slices
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
+from motley.tasks.builtin import task_of
 from motley.tasks.builtin.image import ImageTask
-from motley.tasks.find import task_of
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from motley.data.loader_memory import bytes_of, explain_workers, free_memory, he
 from motley.data.source import Batch
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.train.command_line import read_config, training_parser
 
 GIB = 2.0**30

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.comm.modes.numbers import EXACT
-from motley.data.order import slices
+from motley.data.source import slices
 from motley.data.transforms import Mixing, mix
 from motley.plan.plan import make_plan
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import picture_folder
 
-from motley.data.dataset import find_dataset
+from motley.data.datasets import find_dataset
 from motley.data.images import Images
 from motley.data.packed_file import JPEG, Keep, bytes_of, list_folder, open_packed, pack, shrunk
 from motley.data.source import UnreadableSample, read

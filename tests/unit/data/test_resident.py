@@ -10,11 +10,9 @@ from torch import Tensor
 from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.data.images import Images, InMemory
-from motley.data.keyed import Key, Keyed
 from motley.data.loader import Loader
-from motley.data.resident import ResidentImages, resident
-from motley.data.source import Samples
-from motley.data.transforms import ShiftAndFlip
+from motley.data.source import Key, Keyed, Samples
+from motley.data.transforms import ResidentImages, ShiftAndFlip, resident
 from motley.plan.plan import Plan
 from motley.tasks.builtin.image import ImageTask
 

@@ -13,7 +13,7 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from motley.data.images import Images, InMemory
-from motley.data.keyed import first_batch
+from motley.data.source import first_batch
 from motley.data.transforms import Look
 from motley.data.transforms import seeded as by_torch
 from motley.tasks.builtin.image import ImageTask

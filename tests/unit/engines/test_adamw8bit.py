@@ -14,7 +14,7 @@ from torch import Tensor
 from motley.engines.optimizer import kept_numbers
 from motley.engines.optimizers import adamw8bit
 from motley.engines.optimizers.adamw8bit import BLOCK, AdamW8bit, pack, unpack
-from motley.engines.strategy import ZERO, engines_of, known_strategies
+from motley.engines.strategies import ZERO, engines_of, known_strategies
 from motley.errors import MotleyError
 from motley.train.command_line import read_config, training_parser
 

@@ -16,7 +16,7 @@ from jobs import wait_until
 from project import ROOT, environment
 
 from motley.errors import MotleyError
-from motley.infer.shards import Leases, Shards
+from motley.infer.infer_vit import Leases, Shards
 
 
 def test_a_lease_is_taken_once_and_from_whoever_is_gone(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_lease(
 RACE = """
 import sys, time
 from pathlib import Path
-from motley.infer.shards import Leases
+from motley.infer.infer_vit import Leases
 
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 leases = Leases(folder)

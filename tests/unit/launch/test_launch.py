@@ -11,8 +11,8 @@ from project import ROOT, environment
 
 from motley.cluster.facts import read_node
 from motley.errors import MotleyError
-from motley.launch.mpi import check_size
 from motley.launch.process import keep_caches_local, launched_rank
+from motley.launch.ranks import check_size
 from motley.launch.world import (
     port_of_user,
     reserve_port,

@@ -14,7 +14,7 @@ from motley.errors import MotleyError
 from motley.launch import same_code
 from motley.launch.same_code import Code, check_same, compare_code, read_code
 
-ORDER, PLAN = "src/motley/data/order.py", "src/motley/plan/plan.py"
+ORDER, PLAN = "src/motley/data/source.py", "src/motley/plan/plan.py"
 
 
 def code(host: str, files: dict[str, str] | None = None, **versions: str) -> Code:

@@ -15,12 +15,12 @@ import pytest
 
 from motley.cluster.launcher import WITHOUT_MPI, Launcher, launch_of
 from motley.errors import MotleyError
-from motley.launch.tcp_ranks import TcpRanks, meeting_point, secret
+from motley.launch.ranks import TcpRanks, meeting_point, secret
 
 RANK = """
 import os, sys
 from motley.cluster.launcher import launch_of
-from motley.launch.tcp_ranks import TcpRanks
+from motley.launch.ranks import TcpRanks
 ranks = TcpRanks(launch_of())
 for number in range(3):
     assert ranks.allgather((ranks.rank, number)) == [(r, number) for r in range(ranks.size)]

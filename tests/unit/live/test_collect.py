@@ -7,8 +7,8 @@ from live_runs import LiveRun
 
 from motley.cluster.ssh import Remote
 from motley.errors import HostTrouble
-from motley.live.collect import Copies
 from motley.live.follow import MOST, RunFollower
+from motley.live.runs import Copies
 from motley.live.snapshot import take_snapshot
 from motley.records.run_folder import RunFolder
 
@@ -80,7 +80,7 @@ def test_a_host_without_the_folder_is_named(tmp_path: Path) -> None:
 def test_a_long_file_that_is_wanted_whole_comes_by_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motley.live.collect._PIECE", 10_000)
+    monkeypatch.setattr("motley.live.runs._PIECE", 10_000)
     live = LiveRun(tmp_path / "there", ["a", "b"])
     live.take_samples()
     with live.run.gpu_file("b").open("a") as log:

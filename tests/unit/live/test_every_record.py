@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_runs import LAB, LiveRun
 
-from motley.live.every_record import NewRecords, Position, RunReader
 from motley.live.follow import MOST
+from motley.publish.series import NewRecords, Position, RunReader
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord
 

@@ -7,12 +7,11 @@ from matplotlib.text import Text
 from small_runs import START, write_run
 
 from motley import records
-from motley.live.collect import Copies
-from motley.live.every_record import NewRecords, Position
+from motley.live.runs import Copies
 from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.plotting import plot_training, style
-from motley.publish.series import step_rows
+from motley.publish.series import NewRecords, Position, step_rows
 from motley.records.costs import joules
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
 from motley.records.json_files import to_json

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from live_runs import LAB, LiveRun
 
 from motley.live.follow import RunFollower
-from motley.live.headline import Mood
 from motley.live.snapshot import Snapshot, take_snapshot
-from motley.live.track import Step
-from motley.live.waiting import waited_for
+from motley.live.track import Step, waited_for
+from motley.live.words import Mood
 
 LINK = {
     "flows": [

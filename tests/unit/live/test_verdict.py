@@ -11,7 +11,7 @@ from small_runs import START, write_run
 from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.plan.advice import Advice
-from motley.plan.links import Flow, Links
+from motley.plan.speeds import Flow, Links
 from motley.records.run_folder import RunFolder
 
 

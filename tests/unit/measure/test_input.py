@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from motley.config.options import Config
-from motley.measure.loader_speed import time_reading, with_readers_of_compiled, with_reading
-from motley.plan.speed_table import SpeedTable
+from motley.measure.profile import time_reading, with_readers_of_compiled, with_reading
+from motley.plan.speeds import SpeedTable
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SAMPLE_S = 0.01

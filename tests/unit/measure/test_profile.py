@@ -13,7 +13,7 @@ from motley.measure import speed_cache as speeds
 from motley.measure.measured_plan import refine
 from motley.measure.profile import Measured
 from motley.plan.plan import split
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
 
 

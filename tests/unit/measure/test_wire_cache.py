@@ -20,7 +20,7 @@ from motley.comm.modes.numbers import BF16, EXACT
 from motley.comm.modes.power_sgd import PowerSgd
 from motley.measure import measured_plan, speed_cache
 from motley.measure.speed_cache import WireCache, WireFigures, WireMemory
-from motley.plan.links import Flow, rounds
+from motley.plan.speeds import Flow, rounds
 from motley.plan.wire import AllReduceCost, FewerCost
 
 MACHINES = (0, 1, 2)

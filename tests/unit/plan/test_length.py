@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from motley.engines.optimizer import explain_early_end, make_schedule, rate_of
 from motley.plan.length import Length, Ramp, TrainState
 from motley.train.command_line import read_config, training_parser
-from motley.train.schedule import explain_early_end, make_schedule, rate_of
 
 
 def walk(length: Length, start: TrainState, until: int | None = None) -> list[TrainState]:

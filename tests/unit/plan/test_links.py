@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from motley.measure import link_speed as traffic
 from motley.plan.forecast import choose_machines
-from motley.plan.links import Flow, Links, Port, rounds
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import Flow, Links, Port, SpeedTable, rounds
 from motley.plan.wire import AllReduceCost, FewerCost
 
 WORD = b"0123456789abcdef"

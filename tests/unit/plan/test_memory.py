@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from motley.engines.strategies.fsdp import TRAITS
 from motley.engines.strategies.zero import TRAITS as ZERO
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.memory import STATE, ModelSize, enough_ranks, need_of
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
+from motley.plan.wire import EngineTraits
 
 RESHARDS = replace(TRAITS, keeps_gathered=False)
 # 13 B parameters: 40 blocks of 315 M, and embeddings.

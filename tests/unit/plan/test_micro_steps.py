@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from motley.plan.forecast import arrange, forecast
 from motley.plan.plan import split
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
 
 # A GPT of 13 billion parameters on three H200s, in bf16: the sizes that were timed, and 8.

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from motley.comm.modes.numbers import EXACT
 from motley.errors import MotleyError
-from motley.plan.per_rank import named_hosts, read_micro_batches, read_named_hosts, read_shares
 from motley.plan.plan import (
     Candidate,
     Plan,
@@ -15,6 +14,7 @@ from motley.plan.plan import (
     cut,
     make_plan,
 )
+from motley.plan.precision import named_hosts, read_micro_batches, read_named_hosts, read_shares
 
 shares = st.lists(
     st.one_of(st.just(0.0), st.floats(0.01, 100), st.integers(1, 9).map(float)),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motley.errors import MotleyError
-from motley.plan.readmission import ReadmissionEstimate, step_with
+from motley.provision.keep_returns import ReadmissionEstimate, step_with
 
 RATES = st.lists(st.floats(0.1, 1e4), min_size=1, max_size=5)
 

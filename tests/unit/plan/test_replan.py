@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from motley.plan.plan import limit_s, split, whole_shares
 from motley.plan.replan import ReplanMonitor
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 
 SIZES = (1, 2, 4, 8, 16, 32)
 

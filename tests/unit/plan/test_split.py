@@ -17,7 +17,7 @@ from motley.errors import MotleyError
 from motley.plan.advice import bound_by_input
 from motley.plan.forecast import Forecast, arrange, choose_machines, forecast, what_if
 from motley.plan.plan import Speeds, cut, limit_s, split
-from motley.plan.speed_table import SpeedTable
+from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
 
 CLOSE = 1 + 1e-9

@@ -23,11 +23,9 @@ from motley.errors import MotleyError
 from motley.measure.link_speed import _tensors
 from motley.measure.measured_plan import _best_mode
 from motley.plan.advice import Advice, better_engine, better_modes, fewer_hosts, larger_batch
-from motley.plan.engine_traits import EngineTraits
 from motley.plan.forecast import Choice, arrange, choose_machines, forecast
-from motley.plan.links import Flow, Links
-from motley.plan.speed_table import SpeedTable
-from motley.plan.wire import AllReduceCost
+from motley.plan.speeds import Flow, Links, SpeedTable
+from motley.plan.wire import AllReduceCost, EngineTraits
 from motley.tasks.classifiers import vit_digits
 
 OFFERED = PowerSgd()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from motley.cluster.device_facts import DeviceFacts
 from motley.cluster.facts import Interface
+from motley.cluster.gpus import DeviceFacts
 from motley.errors import HostTrouble
 from motley.provision.connection_report import Here, judge, judge_networks
 from motley.provision.host_report import Asked, HostReport, parse

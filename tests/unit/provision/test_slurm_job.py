@@ -8,7 +8,7 @@ import matrices  # noqa: F401  # what forks would import
 import pytest
 from forked import run_script
 
-from motley.cluster.slurm import Partition
+from motley.cluster.hostfile import Partition
 from motley.errors import MotleyError
 from motley.provision import slurm_job
 from motley.provision.slurm_job import Array

@@ -3,7 +3,7 @@
 import pytest
 
 from motley.errors import MotleyError
-from motley.provision.torch_builds import PYPI, HostGpu, choose_build
+from motley.provision.install_cn import PYPI, HostGpu, choose_build
 
 P4 = HostGpu("ecetesla0", "Tesla P4", (6, 1), "535.183.01")
 GTX = HostGpu("ecetesla3", "NVIDIA GeForce GTX 1070", None, "470.256.02")

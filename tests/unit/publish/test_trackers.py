@@ -27,7 +27,7 @@ from trackers import (
 )
 
 from motley.errors import MotleyError
-from motley.live.every_record import Position
+from motley.publish.series import Position
 from motley.publish.trackers import trackers
 from motley.records.run_folder import RunFolder
 from motley.records.training import EpochRecord

@@ -22,11 +22,11 @@ from motley.measure.compile_trial import (
     steps_of,
     why_not,
 )
-from motley.plan.speed_table import SpeedTable
-from motley.tasks.blocks import parts_around
-from motley.tasks.find import task_of
+from motley.plan.speeds import SpeedTable
+from motley.tasks.builtin import task_of
 from motley.tasks.model import Compiled, TaskModel
 from motley.tasks.net import build_net, recompute
+from motley.tasks.task import parts_around
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")

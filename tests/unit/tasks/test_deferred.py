@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from motley.errors import MotleyError
-from motley.tasks.blocks import find_blocks
 from motley.tasks.build import LARGE, BlockByBlock, build
+from motley.tasks.builtin import task_of
 from motley.tasks.deferred import record
-from motley.tasks.find import task_of
-from motley.tasks.task import Task
+from motley.tasks.task import Task, find_blocks
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from motley.errors import MotleyError
+from motley.tasks.builtin import task_class, task_of
 from motley.tasks.check import check_task
-from motley.tasks.find import task_class, task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import config_from, read_config, training_parser

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from motley.comm.modes.numbers import EXACT
 from motley.data.import_timm import timm
-from motley.data.order import slices
+from motley.data.source import slices
 from motley.errors import MotleyError
 from motley.plan.plan import make_plan
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen

@@ -9,8 +9,8 @@ import torch
 from hf_models import TINY, config_of, pretrained_folder
 from safetensors.torch import load_file
 
-from motley import extras
-from motley.checkpoint.initial import Weights, fit
+from motley import registry as extras
+from motley.checkpoint.resume import Weights, fit
 from motley.errors import MotleyError
 from motley.tasks.builtin.text import TextTask
 from motley.tasks.check import check_task

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from motley.errors import MotleyError
+from motley.tasks.builtin import task_of
 from motley.tasks.builtin.image import ImageTask
 from motley.tasks.classifiers import blocks_of
-from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net, recompute, set_attention
 from motley.train.command_line import read_config, training_parser

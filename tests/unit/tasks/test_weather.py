@@ -11,14 +11,13 @@ import torch
 import xarray as xr
 
 from motley.comm.modes.numbers import EXACT
-from motley.data.keyed import first_batch
 from motley.data.loader import Loader
-from motley.data.source import UnreadableSample, read
+from motley.data.source import UnreadableSample, first_batch, read
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
+from motley.tasks.builtin import task_of
 from motley.tasks.builtin.weather import WeatherTask, as_batch, usual
 from motley.tasks.check import check_task
-from motley.tasks.find import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.tasks.states import AIR, STATIC, SURFACE

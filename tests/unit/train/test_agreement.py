@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.tasks import fingerprint as module
-from motley.tasks.fingerprint import fingerprint
-from motley.train.agreement import arithmetic, differing, unsound, vote
+from motley.tasks import check as module
+from motley.tasks.check import fingerprint
+from motley.train.recovery import arithmetic, differing, unsound, vote
 
 
 @pytest.mark.parametrize(

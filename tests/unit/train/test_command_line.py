@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from motley.engines.strategy import TORCH, ZERO, known_strategies
+from motley.engines.strategies import TORCH, ZERO, known_strategies
 from motley.errors import MotleyError
-from motley.tasks.find import task_class
+from motley.tasks.builtin import task_class
 from motley.train.command_line import add_task, make_words, read_config, training_parser
 
 Help = Callable[[str], str]

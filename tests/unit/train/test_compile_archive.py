@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.utils import clear_caches
 
-from motley.cluster.cache_folder import RefusedError
+from motley.cluster.account import RefusedError
 from motley.cluster.facts import read_node
 from motley.train import compile_archive
 from motley.train.compile_archive import ERRORS, Carried, CompileArchive, kind_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from motley.config.options import Config
-from motley.engines.strategy import TORCH, ZERO, known_strategies
+from motley.engines.strategies import TORCH, ZERO, known_strategies
 from motley.train.command_line import read_config, training_parser
 
 

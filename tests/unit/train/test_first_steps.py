@@ -7,7 +7,7 @@ import pytest
 from motley.measure.speed_cache import WireFigures, WireMemory
 from motley.plan.forecast import Forecast
 from motley.records.training import StepRecord
-from motley.train.first_steps import FirstSteps
+from motley.train.recorder import FirstSteps
 
 FORECAST = Forecast(8, (0.06, 0.05), 0.1, 1, 0.04, 0.05)  # 0.1 s a step
 

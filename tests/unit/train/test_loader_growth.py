@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from motley.data.loader_memory import WINDOW, Growth, LoaderGrowth
 from motley.records.training import StepRecord
-from motley.train.loader_growth import WINDOW, Growth, LoaderGrowth
 
 STEP_S = 0.1
 

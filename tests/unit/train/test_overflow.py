@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from motley.data.source import Batch
-from motley.tasks.find import task_of
+from motley.tasks.builtin import task_of
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
 from motley.train.command_line import read_config, training_parser

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.data.dataset import Dataset
+from motley.data.datasets import Dataset
 
 if TYPE_CHECKING:
     from motley.data.images import Images

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.data.dataset import Dataset
+from motley.data.datasets import Dataset
 
 if TYPE_CHECKING:
     from motley.data.images import Images

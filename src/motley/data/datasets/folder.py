@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motley.data.dataset import Dataset
+from motley.data.datasets import Dataset
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.data.dataset import TRAIN, Dataset, Family, held_out_split
+from motley.data.datasets import TRAIN, Dataset, Family, held_out_split
 from motley.errors import MotleyError
-from motley.extras import import_extra
+from motley.registry import import_extra
 
 if TYPE_CHECKING:
     from motley.data.images import Images

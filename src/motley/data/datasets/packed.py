@@ -5,7 +5,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.data.dataset import Dataset
+from motley.data.datasets import Dataset
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:

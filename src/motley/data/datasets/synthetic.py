@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motley.data.dataset import Dataset
+from motley.data.datasets import Dataset
 
 if TYPE_CHECKING:
     from motley.data.images import Images

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motley.data.dataset import HELD_OUT, TRAIN, Dataset, Family, held_out_split
+from motley.data.datasets import HELD_OUT, TRAIN, Dataset, Family, held_out_split
 from motley.errors import MotleyError
 
 if TYPE_CHECKING:

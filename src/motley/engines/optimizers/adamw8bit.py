@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from motley.engines.own_optimizer import Codec, OwnOptimizer
-from motley.engines.rows import own_rows, rows_as
+from motley.engines.named_state import own_rows, rows_as
+from motley.engines.optimizers import Codec, OwnOptimizer
 
 BLOCK = 256  # numbers that share a scale
 _SHORTEST = 64  # row in 8 bits: its scale is a sixteenth of a number's 8 bits more

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from motley.engines.strategy import Strategy
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
+from motley.engines.strategies import Strategy
+from motley.plan.wire import Addition, EngineTraits
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext

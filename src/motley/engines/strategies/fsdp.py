@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from motley.config.option import Decides, option
-from motley.engines.strategy import Strategy
-from motley.plan.engine_traits import EngineTraits
+from motley.engines.strategies import Strategy
 from motley.plan.memory import STATE
-from motley.plan.wire import Addition
+from motley.plan.wire import Addition, EngineTraits
 
 if TYPE_CHECKING:
     from motley.config.options import Config

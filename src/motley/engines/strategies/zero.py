@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from motley.config.options import Config
-from motley.engines.strategy import ZERO, Strategy
+from motley.engines.strategies import ZERO, Strategy
 from motley.engines.zero_config import (
     STAGES,
     ZeroOptions,
@@ -17,8 +17,7 @@ from motley.engines.zero_config import (
     state_in_host,
 )
 from motley.errors import MotleyError
-from motley.plan.engine_traits import EngineTraits
-from motley.plan.wire import Addition
+from motley.plan.wire import Addition, EngineTraits
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
@@ -50,7 +49,7 @@ TRAITS = (  # by stage
 
 
 def _traits(config: Config) -> EngineTraits:
-    from motley.engines.own_optimizer import find_row
+    from motley.engines.optimizers import find_row
 
     own = config.of(ZeroOptions)
     path = config_path(own)

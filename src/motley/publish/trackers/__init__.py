@@ -1,11 +1,94 @@
-"""Where a run is published to: a file here adds a tracker by listing it under ``TRACKERS``.
+"""Trackers that a run is published to: a file here adds one by listing it under ``TRACKERS``.
 
-It is a subclass of motley.publish.tracker.Tracker; ``--to`` and ``-h`` of plots/publish.py learn of
+Each is a subclass of :class:`Tracker`; ``--to`` and ``-h`` of plots/publish.py learn of
 it from there.
 """
 
-from motley.publish.tracker import Tracker
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from motley.publish.series import Note, Parameter, Row
+from motley.records.json_files import JsonDict
+from motley.records.run_folder import RunFolder
 from motley.registry import entries
+
+
+@dataclass(frozen=True)
+class Published:
+    """The run.
+
+    Attributes:
+        folder: of its records, absolute.
+        project: what the tracker groups runs by.
+        started: seconds since the epoch; of a run that was resumed, when it was first published.
+        parameters: what it was asked to do, and on what.
+    """
+
+    folder: RunFolder
+    project: str
+    started: float
+    parameters: Mapping[str, Parameter]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.path.name
+
+
+class Tracker(ABC):
+    """A run in a tracker, which is opened, told rows and notes in order, and closed.
+
+    A subclass is listed under ``TRACKERS`` of its module, and imports its package when
+    :meth:`check` or the constructor is called, not before.
+
+    Attributes:
+        name: of ``--to``. says: where it publishes to, for ``-h``.
+        settles_s: seconds after which what was told is sure to last though this process be killed;
+            None: when it is closed.
+        anew: nothing of the run is there yet, so that all is to be told.
+        look: what the user types to see it.
+    """
+
+    name: ClassVar[str]
+    says: ClassVar[str]
+    settles_s: float | None = 0.0
+    anew: bool
+    look: str
+
+    @classmethod
+    @abstractmethod
+    def check(cls) -> None:
+        """Raise MotleyError if a package is missing."""
+
+    @abstractmethod
+    def __init__(self, run: Published, memory: JsonDict) -> None:
+        """Go on with a run that was published before, or begin one.
+
+        Args:
+            memory: what :meth:`memory` gave when its position was saved last; empty: never.
+        """
+
+    @abstractmethod
+    def memory(self) -> JsonDict:
+        """What is needed to go on after what was told, as JSON; also once it is closed."""
+
+    @abstractmethod
+    def tell(self, steps: Sequence[Row], samples: Sequence[Row], notes: Sequence[Note]) -> None:
+        """Publish.
+
+        Args:
+            steps: also evaluations. samples: of devices, at times of their own.
+        """
+
+    @abstractmethod
+    def close(self, status: str) -> None:
+        """End.
+
+        Args:
+            status: of the run: running, finished, failed or stopped.
+        """
 
 
 def trackers() -> dict[str, type[Tracker]]:

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.extras import import_extra
 from motley.publish.series import Note, Row
-from motley.publish.tracker import Published, Tracker
+from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
+from motley.registry import import_extra
 from motley.text import step_in_words
 
 _FILE = "mlflow.db"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from motley.errors import MotleyError
-from motley.extras import import_extra
 from motley.publish.series import Note, Row
-from motley.publish.tracker import Published, Tracker
+from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
+from motley.registry import import_extra
 
 _PROTO, _HPARAMS = "tensorboard.compat.proto", "tensorboard.plugins.hparams"
 

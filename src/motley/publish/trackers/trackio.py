@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from motley.extras import import_extra
 from motley.publish.series import Note, Row
-from motley.publish.tracker import Published, Tracker
+from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
+from motley.registry import import_extra
 
 _SENT_S = 5.0  # its thread writes twice a second
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")

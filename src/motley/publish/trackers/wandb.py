@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from motley.extras import import_extra
 from motley.publish.series import Note, Row
-from motley.publish.tracker import Published, Tracker
+from motley.publish.trackers import Published, Tracker
 from motley.records.json_files import JsonDict
+from motley.registry import import_extra
 
 _ONLINE_S = 60.0  # in which what was told has long been sent
 _STEPPED = ("all/*", "evaluation/*", "others/*", "rank/*", "event/*")

@@ -1,1 +1,157 @@
-"""What ``--task`` can be: a file here adds one by listing its name and class under ``TASKS``."""
+"""The built-in tasks, one a file, and the search for the task that ``--task`` names: one of these,
+or the task in a user's file.
+"""
+
+import dataclasses
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from motley import ROOT
+from motley.config.options import Config
+from motley.errors import MotleyError
+from motley.registry import entries
+from motley.tasks.task import Task
+from motley.text import did_you_mean
+
+USUAL = "image"
+# Keys among the options that a checkpoint keeps; no option has such a name.
+CLASS_NAMES, SAMPLES = "class names", "list of samples"
+_MUST = ("model", "data", "losses")
+
+
+def known_tasks() -> dict[str, type[Task]]:
+    """The built-in ones by name."""
+    return dict(entries("motley.tasks.builtin", "TASKS"))
+
+
+def task_of(config: Config) -> Task:
+    """The task that was asked for."""
+    return next((each for each in config.own if isinstance(each, Task)), known_tasks()[USUAL]())
+
+
+def identity_of(config: Config) -> dict[str, Any]:
+    """What a checkpoint and the run that goes on from it must agree on besides options."""
+    task = task_of(config)
+    return {"task_class": type(task).__name__, **task.identity()}
+
+
+def check_classes(task: Task, saved: Mapping[str, Any]) -> None:
+    """Raise MotleyError if the task's classes have other names than those of a checkpoint.
+
+    Args:
+        saved: what the checkpoint keeps of its options.
+    """
+    before, now = saved.get(CLASS_NAMES), list(task.class_names)
+    if not before or not now or before == now:
+        return
+    pairs = zip_longest(now, before, fillvalue="missing")
+    number, (here, there) = next(found for found in enumerate(pairs) if found[1][0] != found[1][1])
+    raise MotleyError(
+        f"labels mean something else than in the checkpoint: class {number} is {here!r}, and "
+        f"{there!r} in the checkpoint ({len(now)} classes, and {len(before)}). Give the class "
+        "folders the names that they had, or begin a new run with --initial-checkpoint"
+    )
+
+
+def task_class(name: str) -> type[Task]:
+    """What ``--task`` names.
+
+    Raises:
+        MotleyError: there is no such task, or a file that does not define one.
+    """
+    known = known_tasks()
+    if name in known:
+        return known[name]
+    if not name.endswith(".py"):
+        raise MotleyError(
+            f"--task {name} is unknown{did_you_mean(name, known)}; choose {', '.join(known)}, or "
+            "name a file with a task of your own, as in examples/my_task.py"
+        )
+    path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+    if path is None:
+        raise MotleyError(f"--task {name}: there is no such file")
+    return _only_task(name, _load(name, path))
+
+
+_reading: list[str] = []  # files of tasks that are being read
+
+
+def task_being_read() -> str:
+    """Return the file that --task names while it is read; else nothing."""
+    return _reading[-1] if _reading else ""
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    title = f"motley_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(title, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[title] = module  # dataclasses look there
+    _reading.append(name)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise MotleyError(
+            f"--task {name}, line {error.lineno}: {error.msg}{f': {line}' if line else ''}"
+        ) from None
+    except ModuleNotFoundError as error:
+        raise MotleyError(
+            f"--task {name} imports {error.name}, which is not installed here; install it on all "
+            f"hosts, as in: .venv/bin/pip install {str(error.name).partition('.')[0]}"
+        ) from None
+    except MotleyError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+                 if frame.filename == str(path)]  # fmt: skip
+        where = f", line {lines[-1]}" if lines else ""
+        raise MotleyError(f"--task {name}{where}: {type(error).__name__}: {error}") from error
+    finally:
+        _reading.pop()
+    return module
+
+
+def _only_task(name: str, module: ModuleType) -> type[Task]:
+    own = [
+        value for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Task)
+        and value.__module__ == module.__name__
+    ]  # fmt: skip
+    last = [kind for kind in own if not any(kind in other.__mro__[1:] for other in own)]
+    if not last:
+        raise MotleyError(
+            f"--task {name} defines no task: no class in it is derived from "
+            "motley.tasks.task.Task; see examples/my_task.py"
+        )
+    if len(last) > 1:
+        names = " and ".join(kind.__name__ for kind in last)
+        raise MotleyError(f"--task {name} defines {len(last)} tasks, {names}; keep one in a file")
+    (kind,) = last
+    return _whole(name, kind)
+
+
+def _whole(name: str, kind: type[Task]) -> type[Task]:
+    """The class, if nothing that it must have is missing."""
+    if missing := [each for each in _MUST if getattr(kind, each) is getattr(Task, each)]:
+        raise MotleyError(
+            f"--task {name}: {kind.__name__} has no {_and(missing)}; see examples/my_task.py"
+        )
+    if not dataclasses.is_dataclass(kind) or "__dataclass_fields__" not in vars(kind):
+        if "__init__" in vars(kind):
+            raise MotleyError(
+                f"--task {name}: {kind.__name__} has an __init__; declare its options as fields, "
+                "with @dataclass before the class"
+            )
+        kind = dataclasses.dataclass(kind)
+    return kind
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and no ".join(f"{word}()" for word in words)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from motley.data.dataset import find_dataset
+from motley.data.datasets import find_dataset
 from motley.data.images import NO_LABEL, Images, of_classes, of_files
-from motley.data.resident import resident
 from motley.data.source import Samples, Source, Tensors
-from motley.data.transforms import Look, Mixing, Transform, mix
+from motley.data.transforms import Look, Mixing, Transform, mix, resident
 from motley.errors import MotleyError
 from motley.tasks.classifiers import (
     ImageOptions,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from motley.config.option import Decides, option, positive, positives
 from motley.data.source import Source, Tensors
 from motley.errors import MotleyError
-from motley.extras import import_extra
+from motley.registry import import_extra
 from motley.tasks.states import (
     AIR,
     INPUTS,

@@ -1,4 +1,7 @@
-"""The processes of a launch that have no MPI in common: of srun without PMIx, or of torchrun.
+"""The processes of one launch: joined by MPI, whose only user this is, or by TCP where srun has no
+PMIx, or torchrun starts them.
+
+Ranks are started by ``mpirun`` (Open MPI 4.1 or 5) or ``srun --mpi=pmix``.
 
 They meet at rank 0, on the first node that the environment names, and talk through it. Both ends
 prove that they know a secret of this user's, by multiprocessing.connection's challenges: ports can
@@ -14,21 +17,123 @@ import queue
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from motley.cluster.account import home_folder
+from motley.cluster.hostfile import expand_nodes
 from motley.cluster.launcher import Launch, Launcher
-from motley.cluster.slurm import expand_nodes
 from motley.errors import MotleyError
 from motley.launch.start_watch import start_timeout
 
-T = TypeVar("T")
+_T = TypeVar("_T")
+_AT_ONCE = 50  # looks whether a message has come, without a rest; then with these between:
+_SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
+
+
+class Launched(Protocol):
+    """The processes of one launch, seen from one of them: :class:`MpiRanks`.
+
+    Attributes:
+        rank, size: 0-based number of this process, of how many.
+    """
+
+    rank: int
+    size: int
+
+    def allgather(self, value: _T) -> list[_T]:
+        """Every rank's value, by rank. All ranks must call it."""
+
+    def on_this_machine(self) -> list[int]:
+        """The ranks of this machine, in order. All ranks must call it."""
+
+
+class MpiRanks:
+    """Implements :class:`Launched` for mpirun and srun."""
+
+    def __init__(self) -> None:
+        # Where Open MPI 5 has no use for libfabric's one-sided transport, it sleeps for a second
+        # when it closes it; what ranks say to each other here has none either.
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+        from mpi4py import MPI  # importing it starts MPI
+
+        self._mpi, self._comm = MPI, MPI.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+
+    def allgather(self, value: _T) -> list[_T]:
+        """See :class:`Launched`. In round k each sends all that it knows to who is 2^k before it,
+        so that after log2(size) rounds all know all (Bruck et al. 1997)."""
+        known = {self.rank: value}
+        distance = 1
+        while distance < self.size:
+            sent = self._comm.isend(known, (self.rank - distance) % self.size)
+            sender = (self.rank + distance) % self.size
+            came = _wait_for(partial(self._comm.improbe, source=sender))
+            known = known | came.recv()
+            _wait_for(sent.Test)
+            distance *= 2
+        return [known[rank] for rank in range(self.size)]
+
+    def on_this_machine(self) -> list[int]:
+        """See :class:`Launched`; by shared memory, since host names may be all alike."""
+        self.allgather(None)  # it is over soon where all have come
+        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        ranks: list[int] = node.allgather(self.rank)
+        return ranks
+
+
+def _wait_for(look: Callable[[], Any]) -> Any:
+    """What ``look`` finds, once it does. MPI's own waiting never sleeps, and so takes the processor
+    from those that are waited for, where ranks share one, or from other users."""
+    looks, pause_s = 0, _SHORTEST_S
+    while not (found := look()):
+        looks += 1
+        if looks < _AT_ONCE:
+            os.sched_yield()
+        else:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+    return found
+
+
+def finalize_mpi() -> None:
+    """Leave MPI, if this process is in it; all ranks do."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def check_size(size: int, environ: Mapping[str, str]) -> None:
+    """Raise MotleyError if the launcher started several ranks that cannot see each other."""
+    if size > 1 or "OMPI_COMM_WORLD_SIZE" in environ:
+        return
+    tasks, ranks = (_several(environ, name) for name in ("SLURM_STEP_NUM_TASKS", "PMI_SIZE"))
+    if tasks:
+        raise MotleyError(
+            f"Slurm started {tasks} tasks but MPI sees one: its PMIx and that of MPI do not fit; "
+            "start them with srun --mpi=none, or with mpirun inside the allocation"
+        )
+    if ranks:
+        raise MotleyError(
+            f"the launcher started {ranks} ranks but MPI sees one: the launcher is of another MPI "
+            "(MPICH, Intel MPI) than mpi4py; start them with the mpirun of setup/make_env.sh, or "
+            "with torchrun"
+        )
+
+
+def _several(environ: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable if it is more than 1, else 0."""
+    digits = environ.get(name, "")
+    return int(digits) if digits.isdigit() and int(digits) > 1 else 0
+
 
 # What torchrun tells torch.distributed, of a group that is not that of those who train.
 TORCHRUN_GROUP = frozenset({
@@ -46,7 +151,7 @@ _RANK = struct.Struct("!I")
 
 
 class TcpRanks:
-    """Implements motley.launch.mpi.Launched.
+    """Implements motley.launch.ranks.Launched.
 
     Raises:
         MotleyError: the others are not found in time, or the environment does not say where.
@@ -63,11 +168,11 @@ class TcpRanks:
         else:
             self._lines = [_call(address, ports, key, self.rank, seconds)]
 
-    def allgather(self, value: T) -> list[T]:
+    def allgather(self, value: _T) -> list[_T]:
         """See Launched."""
         try:
             if self.rank == 0:
-                values: list[T] = [value, *(line.recv() for line in self._lines)]
+                values: list[_T] = [value, *(line.recv() for line in self._lines)]
                 data = pickle.dumps(values)
                 for line in self._lines:
                     line.send_bytes(data)  # what recv() reads
