@@ -24,7 +24,7 @@ from motley.config.options import Config
 from motley.data.source import seed_of
 from motley.engines.named_state import State, part_of
 from motley.engines.optimizers import are_convertible
-from motley.engines.protocol import Engine, HoldsParts
+from motley.engines.protocol import Engine, HoldsParts, Scope
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
 from motley.tasks.builtin import CLASS_NAMES, SAMPLES, check_classes, identity_of, task_of
@@ -272,7 +272,7 @@ def resume(
     if progress["config"]["loss_scale"] == now["loss_scale"]:  # else: asked for anew
         engine.scale.load_state_dict(progress["scale"])
     position = TrainState(progress["step"], progress["epoch"], progress["consumed"])
-    notes += engine.load_own_state(own)
+    notes += engine.load_state(Scope.RANK, State(own))
     return position, [f"continuing from {source} at step {position.step}", *notes]
 
 
@@ -317,7 +317,7 @@ def _load_whole(
     """Rank 0's tensors, on all ranks; returns each rank's own state."""
     own = _scatter_own(tensors, progress["ranks"])
     shared = {n: t for n, t in tensors.items() if not n.startswith("ranks.")}
-    engine.load_state(State(spread(shared, device), progress.get("optimizer", {})))
+    engine.load_state(Scope.GLOBAL, State(spread(shared, device), progress.get("optimizer", {})))
     return own
 
 
@@ -343,7 +343,7 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
     wrong = next((str(each) for each in all_gather_object(wrong) if each), "")
     if wrong:
         return wrong
-    engine.load_part(State(found, progress.get("optimizer", {})))
+    engine.load_state(Scope.ROWS, State(found, progress.get("optimizer", {})))
     return ""
 
 

@@ -54,7 +54,7 @@ from motley.checkpoint.tensor_files import (
 )
 from motley.comm.collectives import all_gather_floats, all_gather_object
 from motley.engines.named_state import State, part_of
-from motley.engines.protocol import Engine, HoldsParts
+from motley.engines.protocol import Engine, HoldsParts, Scope
 from motley.errors import MotleyError
 from motley.plan.length import TrainState
 from motley.plan.plan import Plan
@@ -369,12 +369,12 @@ def save(
     """Take a checkpoint, which is written behind the training, by rank 0, or of ranks that cut the
     model and see its disk by each; all ranks call it."""
     if checkpoints.in_parts and isinstance(engine, HoldsParts):
-        _save_parts(engine, engine.part(), checkpoints, position, config)
+        _save_parts(engine, engine.state(Scope.ROWS), checkpoints, position, config)
         return
-    state = engine.state()
+    state = engine.state(Scope.GLOBAL)
     own: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
     first = dist.get_rank() == 0
-    dist.gather_object(engine.own_state(), own if first else None)
+    dist.gather_object(engine.state(Scope.RANK).tensors, own if first else None)
     if not first:
         return
     tensors = dict(state.tensors)
@@ -429,7 +429,7 @@ def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
         As motley.checkpoint.resume.resume.
     """
     state, notes = _unite(engine, kept) if engine.diverges else (_newest(engine, kept), [])
-    return state, [*notes, *engine.load_own_state({})]
+    return state, [*notes, *engine.load_state(Scope.RANK, State())]
 
 
 def _newest(engine: Engine, kept: Kept) -> TrainState:
@@ -443,18 +443,20 @@ def _newest(engine: Engine, kept: Kept) -> TrainState:
     if min(told) < max(told):
         tensors = state.tensors if dist.get_rank() == newest else {}
         state = State(spread(tensors, engine.device, newest), plain)
-    engine.load_state(state)
+    engine.load_state(Scope.GLOBAL, state)
     engine.scale.load_state_dict(scale)
-    engine.unite_seen({} if own[1] < told[newest][1] else kept.seen)  # it is in there already
+    # In the newest state are the statistics of all ranks already.
+    seen = {} if own[1] < told[newest][1] else kept.seen
+    engine.load_state(Scope.STATISTICS, State(seen))
     return position
 
 
 def _unite(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
     positions = all_gather_object(kept.state)
-    engine.load_state(kept.found)
+    engine.load_state(Scope.GLOBAL, kept.found)
     engine.scale.load_state_dict(kept.scale)
     engine.unite()
-    engine.unite_seen(kept.seen)
+    engine.load_state(Scope.STATISTICS, State(kept.seen))
     steps = [position.step for position in positions]
     where = f"{min(steps)} to {max(steps)}" if min(steps) < max(steps) else f"{steps[0]}"
     note = (

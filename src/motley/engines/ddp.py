@@ -22,10 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from motley.comm.collectives import all_gather_object
 from motley.comm.reducer import Bucket, Unsent, as_real, empty_bucket, grouped
 from motley.data.source import Batch
-from motley.engines.base import gradient_norm
 from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext
-from motley.engines.synchronous import ReducingEngine
+from motley.engines.step import ReducingEngine, gradient_norm
 from motley.errors import NoMemoryError
 from motley.plan.wire import Addition
 from motley.tasks.check import found_unused

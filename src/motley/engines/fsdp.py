@@ -39,9 +39,9 @@ from motley.engines.optimizer import Sharding, is_elementwise
 from motley.engines.optimizers import find_row
 from motley.engines.out_of_memory import no_second_try, out_of_memory
 from motley.engines.protocol import EngineContext
+from motley.engines.step import SynchronousEngine
 from motley.engines.strategies import check_offload
 from motley.engines.strategies.fsdp import TRAITS, FsdpOptions
-from motley.engines.synchronous import SynchronousEngine
 from motley.errors import MotleyError
 from motley.tasks.check import found_unused, refuse_unused, without_gradient
 from motley.tasks.model import AUTOCAST, TaskModel, common_type
@@ -231,20 +231,17 @@ class FsdpEngine(SynchronousEngine):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def state(self) -> State:
-        """See Engine."""
+    def _global_state(self) -> State:
         first = self._context.rank == 0
         with self._put_together():
-            state = self.whole_state(snapshot if first else on_cpu)
+            state = self._held_state(snapshot if first else on_cpu)
         return state if first else State()
 
-    def load_state(self, state: State) -> None:
-        """See Engine."""
+    def _load_global(self, state: State) -> None:
         with self._put_together():
-            super().load_state(self._share(self._model.net, state))
+            super()._load_global(self._share(self._model.net, state))
 
-    def part(self) -> State:
-        """See HoldsParts."""
+    def _rows(self) -> State:
         cut: set[int] = set()
 
         def keep(value: Tensor) -> Tensor:
@@ -254,7 +251,7 @@ class FsdpEngine(SynchronousEngine):
             return own
 
         with self._put_together():
-            state = self.whole_state(keep)
+            state = self._held_state(keep)
         first = self._context.rank == 0
         tensors = {key: each for key, each in state.tensors.items() if first or id(each) in cut}
         return State(tensors, state.plain)
@@ -266,8 +263,8 @@ class FsdpEngine(SynchronousEngine):
             return None
         return rows_of_rank(shape[0], self._context.rank, self._context.size)
 
-    def load_part(self, state: State) -> None:
-        """See HoldsParts. The model first: what is loaded need not lie beside all of the rest."""
+    def _load_rows(self, state: State) -> None:
+        # The model first: its tensors need not lie beside those of the optimizer.
 
         def shared(kinds: Sequence[str]) -> State:
             found = {}

@@ -23,10 +23,10 @@ from torch import Tensor
 from motley.comm.collectives import all_gather_floats, all_gather_object, leavable
 from motley.comm.reducer import as_real
 from motley.data.source import Batch
-from motley.engines.base import EngineBase, gradient_norm, unscale_and_clip
 from motley.engines.named_state import State
 from motley.engines.optimizers import find_own
 from motley.engines.protocol import EngineContext, StepResult
+from motley.engines.step import StepEngine, gradient_norm, unscale_and_clip
 from motley.errors import MotleyError, NotFiniteError
 from motley.plan.plan import Plan
 from motley.plan.wire import Addition, EngineTraits
@@ -35,7 +35,7 @@ from motley.tasks.model import TaskModel
 _TOLD = 4  # numbers that each rank tells at an averaging round
 
 
-class LocalEngine(EngineBase):
+class LocalEngine(StepEngine):
     """Implements Engine."""
 
     traits = EngineTraits(additions=(Addition.LOCAL_STEPS,), spares_slow_rank=False)
@@ -99,7 +99,7 @@ class LocalEngine(EngineBase):
             norm = float(found) / factor
             if math.isfinite(norm):
                 unscale_and_clip(self._parameters, found, factor, self._context.config.clip_grad)
-                self.optimizer.step()
+                self._update()
                 self._used += weight
                 self._loss_sum += loss_sum
             else:
@@ -251,7 +251,7 @@ class LocalEngine(EngineBase):
         for name in names:
             parameter = self._model.net.get_parameter(name)
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
+        self._update()
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate, was in zip(self.optimizer.param_groups, rates, before, strict=True):
             if not counts:
@@ -265,9 +265,8 @@ class LocalEngine(EngineBase):
 
     # -- checkpoints
 
-    def load_state(self, state: State) -> None:
-        """See Engine."""
-        super().load_state(state)
+    def _load_global(self, state: State) -> None:
+        super()._load_global(state)
         self._heard = None
         self._agreed = self._vector()
         self._begin()

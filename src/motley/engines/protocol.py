@@ -8,6 +8,7 @@ on overflow. The loop owns data, plan, schedule, records and checkpoints.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from motley.config.options import Config
 from motley.data.source import Batch
 from motley.engines.average import ParameterAverage
-from motley.engines.named_state import State
+from motley.engines.named_state import State, snapshot
 from motley.engines.step_timer import Clock, Laps
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale
@@ -78,6 +79,32 @@ class LaunchedStep:
     wait: Callable[[], object] = lambda: None
 
 
+class Scope(Enum):
+    """A part of the training state.
+
+    Attributes:
+        GLOBAL: everything that does not depend on the number of ranks: whole tensors on the CPU of
+            rank 0, with the optimizer's other values. Empty on other ranks.
+        HELD: the same, read on one rank without the others, of an engine that is ``rescuable``.
+        REPLICATED: tensors that all ranks should hold alike, as this rank holds them, where they
+            lie, without the loss scale.
+        ROWS: this rank's rows of the tensors of GLOBAL, on the CPU, of an engine that
+            :class:`HoldsParts`. Tensors that are not cut are on rank 0 alone.
+        RANK: tensors that this rank alone has, as a wire mode's error feedback.
+        STATISTICS: sums of this rank's batch norms since :meth:`Engine.sync_parameters`.
+        BUFFERS: buffers of batch norms, ``model.<name>``, estimated on a rank that cannot reach the
+            others from its own samples since :meth:`Engine.sync_parameters`.
+    """
+
+    GLOBAL = auto()
+    HELD = auto()
+    REPLICATED = auto()
+    ROWS = auto()
+    RANK = auto()
+    STATISTICS = auto()
+    BUFFERS = auto()
+
+
 class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
@@ -87,7 +114,7 @@ class Engine(Protocol):
             and compute cannot be told from communication.
         replicated: each rank holds all parameters; else a part of them, and a pass through the
             model is one of all ranks.
-        rescuable: each rank holds the whole state between two steps, and :meth:`whole_state` reads
+        rescuable: each rank holds the whole state between two steps, and :attr:`Scope.HELD` reads
             it without the others.
         diverges: ranks hold different parameters between two steps, until they are synchronised.
         on_change: called when what belongs to the state begins to change.
@@ -153,61 +180,25 @@ class Engine(Protocol):
     def evaluate(self, batch: Batch) -> Tensor:
         """Sums of held-out samples; see motley.engines.base."""
 
-    def state(self) -> State:
-        """Everything that does not depend on the number of ranks; all ranks must call it.
+    def state(self, scope: Scope, keep: Callable[[Tensor], Tensor] = snapshot) -> State:
+        """Return a part of the training state.
+
+        Args:
+            scope: the part. All ranks call it for GLOBAL and ROWS.
+            keep: makes the returned tensor of each one, for HELD, STATISTICS and BUFFERS; default:
+                a copy on the CPU.
+        """
+
+    def load_state(self, scope: Scope, state: State) -> list[str]:
+        """Continue from :meth:`state` of the same scope; all ranks call it.
+
+        Args:
+            scope: GLOBAL, the same state on all ranks. REPLICATED, another rank's. ROWS, this
+                rank's. RANK, the same rank's of as many ranks, else empty. STATISTICS, after
+                GLOBAL: unites those of the surviving ranks.
 
         Returns:
-            On rank 0, on the CPU: whole tensors, and what the optimizer keeps besides. Elsewhere
-            it may be empty.
-        """
-
-    def whole_state(self, keep: Callable[[Tensor], Tensor]) -> State:
-        """What :meth:`state` gives, of this rank alone.
-
-        Args:
-            keep: what to take of each tensor.
-        """
-
-    def load_state(self, state: State) -> None:
-        """Continue from :meth:`state`, the same on all ranks."""
-
-    def alike(self) -> State:
-        """What all ranks should hold alike besides the scale, as this rank holds it, where it
-        lies; of an engine that is ``whole``."""
-
-    def load_alike(self, state: State) -> None:
-        """Continue from another rank's :meth:`alike`."""
-
-    def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone holds (error feedback of a wire mode), on the CPU."""
-
-    def seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """What this rank's batch norms have seen since :meth:`sync_parameters`; empty without any.
-
-        Args:
-            keep: what to take of each tensor.
-        """
-
-    def estimate_seen(self, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Estimate the batch norms' buffers, ``model.<name>``, on a rank that cannot reach the
-        others. Its samples since :meth:`sync_parameters` stand for those of all ranks.
-
-        Args:
-            keep: what to take of each tensor.
-        """
-
-    def unite_seen(self, seen: dict[str, Tensor]) -> None:
-        """Unite what those who are left have :meth:`seen`, now that another rank is lost; all of
-        them call it, after :meth:`load_state`."""
-
-    def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
-        """Continue from :meth:`own_state` of the same rank of as many ranks.
-
-        Args:
-            state: empty where there were more ranks, or fewer.
-
-        Returns:
-            What could not be continued, for the user.
+            Notes for the user on state that could not be continued.
         """
 
     def reconfigure(self, plan: Plan) -> None:
@@ -216,22 +207,15 @@ class Engine(Protocol):
 
 @runtime_checkable
 class HoldsParts(Protocol):
-    """An engine whose ranks may save and load what they hold, each its own."""
-
-    def part(self) -> State:
-        """What this rank holds of :meth:`Engine.state`, on the CPU: tensors cut along their first
-        dimension; those that are not, on rank 0 alone."""
+    """An engine whose ranks may save and load :attr:`Scope.ROWS`, each its own."""
 
     def rows_of(self, name: str, shape: Sequence[int]) -> tuple[int, int] | None:
-        """The rows that :meth:`load_part` takes of a whole tensor on this rank, from the first to
-        before the second; None: all.
+        """Return the rows of a whole tensor that this rank loads, from the first to before the
+        second; None: all.
 
         Args:
-            name: as in :meth:`Engine.state`.
+            name: as in the state.
         """
-
-    def load_part(self, state: State) -> None:
-        """Continue from :meth:`Engine.state`, of whose tensors each rank has its own rows."""
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,7 @@ from torch.utils._pytree import tree_leaves
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.source import Batch, Tensors
 from motley.engines.average import Named, ParameterAverage
-from motley.engines.base import (
-    LEAST_CORRECTION,
-    EngineBase,
-    check_types,
-    gradient_norm,
-    silenced,
-    unscale_and_clip,
-)
+from motley.engines.base import check_types, silenced
 from motley.engines.import_deepspeed import comm, deepspeed, utils
 from motley.engines.named_state import (
     State,
@@ -46,6 +39,7 @@ from motley.engines.optimizer import is_elementwise
 from motley.engines.optimizers import decode
 from motley.engines.out_of_memory import no_second_try, out_of_memory
 from motley.engines.protocol import EngineContext, StepResult
+from motley.engines.step import LEAST_CORRECTION, StepEngine, gradient_norm, unscale_and_clip
 from motley.engines.strategies.zero import TRAITS
 from motley.engines.zero_config import ZeroOptions, config_path, read_zero_config
 from motley.engines.zero_state import AverageOfParts, cut_state, rows_in, whole_state
@@ -120,7 +114,7 @@ def _nothing(value: Tensor) -> Tensor:
     return value.new_empty(0)
 
 
-class ZeroEngine(EngineBase):
+class ZeroEngine(StepEngine):
     """Implements Engine; of stages 0 to 2, see Zero3Engine.
 
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
@@ -268,7 +262,7 @@ class ZeroEngine(EngineBase):
             if self._weighs:  # DeepSpeed divides by the scale when it steps
                 rows = all_gather_floats(told)
                 self._engine.optimizer.override_loss_scale(scale * self._correction(rows))
-            self._engine.step()
+            self._update()
             overflow = bool(self._engine.optimizer.overflow)
             norm = math.nan if overflow else float(self._engine.get_global_grad_norm())
             if not self._weighs:
@@ -286,6 +280,9 @@ class ZeroEngine(EngineBase):
             weight=self._told_weight(row[3] for row in rows),
             oom_ranks=short,
         )
+
+    def _update(self) -> None:
+        self._engine.step()
 
     def _correction(self, rows: Sequence[Sequence[float]]) -> float:
         """What the gradient is to be divided by besides the scale, of what each rank told."""
@@ -311,13 +308,13 @@ class ZeroEngine(EngineBase):
                 self._parameters, heard[0, 4], self.scale.value, self._context.config.clip_grad,
                 torch.tensor(correction) if self._weighs else None,
             )  # fmt: skip
-            self._engine.step()
+            self._update()
         return heard.tolist(), overflow, correction
 
-    def state(self) -> State:
-        """See Engine. Stages 1 to 3 put their partitions together."""
+    def _global_state(self) -> State:
+        # Stages 1 to 3 put their partitions together.
         if self._stage == 0:
-            return super().state()
+            return super()._global_state()
         first = self._context.rank == 0
         state = self._put_together(snapshot if first else _nothing)
         return state if first else State()
@@ -337,25 +334,23 @@ class ZeroEngine(EngineBase):
         state.tensors.update({name: keep(each) for name, each in groups.items()})
         return state
 
-    def alike(self) -> State:
-        """See Engine. From stage 1 on no rank has another's part of the optimizer."""
+    def _replicated_state(self) -> State:
+        # From stage 1 on no rank has another's part of the optimizer.
         if self._stage == 0:
-            return super().alike()
+            return super()._replicated_state()
         return State(
             model_state(self._model.net, Tensor.detach) | self._average_state(Tensor.detach)
         )
 
-    def load_alike(self, state: State) -> None:
-        """See Engine."""
+    def _load_replicated(self, state: State) -> None:
         if self._stage == 0:
-            super().load_alike(state)
+            super()._load_replicated(state)
         else:
             self._load_model(state)
 
-    def load_state(self, state: State) -> None:
-        """See Engine."""
+    def _load_global(self, state: State) -> None:
         if self._stage == 0:
-            super().load_state(state)
+            super()._load_global(state)
             return
         state = State(decode(state.tensors), state.plain)
         if any(name.startswith("optimizer.") for name in state.tensors):
@@ -365,7 +360,7 @@ class ZeroEngine(EngineBase):
             with silenced(self._model.net, empty=True):
                 self._backward(self._forward(self._model.blank(), last=True).sum())
             self._send()
-            self._engine.step()
+            self._update()
         cut_state(state, self._engine.optimizer, self.optimizer, self._model.net)
         self._go_on_beside(state)
         self.memory.load_groups(state)
@@ -454,9 +449,9 @@ class Zero3Engine(ZeroEngine):
     def _make_average(self, decay: float, warmup: bool) -> ParameterAverage:
         return AverageOfParts(self._trained, self._held, decay, warmup)
 
-    def part(self) -> State:
-        """See HoldsParts. Parts of DeepSpeed's end within a row, so a parameter is put together,
-        and each rank takes its rows."""
+    def _rows(self) -> State:
+        # DeepSpeed's parts end within a row, so a parameter is put together, and each rank takes
+        # its rows.
         rank, ranks = dist.get_rank(), dist.get_world_size()
 
         def kept(value: Tensor) -> Tensor:
@@ -474,6 +469,5 @@ class Zero3Engine(ZeroEngine):
             return None
         return rows_in(own)
 
-    def load_part(self, state: State) -> None:
-        """See HoldsParts."""
-        self.load_state(state)
+    def _load_rows(self, state: State) -> None:
+        self._load_global(state)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from motley.engines.base import gradient_norm, unscale_and_clip
 from motley.engines.named_state import load_random_state, random_state
+from motley.engines.step import gradient_norm, unscale_and_clip
 from motley.engines.step_timer import Clock
 from motley.errors import NoMemoryError
 from motley.plan.memory import amount

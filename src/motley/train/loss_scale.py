@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from motley.comm.collectives import all_gather_floats
 from motley.data.loader import Loader
 from motley.data.source import Batch
-from motley.engines.base import gradient_norm
 from motley.engines.named_state import load_random_state, random_state
+from motley.engines.step import gradient_norm
 from motley.measure.process_group import ProcessGroup
 from motley.plan.plan import Plan
 from motley.tasks.model import TaskModel

@@ -20,7 +20,7 @@ from motley.comm.collectives import all_gather_object
 from motley.config.options import Config
 from motley.data.source import Batch
 from motley.engines.named_state import State
-from motley.engines.protocol import Engine, StepResult
+from motley.engines.protocol import Engine, Scope, StepResult
 from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
 from motley.measure.process_group import Worker
 from motley.plan.length import TrainState
@@ -111,12 +111,12 @@ class Agreement:
         """Give one rank's to all."""
         engine = self._job.engine
         difference = self._difference(wrong, right)
-        state = engine.alike()
+        state = engine.state(Scope.REPLICATED)
         found = all_gather_object((state.plain, engine.scale.state_dict()))[right]
         plain, scale = found
         taken = State(spread(state.tensors, engine.device, right), plain)
         engine.on_change()
-        engine.load_alike(taken)
+        engine.load_state(Scope.REPLICATED, taken)
         engine.on_same()
         engine.scale.load_state_dict(scale)
         self._tell(wrong, position, f"{difference}, {why}; all take these now")
@@ -156,7 +156,7 @@ def digests(engine: Engine) -> list[str]:
 
 def fingerprints(engine: Engine) -> dict[str, str]:
     """Return a hash by name of each value that all ranks should hold alike, as this rank has it."""
-    state = engine.alike()
+    state = engine.state(Scope.REPLICATED)
     named = sorted(state.tensors.items())
     found = [fingerprint(tensor).to(engine.device) for _, tensor in named]
     numbers = torch.stack(found).tolist() if found else []

@@ -25,7 +25,7 @@ from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.engines.named_state import snapshot
 from motley.engines.out_of_memory import release_all
-from motley.engines.protocol import Engine, LaunchedStep
+from motley.engines.protocol import Engine, LaunchedStep, Scope
 from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.launch.world import World
@@ -132,8 +132,9 @@ class Rescue:
                     with _beside(engine.device):
                         # Not pinned: the GPU may have a collective to do that never ends.
                         keep = partial(snapshot, pinned=False)
-                        found, seen = engine.whole_state(keep), engine.seen(keep)
-                        estimated = engine.estimate_seen(keep)
+                        found = engine.state(Scope.HELD, keep)
+                        seen = engine.state(Scope.STATISTICS, keep).tensors
+                        estimated = engine.state(Scope.BUFFERS, keep).tensors
                     scale = engine.scale.state_dict()
                     kept = Kept(state, plan, found, scale, seen, estimated)
                     time.sleep(_LOOK_S)

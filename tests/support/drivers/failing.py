@@ -20,10 +20,10 @@ import torch
 from late import LateEngine
 
 from motley.data.source import Batch
-from motley.engines.base import EngineBase
 from motley.engines.ddp import DdpEngine, NoOverlapEngine
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.protocol import EngineContext
+from motley.engines.step import StepEngine
 from motley.engines.strategies import Engines
 from motley.launch.world import run
 from motley.membership.survivors import SURVIVE
@@ -45,7 +45,7 @@ _SPOILT = ("parameter", "gradient", "stepping")
 HALF_STEP_S = 1.5  # in which the others notice that the rank is gone
 
 
-class Failing(EngineBase):
+class Failing(StepEngine):
     """Fails in a step, and again if that is taken again; not with fewer ranks than at first."""
 
     failure: str

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from motley.comm.modes.local_sgd import LocalSgd
 from motley.data.source import Batch
-from motley.engines.base import gradient_norm, unscale_and_clip
 from motley.engines.local_sgd import LocalEngine
 from motley.engines.optimizer import make_optimizer
 from motley.engines.protocol import EngineContext
+from motley.engines.step import gradient_norm, unscale_and_clip
 from motley.launch.world import World, run
 from motley.measure.process_group import join_process_group, leave_process_group
 from motley.plan.plan import make_plan

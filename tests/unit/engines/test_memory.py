@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from motley.data.source import Batch, Tensors
-from motley.engines.base import EngineBase
 from motley.engines.out_of_memory import release, release_all, set_aside
+from motley.engines.step import StepEngine
 
 
 class Narrow(nn.Module):
@@ -25,7 +25,7 @@ class Narrow(nn.Module):
 
 
 def test_what_does_not_fit_is_evaluated_in_halves() -> None:
-    engine = object.__new__(EngineBase)
+    engine = object.__new__(StepEngine)
     engine._model = Narrow()
     values = torch.tensor([0, 1, 2, 3, 0, 1, 2], dtype=torch.uint8)
     labels = torch.tensor([0, 1, 2, 3, 0, 0, 0])

@@ -1,34 +1,235 @@
-"""The step of DDP and FSDP: send, agree on overflow, clip, update; on all ranks or on none.
-Gradients are added up by a wire mode, in buckets; see motley.comm.reducer.
+"""The step of an engine: forward, backward, send, agree on overflow, clip, update; on all ranks or
+on none. DDP and FSDP add gradients up by a wire mode, in buckets; see motley.comm.reducer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from motley.comm.collectives import Copy, all_gather, begin_copy, leavable, mark_now
-from motley.comm.reducer import Bucket, Reducer
-from motley.engines.base import (
-    LEAST_CORRECTION,
-    EngineBase,
-    check_types,
-    clip_factor,
-    gradient_norm,
-    unscale_and_clip,
+from motley.comm.collectives import (
+    Copy,
+    all_gather,
+    all_gather_object,
+    begin_copy,
+    leavable,
+    mark_now,
 )
+from motley.comm.reducer import Bucket, Reducer, by_type
+from motley.data.source import Batch, Tensors
+from motley.engines.base import EngineBase, check_types
 from motley.engines.named_state import part_of
+from motley.engines.out_of_memory import out_of_memory, release, shortage
 from motley.engines.protocol import EngineContext, LaunchedStep, StepResult
+from motley.errors import MotleyError
 from motley.faults import Phase
 from motley.plan.wire import Addition, EngineTraits
 from motley.tasks.model import TaskModel
+from motley.tasks.task import weighs
+
+LEAST_CORRECTION = 1e-30  # of a gradient by its weight: if nothing counts it is 0, and stays so
 
 
-class SynchronousEngine(EngineBase):
-    """What remains of Engine is how gradients are made and added up."""
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """2-norm of all gradients together, a scalar; not finite if any entry is not.
+
+    Of sharded ones, of this rank's part.
+    """
+    return torch.nn.utils.get_total_norm(_gradients(parameters))
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+@torch.no_grad()
+def clip_factor(
+    norm: Tensor, scale: float, most: float | None, correction: Tensor | None = None
+) -> Tensor | None:
+    """Return the factor, a scalar, that unscales and clips a gradient; None if there is none.
+
+    Clips as torch.nn.utils.clip_grad_norm_ does; waits for nothing.
+
+    Args:
+        norm: of the gradients as they are, scaled; a scalar, the same on all ranks.
+        scale: the loss scale in them. most: the norm to clip to, if any.
+        correction: what else is in them, a scalar; None: nothing.
+    """
+    if scale == 1.0 and most is None and correction is None:
+        return None
+    factor = torch.full_like(norm, 1 / scale)
+    if correction is not None:
+        factor /= correction.to(norm)
+        norm = norm / correction.to(norm)
+    if most is not None:
+        factor *= torch.clamp(most / (norm / scale + 1e-6), max=1.0)
+    return factor
+
+
+@torch.no_grad()
+def unscale_and_clip(
+    parameters: Sequence[Tensor],
+    norm: Tensor,
+    scale: float,
+    most: float | None,
+    correction: Tensor | None = None,
+) -> None:
+    """Multiply all gradients by :func:`clip_factor` in place, in one pass."""
+    factor = clip_factor(norm, scale, most, correction)
+    grads = _gradients(parameters)
+    if factor is None or not grads:  # memory may have ended before there were any
+        return
+    # The factor has the widest type: in bf16 it would be wrong by up to 0.4 %.
+    factor = factor.to(grads[0].device)
+    for alike in by_type(grads):
+        wide = alike[0].dtype in (torch.float32, torch.float64)
+        torch._foreach_mul_(alike, factor.to(alike[0].dtype) if wide else factor.float())
+
+
+class StepEngine(EngineBase):
+    """The frame of a step, the same in all engines, whatever the wire between ranks.
+
+    An engine adds ``traits``, of its :class:`EngineFactory`; ``_accumulate``, which is
+    :meth:`Engine.accumulate` with memory enough; ``_abandon``, which puts what is not finite in
+    its place when there was not; ``_send``, which sends what the others wait for and the last
+    backward pass has not sent; and ``_step``, which does the rest.
+    """
+
+    traits: EngineTraits
+    rescuable = diverges = False
+
+    def __init__(self, model: TaskModel, context: EngineContext) -> None:
+        super().__init__(model, context)
+        # Gloo copies to a GPU in a stream of its own, for which no future waits.
+        self._copies = context.device.type == "cuda" and dist.get_backend() != "nccl"
+        self._short = ""  # of memory, in this step: what was found
+        self._step_losses: list[Tensor] = []  # of this step's micro-batches
+        # Where samples count differently, losses are divided by what the batch usually weighs, and
+        # the gradient is corrected once all ranks know of its true weight.
+        self._weighs = weighs(model.task)
+        self._weight = 0.0  # of this rank's samples, in this step
+        self._usual_weight = 1.0  # of the global batch, in this step
+
+    def _accumulate(self, batch: Batch, last: bool) -> Tensor:
+        """Each sample's loss, detached; what is backpropagated is their sum / _usual_weight."""
+        raise NotImplementedError
+
+    def _abandon(self, last: bool) -> None:
+        pass
+
+    def _send(self) -> None:
+        pass
+
+    def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
+        """Finish the global batch; tells this rank's numbers to the others on the way."""
+        raise NotImplementedError
+
+    def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
+        """See :class:`Engine`. Another user may have taken the memory that was free before."""
+        losses = None
+        self._usual_weight = n_global * self._model.task.weight
+        self._weight += batch.weight
+        if not self._short:
+            try:
+                losses = self._accumulate(batch, last)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                self._short = shortage(error, self._context.device)
+        if losses is None:
+            release()
+            self._abandon(last)
+            losses = torch.zeros(len(batch), device=self._context.device)
+        elif losses.shape != (len(batch),):
+            raise MotleyError(
+                f"losses() of {type(self._model.task).__name__} gives a tensor of shape "
+                f"{tuple(losses.shape)} for {len(batch)} samples; it should give one number a "
+                "sample, 0 where nothing counts in it"
+            )
+        elif self._model.statistics:
+            self._model.statistics.take(len(batch), n_global)
+        if last:
+            self._send()
+        self._step_losses.append(losses)
+
+    @property
+    def reads_late(self) -> bool:
+        """See :class:`Engine`."""
+        return False
+
+    def step(self) -> StepResult:
+        """See :class:`Engine`."""
+        return self.launch_step(late=False).read()
+
+    def launch_step(self, late: bool) -> LaunchedStep:
+        """See :class:`Engine`."""
+        losses, self._step_losses = torch.cat(self._step_losses), []
+        short, average = bool(self._short), self.average  # which begins before the first step
+        launched = self._launch(losses.sum(), self.clock.ready_s, late)
+        laps = self.clock.cut() if late else None
+
+        def read() -> StepResult:
+            result = launched.read()
+            again = bool(result.oom_ranks) and result.retry
+            taken = not (result.overflow or short or again)
+            if self._model.statistics and not late:
+                self._model.statistics.end_step(taken)
+            if average and taken:
+                average.update()
+            return replace(result, losses=losses, laps=laps or self.clock.cut())
+
+        self._weight = 0.0
+        return replace(launched, read=read)
+
+    def _launch(self, loss_sum: Tensor, ready_s: float, late: bool) -> LaunchedStep:
+        """Begin :meth:`_step`; where nothing can be read late, take it."""
+        result = self._step(loss_sum, ready_s)
+        return LaunchedStep(lambda: result, wait=mark_now(self.device))
+
+    def drop_gradients(self) -> None:
+        """See :class:`Engine`. Only for what :attr:`reads_late`."""
+        raise NotImplementedError
+
+    def _losses(self, forward: Callable[[Tensors], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Each sample's loss, fp32 [n], and their sum; where every pass communicates.
+
+        A rank without samples computes one nevertheless, silenced (see motley.engines.base):
+        only a real pass takes part in all that the others do, in their order.
+        """
+        if not len(batch):
+            losses = forward(self._model.blank())
+            return losses.new_empty(0), losses.sum()
+        losses = forward(batch.data)
+        return losses, losses.sum()
+
+    def _backward(self, loss: Tensor) -> None:
+        self.clock.on_phase(Phase.BACKWARD)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _told_weight(self, weights: Iterable[float]) -> float | None:
+        """:attr:`StepResult.weight`, of what each rank told."""
+        return math.fsum(weights) if self._weighs else None
+
+    def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
+        """:attr:`StepResult.oom_ranks`, if any of ``ranks`` (one flag a rank) is; all call it."""
+        if not any(ranks):
+            return {}
+        found, self._short = all_gather_object(self._short), ""
+        return {rank: words for rank, words in enumerate(found) if words}
+
+    def _update(self) -> None:
+        """Have the optimizer change the parameters."""
+        self.optimizer.step()
+
+
+class SynchronousEngine(StepEngine):
+    """The step of DDP and FSDP. What remains of Engine is how gradients are made and added up."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
@@ -116,7 +317,7 @@ class SynchronousEngine(EngineBase):
             found_inf = (~norms.isfinite().all()).float()
             found_inf = found_inf.to(self._parameters[0].device)
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            self.optimizer.step()
+            self._update()
             self._zero_gradients()
         if late:
             if self._model.statistics:
@@ -157,7 +358,7 @@ class SynchronousEngine(EngineBase):
         short = self._tell_short([row[3] for row in rows])
         if not self._skips_by_itself:
             if not overflow:
-                self.optimizer.step()
+                self._update()
             self._zero_gradients()
         if not short:
             self.scale.update(overflow)
@@ -227,18 +428,16 @@ class ReducingEngine(SynchronousEngine):
     def _after_step(self, stepped: bool, broken_off: bool, factor: float) -> None:
         self._reducer.after_step(stepped, factor)
 
-    def own_state(self) -> dict[str, Tensor]:
-        """See Engine."""
+    def _rank_state(self) -> dict[str, Tensor]:
         kept = self._reducer.state()
         if kept:  # in the unit of the loss scale
             kept["scale"] = torch.tensor(self.scale.value, dtype=torch.float64)
-        return super().own_state() | {
+        return super()._rank_state() | {
             f"{self._keeps}.{name}": value for name, value in kept.items()
         }
 
-    def load_own_state(self, state: dict[str, Tensor]) -> list[str]:
-        """See Engine."""
-        notes = super().load_own_state(state)
+    def _load_rank(self, state: dict[str, Tensor]) -> list[str]:
+        notes = super()._load_rank(state)
         kept = part_of(state, self._keeps)
         if kept:
             factor = self.scale.value / float(kept.pop("scale"))
