@@ -17,6 +17,7 @@ PLACES = {
     "stripes": "src/motley/data/datasets",
     "fp8": "src/motley/comm/modes",
     "late": "src/motley/engines/strategies",
+    "blockwise": "src/motley/engines/strategies",
     "signs": "src/motley/engines/optimizers",
 }
 
@@ -72,6 +73,17 @@ def test_an_optimizer_keeps_its_own_state(added: Jobs) -> None:
         assert {value.dtype for value in saved.values()} == {torch.int8}
 
 
+def test_a_strategy_that_shards_brings_its_memory_estimate(added: Jobs) -> None:
+    words = ("--dataset", "stripes", "--batch-size", 64, "--shares", "1,1", "--max-steps", 3)
+    fsdp, blockwise = (
+        added.train(2, DDP, f"cut-{name}", *words, "--build", "blocks", "--strategy", name)
+        for name in ("fsdp", "blockwise")
+    )
+    assert blockwise.losses == pytest.approx(fsdp.losses, rel=1e-6)
+    gathered = [[rank["gathered_mib"] for rank in run.run["memory"]] for run in (blockwise, fsdp)]
+    assert 0 < max(gathered[0]) < 0.8 * min(gathered[1])
+
+
 def test_they_are_planned_with(added: Jobs) -> None:
     said = said_by(added, 2, "torch_dist/plan_vit.py", "--dataset", "stripes", "--wire", "fp8")
     assert "as planned, --wire fp8" in said
@@ -80,7 +92,12 @@ def test_they_are_planned_with(added: Jobs) -> None:
 
 def test_help_and_the_matrix_know_them(added: Jobs, tmp_path: Path) -> None:
     said = " ".join(said_by(added, 1, DDP, "--help-all").split())
-    for words in ("{ddp,fsdp,late}", "|fp8|", "stripes are computed", "--tell say on each rank"):
+    for words in (
+        "{blockwise,ddp,fsdp,late}",
+        "|fp8|",
+        "stripes are computed",
+        "--tell say on each rank",
+    ):
         assert words in said
     matrix = tmp_path / "m.toml"
     matrix.write_text(

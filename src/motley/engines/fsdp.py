@@ -104,18 +104,7 @@ def _like(value: Any, old: Tensor, new: Tensor) -> Any:
     return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)
 
 
-# Pieces that blocks are gathered and scattered in: what a small one costs the host is seldom hidden
-# behind what a GPU computes of it, and what the last one sends never is.
-_PIECES = 6
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MOST = 2**28  # numbers in a piece of several blocks: some are gathered at a time, and take memory
-
-
-def pieces_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Neighbours that are gathered together."""
-    most = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=1)
-    size = max(1, min(-(-len(blocks) // _PIECES), _MOST // most))
-    return [[*blocks[first : first + size]] for first in range(0, len(blocks), size)]
 
 
 class FsdpEngine(SynchronousEngine):
@@ -168,7 +157,13 @@ class FsdpEngine(SynchronousEngine):
         self._called: set[str] = set()  # blocks, in the present pass
         for name, block in self._blocks.items():
             block.register_forward_pre_hook(partial(_note_call, self._called, name))
-        for piece in pieces_of(list(self._blocks.values())):
+        blocks = list(self._blocks.values())
+        assert self.traits.gathered is not None
+        size = self.traits.gathered.count_blocks(
+            [sum(p.numel() for p in each.parameters()) for each in blocks]
+        )
+        for first in range(0, len(blocks), size):
+            piece = blocks[first : first + size]
             model.fill(*piece)
             # A block alone as itself.
             fully_shard(piece[0] if len(piece) == 1 else piece, **options)

@@ -14,7 +14,7 @@ from motley import PACKAGE
 from motley.config.option import Decides, option
 from motley.engines.strategies import check_offload
 from motley.errors import MotleyError
-from motley.plan.memory import BUCKET, STATE
+from motley.plan.memory import STATE
 from motley.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gra
 # Elements that DeepSpeed sends at once: it sets room for all of them aside, in every step, so
 # no more than the model has, or BUCKET.
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+BUCKET = 50_000_000  # numbers, of a gradient
 
 # --offload, and the stage from which on DeepSpeed can.
 OFFLOADS = {"optimizer": 1, "parameters": 3}

@@ -16,7 +16,6 @@ from motley.comm.modes import parse_wire
 from motley.comm.modes.numbers import EXACT
 from motley.config.option import Decides
 from motley.config.options import Config
-from motley.engines.fsdp import pieces_of
 from motley.engines.optimizer import kept_numbers
 from motley.engines.optimizers import own_optimizers
 from motley.errors import MotleyError, NoMemoryError
@@ -104,11 +103,9 @@ def _need(
     traits: EngineTraits,
     wire_bytes: int = 4,
 ) -> MemoryNeed:
-    blocks = list(task.blocks(net).values())
-    pieces = [
-        sum(each.numel() for block in piece for each in block.parameters())
-        for piece in ([[block] for block in blocks] if traits.flat_parts else pieces_of(blocks))
-    ]
+    blocks = [sum(p.numel() for p in block.parameters()) for block in task.blocks(net).values()]
+    count = traits.gathered.count_blocks(blocks) if traits.gathered else 1
+    pieces = [sum(blocks[first : first + count]) for first in range(0, len(blocks), count)]
     numbers = sum(each.numel() for each in parameters)
     size = ModelSize(
         numbers, sum(each.numel() for each in parameters if each.requires_grad),
@@ -165,8 +162,8 @@ def _changes(
         found += [
             f"--opt {own.name}" for own in own_optimizers() if own.codec and own.like == config.opt
         ]
-    if traits.keeps_gathered:
-        found.append("--reshard-after-forward")
+    if traits.gathered:
+        found += traits.gathered.options
     if need.activations:
         found.append("a smaller --micro-batch")
         if not config.grad_checkpointing:

@@ -2,33 +2,20 @@
 
 With P parameters, T of them trained, an optimizer that keeps k numbers of each (of 32 bits: AdamW
 two, in 8 bits half of one and the scales of blocks), and W ranks, a rank holds 4 P bytes of
-parameters, 4 T of gradients and 4 k T of the optimizer; of what an engine cuts
-(motley.plan.wire), a W-th. Where parameters are cut they are gathered piece by piece, in
-b bytes a number, and gradients scattered in r bytes. With g numbers in the largest piece, and u
-outside of all, which stay gathered from the first use to the end of the backward pass, as their
-gradient does:
-
-    b (P + u) + g (b + 2 r)          what was gathered for the forward pass stays
-    2 b u + g (3 b + 2 r)            it is let go of, and gathered again
-
-for a piece is gathered while the one before it is in use, and its gradient is scattered from a copy
-in r bytes, of which torch keeps the one before until the next is sent. In 16 bits that is
-``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it. DeepSpeed's stage 3 keeps
-another 4 T / W bytes, which its optimizer steps, gathers a block at a time, in fp32, by way of a
-copy, lets go of what is not used again within L = 10^9 numbers, and collects B of a gradient:
-
-    4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
+parameters, 4 T of gradients and 4 k T of the optimizer; a W-th of each that an engine cuts
+(motley.plan.wire). An engine that cuts parameters gathers them piece by piece, and says with
+:class:`GatheredMemory` how much of them a rank holds at once.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from motley.plan.wire import EngineTraits
+if TYPE_CHECKING:
+    from motley.plan.wire import EngineTraits
 
 _MIB = 2**20
-_WIDE, _NARROW = 4, 2  # bytes of a number
-_SOON = 1e9  # numbers; stage3_max_reuse_distance, where the user's file does not say it
-BUCKET = 50_000_000  # numbers, of a gradient
+WIDE, NARROW = 4, 2  # bytes of a number
 STATE = ("parameters", "gradients", "optimizer")
 
 
@@ -48,6 +35,24 @@ class ModelSize:
     largest: int
     outside: int
     slots: float
+
+
+@dataclass(frozen=True)
+class GatheredMemory:
+    """How an engine that cuts parameters gathers them.
+
+    Attributes:
+        estimate: returns the bytes of other ranks' parts, and of gradients on their way, that a
+            rank holds at most. Its arguments are the model's size, the bytes of a gathered number,
+            and those of a number of a gradient that is scattered.
+        count_blocks: returns how many neighbouring blocks are gathered at once, from the numbers of
+            parameters in each.
+        options: less of it is held with these, as a user writes them.
+    """
+
+    estimate: Callable[[ModelSize, int, int], float]
+    count_blocks: Callable[[Sequence[int]], int] = lambda numbers: 1
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,10 +151,10 @@ def amount(mib: float) -> str:
 
 def need_of(
     size: ModelSize,
-    traits: EngineTraits,
+    traits: "EngineTraits",
     ranks: int,
     narrow: bool,
-    wire_bytes: int = _WIDE,
+    wire_bytes: int = WIDE,
 ) -> MemoryNeed:
     """What a rank holds besides activations.
 
@@ -158,19 +163,11 @@ def need_of(
             scattered.
     """
     gathered = 0.0
-    if traits.flat_parts:
-        gathered = _WIDE * (min(size.parameters, _SOON + size.largest) + size.outside)
-        gathered += size.largest * (2 * _WIDE + wire_bytes) + _WIDE * min(size.parameters, BUCKET)
-    elif traits.shards_parameters:
-        wide = _NARROW if narrow else _WIDE
-        if traits.keeps_gathered:
-            gathered = wide * (size.parameters + size.outside)
-            gathered += size.largest * (wide + 2 * wire_bytes)
-        else:
-            gathered = 2 * wide * size.outside + size.largest * (3 * wide + 2 * wire_bytes)
+    if traits.gathered is not None:
+        gathered = traits.gathered.estimate(size, NARROW if narrow else WIDE, wire_bytes)
 
     def part(numbers: float, is_cut: bool) -> float:
-        return _WIDE * numbers / (ranks if is_cut else 1) / _MIB
+        return WIDE * numbers / (ranks if is_cut else 1) / _MIB
 
     return MemoryNeed(
         part(size.parameters, traits.shards_parameters),

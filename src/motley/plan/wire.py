@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Self
 
+from motley.plan.memory import GatheredMemory
 from motley.plan.speeds import Links
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number
@@ -289,11 +290,9 @@ class EngineTraits:
         mixed: whether GPUs and CPUs can do it together.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
         shards_gradients, shards_parameters: it keeps a part of these alone.
-        keeps_gathered: parameters that were gathered for the forward pass stay until the backward
-            pass has used them.
-        flat_parts: as DeepSpeed's: the optimizer steps a copy of its part of the parameters,
-            gradients have their place all the time, and what was gathered stays if it is needed
-            again soon.
+        gathered: the memory that gathered parameters take; None: none are gathered for a pass.
+        flat_parts: as DeepSpeed's: the optimizer steps a copy of its part of the parameters, and
+            gradients have their place all the time.
         state_in_host: which of "parameters", "gradients" and "optimizer" are in the host's memory.
         fills_model: it gives a model its initial numbers as it cuts it, if it has none yet.
         compiles: the model that it wraps may be compiled by blocks.
@@ -313,7 +312,7 @@ class EngineTraits:
     shards_optimizer: bool = False
     shards_gradients: bool = False
     shards_parameters: bool = False
-    keeps_gathered: bool = False
+    gathered: GatheredMemory | None = None
     flat_parts: bool = False
     state_in_host: tuple[str, ...] = ()
     fills_model: bool = False

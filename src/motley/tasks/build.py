@@ -245,6 +245,8 @@ def _build_small(task: Task, config: Config) -> nn.Module:
 
 
 def _by_blocks(task: Task, config: Config) -> tuple[nn.Module, BlockByBlock]:
+    for held_out in (False, True):
+        task.data(held_out)  # model() may ask for it, and tensors made meanwhile have no numbers
     torch.manual_seed(config.seed)
     net, recording = record(task.model, config.seed)
     if norms := batch_norms(net):

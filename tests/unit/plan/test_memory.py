@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motley.engines.strategies.fsdp import TRAITS
+from motley.engines.strategies.fsdp import RESHARDS, TRAITS
 from motley.engines.strategies.zero import TRAITS as ZERO
 from motley.plan.memory import STATE, ModelSize, enough_ranks, need_of
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import EngineTraits
 
-RESHARDS = replace(TRAITS, keeps_gathered=False)
 # 13 B parameters: 40 blocks of 315 M, and embeddings.
 LARGE = ModelSize(12_853_626_880, 12_853_626_880, 314_613_760, 268_057_600, 2.0)
 GIB = 1024

@@ -1,11 +1,24 @@
-"""FSDP: each rank keeps a part of every parameter, of its gradient and of the optimizer."""
+"""FSDP: each rank keeps a part of every parameter, of its gradient and of the optimizer.
 
+Parameters are gathered piece by piece, in b bytes a number, and gradients scattered in r bytes.
+With P parameters, g of them in the largest piece, and u outside of all pieces, which stay gathered
+from the first use to the end of the backward pass, as their gradient does, a rank holds at most
+
+    b (P + u) + g (b + 2 r)          parameters stay gathered after the forward pass
+    2 b u + g (3 b + 2 r)            --reshard-after-forward: they are gathered again
+
+bytes of them, for a piece is gathered while the one before it is in use, and its gradient is
+scattered from a copy in r bytes, of which torch keeps the one before until the next is sent. In 16
+bits that is ``MixedPrecisionPolicy`` as torch.distributed.fsdp.fully_shard does it.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from motley.config.option import Decides, option
 from motley.engines.strategies import Strategy
-from motley.plan.memory import STATE
+from motley.plan.memory import STATE, GatheredMemory, ModelSize
 from motley.plan.wire import Addition, EngineTraits
 
 if TYPE_CHECKING:
@@ -13,15 +26,41 @@ if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
     from motley.tasks.model import TaskModel
 
+# Pieces that blocks are gathered and scattered in. A small piece costs the host more than a GPU's
+# computation of it hides, and nothing hides what the last one sends.
+_PIECES = 6
+_MOST = 2**28  # numbers in a piece of several blocks: some are gathered at a time, and take memory
+
+
+def count_blocks(numbers: Sequence[int]) -> int:
+    """Return how many neighbouring blocks are gathered together.
+
+    Args:
+        numbers: of parameters in each block.
+    """
+    return max(1, min(-(-len(numbers) // _PIECES), _MOST // max([1, *numbers])))
+
+
+def _estimate_kept(size: ModelSize, wide: int, wire_bytes: int) -> float:
+    return wide * (size.parameters + size.outside) + size.largest * (wide + 2 * wire_bytes)
+
+
+def _estimate_resharded(size: ModelSize, wide: int, wire_bytes: int) -> float:
+    return 2 * wide * size.outside + size.largest * (3 * wide + 2 * wire_bytes)
+
+
 TRAITS = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False, mixed=False,
-    shards_optimizer=True, shards_gradients=True, shards_parameters=True, keeps_gathered=True,
+    shards_optimizer=True, shards_gradients=True, shards_parameters=True,
+    gathered=GatheredMemory(_estimate_kept, count_blocks, ("--reshard-after-forward",)),
     fills_model=True, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
     gathers_per_micro_step=0.5, narrow_parameters=True,
     words="FSDP gathers parameters and scatters gradients in each micro-batch",
     others={"--strategy ddp, if memory allows,": EngineTraits()},
 )  # fmt: skip
-_RESHARDS = replace(TRAITS, gathers_per_micro_step=1.0, keeps_gathered=False)
+RESHARDS = replace(
+    TRAITS, gathers_per_micro_step=1.0, gathered=GatheredMemory(_estimate_resharded, count_blocks)
+)
 _NAMED = ("--strategy", "fsdp")
 
 
@@ -43,7 +82,7 @@ class FsdpOptions:
 
 def _traits(config: "Config") -> EngineTraits:
     own = config.of(FsdpOptions)
-    traits = _RESHARDS if own.reshard_after_forward else TRAITS
+    traits = RESHARDS if own.reshard_after_forward else TRAITS
     return replace(traits, state_in_host=STATE if own.offload == "parameters" else ())
 
 

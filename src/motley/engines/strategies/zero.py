@@ -1,5 +1,14 @@
 """DeepSpeed's ZeRO, stages 0 to 3: what each keeps and sends.
 
+Stage 3 keeps another 4 T / W bytes of T trained parameters on each of W ranks, which its optimizer
+steps. With P parameters, g of them in the largest block and u in no block, it gathers a block at a
+time, in fp32, by way of a copy, lets go of parameters that are not used again within L = 10^9
+numbers, and collects B numbers of a gradient of r bytes each, so that a rank holds at most
+
+    4 min(P, L + g) + 4 u + g (8 + r) + 4 min(P, B)
+
+bytes of gathered parameters and gradients on their way.
+
 DeepSpeed is imported when an engine is built (:mod:`motley.engines.zero_engine`), and not before: a
 plan, ``-h`` and whoever trains without it need not have it.
 """
@@ -10,6 +19,7 @@ from typing import TYPE_CHECKING
 from motley.config.options import Config
 from motley.engines.strategies import ZERO, Strategy
 from motley.engines.zero_config import (
+    BUCKET,
     STAGES,
     ZeroOptions,
     config_path,
@@ -17,6 +27,7 @@ from motley.engines.zero_config import (
     state_in_host,
 )
 from motley.errors import MotleyError
+from motley.plan.memory import WIDE, GatheredMemory, ModelSize
 from motley.plan.wire import Addition, EngineTraits
 
 if TYPE_CHECKING:
@@ -27,6 +38,15 @@ _AFTER = EngineTraits(
     overlaps=False, additions=(Addition.NUMBERS,), spares_slow_rank=False,
     words="DeepSpeed stage 0 sends gradients after the backward pass",
 )  # fmt: skip
+_SOON = 1e9  # numbers; stage3_max_reuse_distance, where the user's file does not say it
+
+
+def _estimate_gathered(size: ModelSize, _: int, wire_bytes: int) -> float:
+    live = WIDE * (min(size.parameters, _SOON + size.largest) + size.outside)
+    copies = size.largest * (2 * WIDE + wire_bytes)
+    return live + copies + WIDE * min(size.parameters, BUCKET)
+
+
 TRAITS = (  # by stage
     _AFTER,
     replace(
@@ -42,6 +62,7 @@ TRAITS = (  # by stage
         _AFTER, allreduces_per_step=0.0, allreduces_per_micro_step=0.5,
         gathers_per_micro_step=1.0, mixed=False, shards_optimizer=True,
         shards_gradients=True, shards_parameters=True, fills_model=True, flat_parts=True,
+        gathered=GatheredMemory(_estimate_gathered),
         compiles=False,  # it gathers each layer's parameters by hooks inside a block
         words="DeepSpeed stage 3 gathers parameters and sends gradients in each micro-batch",
     ),
