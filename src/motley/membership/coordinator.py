@@ -136,10 +136,11 @@ class JobEnd:
     def _launchers_loss(self, fault: Fault) -> Fault:
         """The same, unless the launcher has lost the host of a rank that died, which dies of it."""
         own = self._own
-        if fault.kind is not FaultKind.KILLED or fault.host == own.host or not own.reaper:
+        if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
         own.reaper.tell(fault=asdict(fault))  # should mpirun end this rank meanwhile
-        address = own.listening[own.numbers.index(fault.rank)].address
+        place = own.place
+        address = place.listening[place.numbers.index(fault.rank)].address
         if not own.reaper.lost_session({fault.host, address}, _SESSION_S):
             return fault
         own.stopped = True  # mpirun passes nothing on any more
@@ -180,14 +181,15 @@ class Coordinator:
         self._own, self._handshakes, self._writer = own, handshakes, writer
         self._standby, self._write_event = standby, on_event
         self._job_end = JobEnd(own, writer, on_fault, self._tell_all)
-        self._me = RankStatus(own.rank, own.number, own.host, address=handshakes.listening.address)
+        place, address = own.place, handshakes.listening.address
+        self._me = RankStatus(place.rank, place.number, place.host, address=address)
         self._first_lost, self._since = lost, time.monotonic()
         self._others: dict[socket.socket, RankStatus] = {}
-        self._watchdog = Watchdog(own.awake, own.number, own.host)
+        self._watchdog = Watchdog(own.awake, place.number, place.host)
         self._silent_ranks, self._stragglers = SilentRanks(own.awake), StragglerDetector(own.awake)
         self._cause, self._signals = FirstCause(), StopSignals()
         self._regroup = Regroup(own, regrouping, self._tell_all, self._record)
-        self._pause = PauseAgreement(own.size)
+        self._pause = PauseAgreement(place.size)
         self._selector = selectors.DefaultSelector()
         self._to_standby: socket.socket | None = None
 
@@ -199,7 +201,7 @@ class Coordinator:
     def run(self) -> None:
         """Watch until all ranks are done; ends the process, and the job, where one fails."""
         own = self._own
-        self._selector.register(own.wake_read, selectors.EVENT_READ)
+        self._selector.register(own.outbox.wake_read, selectors.EVENT_READ)
         self._handshakes.register(self._selector)
         while True:
             due = self._cause.due_in(own.heartbeat_in())
@@ -220,10 +222,10 @@ class Coordinator:
                 silent = self._watchdog.silent(self._statuses()[1:], SUSPECT_AFTER_S)
                 self.end_job(silent or cause)
             self._watchdog.hear(self._me, own.heartbeat_now())
-            for number in own.signals():
+            for number in own.outbox.read_signals():
                 self._hear(self._me, SignalReceived(number))
-            while own.outbox:
-                self._hear(self._me, own.outbox.pop(0))
+            while own.outbox.messages:
+                self._hear(self._me, own.outbox.messages.pop(0))
             if self._pause.ask(self._others, own.pause):
                 self._pause_all()
             if self._writer.error is not None:  # a full disk, say: without records no run
@@ -234,8 +236,8 @@ class Coordinator:
                 return
             if own.heartbeat_due():
                 self._judge()
-            if len(self._others) + 1 == own.size:  # who comes is heard at once
-                time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.size))
+            if len(self._others) + 1 == own.place.size:  # who comes is heard at once
+                time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.place.size))
 
     def _welcome(self, new: Arrival, now: float) -> None:
         """Hear somebody from now on: a rank, or who tells of one that is lost."""
@@ -244,7 +246,7 @@ class Coordinator:
             self._regroup.witness(~new.rank)
             return
         address = new.line.getpeername()[0]
-        number = self._own.numbers[new.rank]
+        number = self._own.place.numbers[new.rank]
         status = RankStatus(new.rank, number, new.host, now, address=address, messages=new.messages)
         self._others[new.line] = status
         if new.rank == self._standby:
@@ -298,7 +300,7 @@ class Coordinator:
 
     def _all_done(self) -> bool:
         """Whether all ranks are; looks at few of them while one is not."""
-        whole = len(self._others) + 1 == self._own.size
+        whole = len(self._others) + 1 == self._own.place.size
         return whole and self._me.done and all(status.done for status in self._others.values())
 
     def _statuses(self) -> list[RankStatus]:
@@ -339,7 +341,7 @@ class Coordinator:
     def _await_others(self, fault: Fault) -> None:
         """Rank 0 is lost: have all others go on once they have come here."""
         others = self._others.values()
-        if len(others) == self._own.size - 2 and all(status.regroups for status in others):
+        if len(others) == self._own.place.size - 2 and all(status.regroups for status in others):
             self._first_lost, self._me.regroups = None, True
             self._lose(0, fault)
         elif time.monotonic() - self._since > ARRIVE_S:
@@ -347,7 +349,7 @@ class Coordinator:
 
     def _hear(self, status: RankStatus, message: Message | None) -> None:
         """Act on a message, unless it is an echo of a loss that all have heard of."""
-        if message is None or message.group not in (None, self._own.group):
+        if message is None or message.group not in (None, self._own.change.group):
             return
         if act := self.HANDLERS.get(type(message)):
             act(self, status, message)
@@ -411,7 +413,7 @@ class Coordinator:
         self._own.stopped = True
         if (lost := self._regroup.recent_loss) and message.number == signal.SIGTERM:
             self.end_job(lost)
-        known = self._statuses(), self._last_step(), self._own.how_to_continue()
+        known = self._statuses(), self._last_step(), self._own.hooks.how_to_continue()
         self._suspect(self._signals.came(status, message.number, *known), _SIGNAL_S)
 
     HANDLERS: ClassVar[dict[type[Message], Callable[[Any, RankStatus, Any], None]]] = {

@@ -71,19 +71,19 @@ class Member:
         own = self._own
         selector = selectors.DefaultSelector()
         selector.register(self._line, selectors.EVENT_READ)
-        selector.register(own.wake_read, selectors.EVENT_READ)
+        selector.register(own.outbox.wake_read, selectors.EVENT_READ)
         while not own.finished.is_set():
             selector.select(STOP_S / 4 if self._leaves else own.heartbeat_in())
             own.awake.look()
             try:
                 self._hear()  # before speaking: rank 0 may have said stop, and left
-                for number in own.signals():
+                for number in own.outbox.read_signals():
                     self._line.sendall(encode(SignalReceived(number)))
                     self._leaves = self._leaves or (time.monotonic() + STOP_S, 128 + number)
                 if self._leaves and time.monotonic() > self._leaves[0]:
                     own.leave(self._leaves[1])
-                while own.outbox:
-                    self._line.sendall(encode(own.outbox.pop(0)))
+                while own.outbox.messages:
+                    self._line.sendall(encode(own.outbox.messages.pop(0)))
                 if own.leaves.is_set():
                     own.leave(0)
                 if own.heartbeat_due():
@@ -93,7 +93,7 @@ class Member:
                 with contextlib.suppress(OSError):
                     self._hear()
                 said = self._messages.last_words  # of rank 0, where it has crashed
-                fault = died(own.numbers[0], self._host, own.step, said)
+                fault = died(own.place.numbers[0], self._host, own.step, said)
                 if self._goes_on():
                     return fault
                 self.end(self._silent if self._silent and not said else fault)
@@ -116,13 +116,13 @@ class Member:
             quiet: seconds without a word of rank 0.
         """
         own = self._own
-        if own.standby or quiet > _BUSY_MOST_S:
+        if own.place.is_standby or quiet > _BUSY_MOST_S:
             return False
         if quiet <= HEARTBEAT_TIMEOUT_S + _STANDBY_FIRST_S:
             return True
         try:
             if self._to_standby is None:
-                at = own.listening[standby_of(own.machines)]
+                at = own.place.listening[standby_of(own.place.machines)]
                 self._to_standby = socket.create_connection((at.address, at.port), _ANSWER_S)
                 self._to_standby.setblocking(False)
             return bool(self._to_standby.recv(1))  # it says nothing there, until it ends
@@ -136,16 +136,16 @@ class Member:
         the standby asks, for nobody else tells."""
         own = self._own
         known = {self._line.getpeername()[0], self._line.getsockname()[0]}
-        others = [each for each in own.listening if each.address not in known][:_ASKED]
-        if not own.standby or not others or any(map(_answers, others)):
-            return silent(own.numbers[0], self._host, own.step, seconds)
+        others = [each for each in own.place.listening if each.address not in known][:_ASKED]
+        if not own.place.is_standby or not others or any(map(_answers, others)):
+            return silent(own.place.numbers[0], self._host, own.step, seconds)
         named = ", ".join(dict.fromkeys([self._host, *(each.host for each in others)]))
-        return alone(own.number, own.host, own.step, seconds, named)
+        return alone(own.place.number, own.place.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
         """Whether this rank can, without rank 0, as far as it knows."""
         own, ends = self._own, self._silent is not None or self._leaves is not None
-        can = own.survives and own.without_first and own.keep is not None
+        can = own.place.survives and own.hooks.without_first and own.hooks.keep is not None
         return can and not (ends or own.held.is_set())
 
     def _hear(self) -> None:
@@ -182,7 +182,7 @@ class Member:
         self._line.sendall(encode(Rescued(self._own.save_what_is_known())))
 
     def _answer_step(self, message: protocol.AskStep) -> None:
-        begun = StepBegun(self._own.pause.ask_step(), group=self._own.group)
+        begun = StepBegun(self._own.pause.ask_step(), group=self._own.change.group)
         self._line.sendall(encode(begun))
 
     def _pause_before(self, message: protocol.PauseBefore) -> None:
@@ -196,8 +196,8 @@ class Member:
 
     def _take_values(self, message: protocol.Gathered) -> None:
         self._gathered += message.values
-        if len(self._gathered) == self._own.size:
-            self._own.gathered.put(self._gathered)
+        if len(self._gathered) == self._own.place.size:
+            self._own.change.gathered.put(self._gathered)
             self._gathered = []
 
     HANDLERS: ClassVar[dict[type[Message | None], Callable[[Any, Any], None]]] = {
@@ -215,7 +215,7 @@ class Member:
 
     def end(self, fault: Fault) -> NoReturn:
         """End, now that rank 0 cannot end us; one rank's line is enough."""
-        if self._own.standby:
+        if self._own.place.is_standby:
             self._own.print(fault.last_words())
             with contextlib.suppress(Exception):
                 self._on_fault(fault)

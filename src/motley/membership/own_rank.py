@@ -9,8 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -26,76 +26,89 @@ from motley.membership.messages import Listening
 from motley.membership.pause import REQUESTS, OwnPause, request_of
 from motley.membership.protocol import Hold, Message, Rescue, Rescued, decode, encode
 from motley.membership.reaper import LauncherReaper
-from motley.membership.survivors import Survivors, machines_of
+from motley.membership.survivors import Survivors, machines_of, standby_of
 
 _LINKS_S = 2.0  # between looks at what this process's connections do
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-class OwnRank:
-    """Shared by the training's thread, which says things, and the watching one, which sends them.
+@dataclass(frozen=True)
+class GroupPlace:
+    """The place of this rank in its group. A lost rank makes another group, and another place.
 
     Attributes:
-        rank: the number in the group that is left.
-        numbers: the number in the launch of each rank of that group. Faults and events name ranks
-            by it, since it never changes.
-        step: that training is at; None before the first.
-        heartbeat: what the next one says, but for the step.
-        awake: this process's waking time.
-        outbox: messages to rank 0, not yet sent.
-        finished: all ranks are done.
-        stopped: some rank was, by a signal.
-        reaper: on the lowest rank of each machine.
-        rescue: saves what this rank knows before it ends, and says what it did; None: it cannot.
-        last_words: writes what this rank has not written yet, before it ends with the job.
-        how_to_continue: a run that somebody stops, as far as this rank knows; for people.
-        held: rank 0 waits for a rescue, and ends this rank after it.
-        keep: keeps the state apart from the group, to go on without a lost rank; None: it cannot.
-        free: has the training's thread leave a collective that waits for the lost rank.
-        freeing: does so; until it has, the group must not be left in another way.
-        group: how often this rank has gone on without others; what was said before is void.
-        trains_in: the same, as far as the training's thread knows: it may fail in the broken group
-            while the other thread goes on.
-        machines: which machine each rank is on, by its lowest rank.
-        listening: where each rank hears the others when it is the first.
-        standby: it speaks when rank 0 cannot.
-        survives: mpirun lets ranks outlive one of them. without_first: and rank 0 too.
-        survivors: with whom the training's thread is to go on, until it does; None: all is well.
-        gathered: what :meth:`Supervisor.gather` waits for; None: in vain.
-        pause: where this rank stops, if somebody has asked for it.
-        leaves: it ends now, before the others, once it has said so.
+        rank: number of this rank in the group.
+        host: its name.
+        numbers: the number in the launch of each rank of the group. Faults and events name ranks by
+            it, since it never changes.
+        machines: of each rank, the lowest rank on the same machine; empty before all have joined.
+        listening: where each rank receives connections when it is the first; empty before that.
+        survives: mpirun lets ranks outlive one of them.
     """
 
-    def __init__(self, rank: int, size: int, host: str) -> None:
-        self.rank, self.size, self.host = rank, size, host
-        self.numbers = list(range(size))
-        self.step: int | None = None
-        self.heartbeat = Heartbeat()
-        self.awake = AwakeClock()
-        self.outbox: list[Message] = []
-        self.finished = threading.Event()
-        self.stopped = False
-        self.reaper: LauncherReaper | None = None
-        self.rescue: Callable[[], str] | None = None
-        self.last_words: Callable[[], None] = lambda: None
-        self.how_to_continue: Callable[[], str] = lambda: "continue with --resume auto"
-        self.held = threading.Event()
-        self.keep: Callable[[], None] | None = None
-        self.free: Callable[[], None] = lambda: None
-        self.freeing = threading.Thread()
-        self.group = self.trains_in = 0
-        self.machines: list[int] = []
-        self.listening: list[Listening] = []
-        self.standby = self.survives = self.without_first = False
-        self.survivors: Survivors | None = None
-        self.regrouped = threading.Event()
-        self.gathered = SimpleQueue[list[str] | None]()
-        self.pause = OwnPause()
-        self.leaves = threading.Event()
-        self._rescuing = threading.RLock()
-        self._regrouping = threading.Lock()
-        self._next_heartbeat = self._look_at_links = 0.0
-        self._unanswered: list[str] = []
+    rank: int
+    host: str
+    numbers: tuple[int, ...]
+    machines: tuple[int, ...] = ()
+    listening: tuple[Listening, ...] = ()
+    survives: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.numbers)
+
+    @property
+    def number(self) -> int:
+        """Number of this rank in the launch."""
+        return self.numbers[self.rank]
+
+    @property
+    def is_standby(self) -> bool:
+        """True if this rank reports to the user when rank 0 cannot."""
+        return bool(self.machines) and self.rank == standby_of(self.machines)
+
+    def among(self, ranks: Sequence[int]) -> "GroupPlace":
+        """Return the place in the group of these ranks, which are numbered anew."""
+        return replace(
+            self, rank=ranks.index(self.rank), numbers=tuple(self.numbers[rank] for rank in ranks),
+            machines=tuple(machines_of(self.machines, ranks)),
+            listening=tuple(self.listening[rank] for rank in ranks),
+        )  # fmt: skip
+
+
+@dataclass
+class TrainingHooks:
+    """Functions that the training sets and the watching thread calls.
+
+    Attributes:
+        rescue: saves the state of this rank before it ends, and returns what it did; None: it
+            cannot.
+        last_words: writes records of this rank that are not written yet.
+        how_to_continue: returns how a run that somebody stops goes on, for people.
+        keep: copies the state apart from the group, to go on without a lost rank; None: it cannot.
+        free: has the training's thread leave a collective that waits for the lost rank.
+        without_first: the state can also go on without rank 0.
+    """
+
+    rescue: Callable[[], str] | None = None
+    last_words: Callable[[], None] = lambda: None
+    how_to_continue: Callable[[], str] = lambda: "continue with --resume auto"
+    keep: Callable[[], None] | None = None
+    free: Callable[[], None] = lambda: None
+    without_first: bool = False
+
+
+class Outbox:
+    """Messages of this rank to rank 0, and the pipe that wakes the watching thread to send them.
+
+    Attributes:
+        messages: not yet sent; the watching thread takes them.
+        wake_read: end of the pipe that the watching thread waits for.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
         self.wake_read, self._wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -110,39 +123,118 @@ class OwnRank:
         # thread sits inside a collective and cannot run Python.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
-    def signals(self) -> list[int]:
-        """Numbers of the stop signals that came since the last call; says what others ask for."""
+    def read_signals(self) -> list[int]:
+        """Return the stop signals that came since the last call; send the other ones' requests."""
         found = b""
         with contextlib.suppress(BlockingIOError):
             found = os.read(self.wake_read, 4096)
         for number in set(REQUESTS).intersection(found):
-            self.say_request(number)
+            self.add_request(number)
         # Every signal with a Python handler arrives here; DataLoader has one for SIGCHLD.
         return [number for number in found if number in _STOPS]
 
-    def say_request(self, number: int) -> None:
-        """Say what such a signal asks for, if it does."""
+    def add_request(self, number: int) -> None:
+        """Add the message that a signal asks for, if it asks for one."""
         if (request := request_of(number)) is not None:
-            self.outbox.append(request)
+            self.messages.append(request)
 
-    def say(self, message: Message) -> None:
+    def add(self, message: Message) -> None:
         """Have the watching thread send a message to rank 0."""
-        self.outbox.append(message)
-        self._wake()
+        self.messages.append(message)
+        self.wake()
 
-    def _wake(self) -> None:
-        """The watching thread, if it waits."""
+    def wake(self) -> None:
+        """Wake the watching thread, if it waits."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
-    def say_of_group(self, message: Message) -> None:
-        """The same, of something that is void once a rank is lost; from the training's thread."""
-        self.say(replace(message, group=self.trains_in))
 
-    @property
-    def number(self) -> int:
-        """Number of this rank in the launch."""
-        return self.numbers[self.rank]
+class GroupChange:
+    """The passage of this rank from a group that a lost rank has broken to the next one. The
+    watching thread begins it, and the training's thread takes it.
+
+    Attributes:
+        group: how often this rank has gone on without others. Messages of earlier groups are void.
+        trains_in: the same, as far as the training's thread knows: it may fail in the broken group
+            while the watching thread goes on.
+        survivors: the ranks with which the training's thread is to go on, until it does; None: no
+            rank is lost.
+        begun: set while there are survivors to go on with.
+        gathered: receives the values of :meth:`Supervisor.gather`; None: the group broke meanwhile.
+        freeing: has the training's thread leave a collective. Until it has, the group must not be
+            left in another way.
+    """
+
+    def __init__(self) -> None:
+        self.group = self.trains_in = 0
+        self.survivors: Survivors | None = None
+        self.begun = threading.Event()
+        self.gathered = SimpleQueue[list[str] | None]()
+        self.freeing = threading.Thread()
+        self._lock = threading.Lock()
+
+    def begin(self, survivors: Survivors, free: Callable[[], None]) -> None:
+        """Have the training's thread leave the broken group, and go on with the survivors."""
+        self.freeing = threading.Thread(target=free, name="free", daemon=True)
+        self.freeing.start()  # not from here: it may hang too
+        with self._lock:
+            self.group += 1
+            self.survivors = survivors
+            self.begun.set()
+        self.gathered.put(None)
+
+    def take(self) -> Survivors:
+        """Return the survivors to the training's thread, which is in their group from now on."""
+        with self._lock:
+            survivors, self.survivors = self.survivors, None
+            self.trains_in = self.group
+            self.begun.clear()
+        assert survivors is not None
+        return survivors
+
+
+class OwnRank:
+    """This rank, as the training's thread and the watching thread share it.
+
+    The training's thread sets ``step``, ``heartbeat`` and ``hooks``, and adds messages. The
+    watching thread sets everything else.
+
+    Attributes:
+        place: in the present group; replaced in one piece.
+        step: that training is at; None before the first.
+        heartbeat: what the next one says, but for the step.
+        awake: this process's waking time.
+        finished: all ranks are done.
+        stopped: some rank was, by a signal.
+        reaper: on the lowest rank of each machine.
+        held: rank 0 waits for a rescue, and ends this rank after it.
+        pause: where this rank stops, if somebody has asked for it.
+        leaves: it ends now, before the others, once its messages are sent.
+    """
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.place = GroupPlace(rank, host, tuple(range(size)))
+        self.step: int | None = None
+        self.heartbeat = Heartbeat()
+        self.awake = AwakeClock()
+        self.hooks, self.outbox, self.change = TrainingHooks(), Outbox(), GroupChange()
+        self.finished = threading.Event()
+        self.stopped = False
+        self.reaper: LauncherReaper | None = None
+        self.held = threading.Event()
+        self.pause = OwnPause()
+        self.leaves = threading.Event()
+        self._rescuing = threading.RLock()
+        self._next_heartbeat = self._look_at_links = 0.0
+        self._unanswered: list[str] = []
+
+    def say(self, message: Message) -> None:
+        """Have the watching thread send a message to rank 0."""
+        self.outbox.add(message)
+
+    def say_of_group(self, message: Message) -> None:
+        """Send a message that is void once a rank is lost; from the training's thread."""
+        self.say(replace(message, group=self.change.trains_in))
 
     def heartbeat_now(self) -> Heartbeat:
         """The heartbeat of now."""
@@ -154,7 +246,7 @@ class OwnRank:
     def hasten_heartbeat(self) -> None:
         """Have the next one be now."""
         self._next_heartbeat = 0.0
-        self._wake()
+        self.outbox.wake()
 
     def heartbeat_in(self) -> float:
         """Seconds until the next heartbeat."""
@@ -164,7 +256,7 @@ class OwnRank:
         """Whether it is time for one; the next is an interval later."""
         due = self.heartbeat_in() == 0.0
         if due:
-            self._next_heartbeat = time.monotonic() + heartbeat_interval_s(self.size)
+            self._next_heartbeat = time.monotonic() + heartbeat_interval_s(self.place.size)
         return due
 
     def print(self, text: str) -> None:
@@ -176,72 +268,52 @@ class OwnRank:
             print(text, file=sys.stderr, flush=True)
 
     def save_what_is_known(self) -> str:
-        """Do :attr:`rescue`, whatever it raises; from the watching thread. What was done."""
+        """Call the hook ``rescue``, whatever it raises; from the watching thread. What was done."""
         self.write_last_words()  # first: whoever started this rank may soon end it
-        if self.rescue is None:
+        if self.hooks.rescue is None:
             return ""
         with self._rescuing:
             try:
-                return self.rescue()
+                return self.hooks.rescue()
             except Exception as error:  # of a device that is gone, or a full disk
                 return f"the last step could not be saved: {error}"
 
     def keep_state(self) -> str:
-        """Do :attr:`keep`, from the watching thread; why it cannot, empty if it has."""
+        """Call the hook ``keep``, from the watching thread; why it cannot, empty if it has."""
         try:
             with self._rescuing:
-                if self.keep is None:
+                if self.hooks.keep is None:
                     return "it does not train yet"
-                self.keep()
+                self.hooks.keep()
         except Exception as error:  # of a device that is gone, or of memory
             return str(error)
         return ""
 
     def go_on(self, survivors: Survivors) -> None:
-        """Take the new number, and have the training's thread go on with those who are left."""
-        ranks = survivors.ranks
-        self.rank, self.size = ranks.index(self.rank), len(ranks)
-        self.numbers = [self.numbers[rank] for rank in ranks]
-        self.machines = machines_of(self.machines, ranks)
-        self.listening = [self.listening[rank] for rank in ranks]
-        self.standby = self.rank == survivors.standby
+        """Take the new place, and have the training's thread go on with the survivors."""
+        self.place = self.place.among(survivors.ranks)
         self.tell_reaper()
         self.held.clear()
         self.pause.forget()
-        self.freeing = threading.Thread(target=self.free, name="free", daemon=True)
-        self.freeing.start()  # not from here: it may hang too
-        with self._regrouping:
-            self.group += 1
-            self.survivors = survivors
-            self.regrouped.set()
-        self.gathered.put(None)
-
-    def take_survivors(self) -> Survivors:
-        """With whom the training's thread goes on, which knows of them from now on."""
-        with self._regrouping:
-            survivors, self.survivors = self.survivors, None
-            self.trains_in = self.group
-            self.regrouped.clear()
-        assert survivors is not None
-        return survivors
+        self.change.begin(survivors, self.hooks.free)
 
     def tell_reaper(self) -> None:
         """Tell it of this rank's number, and who would have to know that its host outlives it."""
         if self.reaper is None:
             return
-        to = 0 if self.rank else 1  # who is the first then
-        others = self.survives and to < self.size
-        known = self.listening[to] if others else None
+        place = self.place
+        to = 0 if place.rank else 1  # the first rank, if this one dies
+        known = place.listening[to] if place.survives and to < place.size else None
         self.reaper.tell(
-            rank=self.rank,
-            number=self.number,
+            rank=place.rank,
+            number=place.number,
             supervisor=known and (known.address, known.port, known.token),
         )
 
     def write_last_words(self) -> None:
-        """Do :attr:`last_words`; the job must end, whatever the disk does."""
+        """Call the hook ``last_words``; the job must end, whatever the disk does."""
         with contextlib.suppress(Exception):
-            self.last_words()
+            self.hooks.last_words()
 
     def leave(self, code: int) -> NoReturn:
         """End now: the main thread may be stuck in a collective that never returns."""
@@ -285,13 +357,13 @@ def save_before_end(
         others: all ranks but 0. lost: who cannot, by its number in the launch.
     """
     able = [line for line, each in others.items() if each.rescues and each.number != lost]
-    if not able and own.rescue is None:
+    if not able and own.hooks.rescue is None:
         return
     tell_all(Hold())
     reaper = None if own.stopped else own.reaper  # which else has a line to print already
     if reaper:
         reaper.tell(line=_CUT_SHORT)
-    said = own.save_what_is_known() if own.rescue else _ask(able[0], others[able[0]])
+    said = own.save_what_is_known() if own.hooks.rescue else _ask(able[0], others[able[0]])
     if reaper:
         reaper.tell(line="")
     if said:

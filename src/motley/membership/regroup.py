@@ -80,7 +80,7 @@ class Regroup:
         if (values := self._regrouping.gather(status.rank, value)) is not None:
             for part in parts(values):
                 self._tell_all(Gathered(part))
-            self._own.gathered.put(values)
+            self._own.change.gathered.put(values)
 
     def overdue(self, left: Collection[RankStatus]) -> Fault | None:
         """The fault that ends the job after all, if somebody was waited for too long."""
@@ -94,7 +94,7 @@ class Regroup:
         own, lost = self._own, survivors.lost
         faults = self._regrouping.faults
         said = [line_of(fault) for fault in faults]
-        own.print("\n".join(said) + f"; on with {len(survivors.ranks)} of {own.size} ranks")
+        own.print("\n".join(said) + f"; on with {len(survivors.ranks)} of {own.place.size} ranks")
         for fault in faults:
             self._record({"kind": "lost", "rank": fault.rank, "host": fault.host,
                           "step": fault.step, "error": fault.error})  # fmt: skip

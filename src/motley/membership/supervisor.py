@@ -48,7 +48,7 @@ from motley.membership.coordinator import ARRIVE_S, FIRST_CAUSE_S, BackgroundWri
 from motley.membership.detector import Heartbeat
 from motley.membership.member import Member
 from motley.membership.messages import Handshakes, Listening, greeting
-from motley.membership.own_rank import HOLD_S, OwnRank, line_of
+from motley.membership.own_rank import HOLD_S, GroupPlace, OwnRank, line_of
 from motley.membership.pause import LEAVE_SIGNAL
 from motley.membership.protocol import (
     CanRegroup,
@@ -94,12 +94,12 @@ class Watching:
     def listen(self, address: str) -> Listening:
         """See Supervisor."""
         listener = socket.create_server((address, 0), backlog=1024)
-        self._handshakes = Handshakes(listener, self._own.host, self._own.size)
+        self._handshakes = Handshakes(listener, self._own.place.host, self._own.place.size)
         return self._handshakes.listening
 
     def start(self) -> None:
         """Connect, and watch from now on."""
-        self._watch = self._connected(0, _CONNECT_S) if self._own.rank else self._as_first()
+        self._watch = self._connected(0, _CONNECT_S) if self._own.place.rank else self._as_first()
         threading.Thread(target=self._guard, name="supervisor", daemon=True).start()
 
     @property
@@ -130,18 +130,19 @@ class Watching:
             lost: why rank 0, which has been so far, cannot.
         """
         own, self._writer = self._own, BackgroundWriter()
-        self._handshakes.expect(range(own.rank + 1, own.size))
-        regrouping = Regrouping(own.machines, own.survives)
+        place = own.place
+        self._handshakes.expect(range(place.rank + 1, place.size))
+        regrouping = Regrouping(place.machines, place.survives)
         return Coordinator(
             own, self._handshakes, self._writer, self._on_fault, self._on_event,
-            standby_of(own.machines), regrouping, lost,
+            standby_of(place.machines), regrouping, lost,
         )  # fmt: skip
 
     def _connected(self, first: int, limit_s: float) -> Member:
         """Be watched by the rank that does."""
-        own, to = self._own, self._own.listening[first]
+        own, to = self._own, self._own.place.listening[first]
         line = socket.create_connection((to.address, to.port), timeout=limit_s)
-        line.sendall(greeting(to.token, own.rank, own.host))
+        line.sendall(greeting(to.token, own.place.rank, own.place.host))
         line.settimeout(None)
         messages.write_to(line)
         return Member(own, line, to.host, self._on_fault)
@@ -149,17 +150,17 @@ class Watching:
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
         """The same, now that rank 0 is lost and the next one takes its part."""
         own = self._own
-        if own.rank == 1:
-            own.reaper = own.reaper or LauncherReaper(own.rank, own.number, own.host)
+        if own.place.rank == 1:
+            own.reaper = own.reaper or _reaper_of(own.place)
             return self._as_first(lost)
         try:
             connected = self._connected(1, ARRIVE_S)
         except OSError:  # it is lost too
             watch.end(lost)
-        if own.rescue is not None:
+        if own.hooks.rescue is not None:
             own.say(CanRescue())
         own.say(FirstRankLost(lost))
-        own.say(CanRegroup(group=own.group))
+        own.say(CanRegroup(group=own.change.group))
         return connected
 
     def _guard(self) -> None:
@@ -171,7 +172,7 @@ class Watching:
             if isinstance(self._watch, Coordinator):
                 self._watch.run()
         except Exception as error:
-            fault = fault_of(error, self._own.number, self._own.host, self._own.step)
+            fault = fault_of(error, self._own.place.number, self._own.place.host, self._own.step)
             if isinstance(self._watch, Coordinator):
                 self._watch.end_job(fault)
             self._own.print(line_of(fault))
@@ -223,7 +224,7 @@ class Supervisor:
         own = self._own
         if first:
             own.say(Paused(said))
-        elif own.rank and read_away() and outlived_by_launcher():
+        elif own.place.rank and read_away() and outlived_by_launcher():
             if own.reaper:
                 own.reaper.tell(timeout_s=_SAVE_S)
             own.say(RankLeft())
@@ -251,14 +252,14 @@ class Supervisor:
             survives: mpirun lets ranks outlive one of them.
         """
         own = self._own
-        own.listening, own.machines, own.survives = list(listening), list(machines), survives
-        own.standby = own.rank == standby_of(machines)
-        own.reaper = None
-        if machines[own.rank] == own.rank:
-            own.reaper = LauncherReaper(own.rank, own.number, own.host)
+        own.place = replace(
+            own.place, listening=tuple(listening), machines=tuple(machines), survives=survives
+        )
+        is_lowest_here = machines[own.place.rank] == own.place.rank
+        own.reaper = _reaper_of(own.place) if is_lowest_here else None
         own.tell_reaper()
-        own.catch_signals()
-        own.say_request(LEAVE_SIGNAL)  # it may have come before
+        own.outbox.catch_signals()
+        own.outbox.add_request(LEAVE_SIGNAL)  # it may have come before
         self._watching.start()
 
     def _record_fault(self, fault: Fault) -> None:
@@ -270,7 +271,7 @@ class Supervisor:
 
     def records_in(self, folder: Path) -> None:
         """Where rank 0 records the run; for who has to, should rank 0 be killed."""
-        if self._own.rank == 0 and self._own.reaper:
+        if self._own.place.rank == 0 and self._own.reaper:
             self._own.reaper.tell(folder=str(folder.absolute()))
 
     # -- what a rank says
@@ -310,7 +311,7 @@ class Supervisor:
     ) -> None:
         """Have what this rank has not written be written before it ends with the job, and whoever
         stops it be told how it goes on; from another thread, while its own may be stuck."""
-        self._own.last_words, self._own.how_to_continue = last_words, how_to_continue
+        self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:
         """Have the state be saved before the job ends by another rank's fault.
@@ -321,8 +322,8 @@ class Supervisor:
             first: this is the rank that saves. Any other, the standby, does so where rank 0, and
                 with it the first, is gone.
         """
-        self._own.rescue = save if first or self._own.standby else None
-        if first and self._own.rank:
+        self._own.hooks.rescue = save if first or self._own.place.is_standby else None
+        if first and self._own.place.rank:
             self._own.say(CanRescue())
 
     # -- going on without a lost rank
@@ -338,7 +339,8 @@ class Supervisor:
                 may be stuck in a collective.
             free: has that thread leave the collective, with whatever error; from the other one.
         """
-        self._own.keep, self._own.free, self._own.without_first = keep, free, without_first
+        hooks = self._own.hooks
+        hooks.keep, hooks.free, hooks.without_first = keep, free, without_first
         self._own.say_of_group(CanRegroup())
 
     def connections(self) -> list[socket.socket]:
@@ -347,28 +349,28 @@ class Supervisor:
 
     def check_group(self) -> None:
         """Raise RankLostError if this rank is to go on without a lost one."""
-        if self._own.survivors is not None:
-            raise RankLostError(self._own.survivors.lost.line())
+        if self._own.change.survivors is not None:
+            raise RankLostError(self._own.change.survivors.lost.line())
 
     def survivors_of(self, error: BaseException) -> Survivors:
         """With whom to go on after an error that a lost rank has led to; ends with the job where
         it did not, or nobody can go on."""
         own = self._own
-        if own.survivors is None and (own.keep is None or own.finished.is_set()):
+        if own.change.survivors is None and (own.hooks.keep is None or own.finished.is_set()):
             raise error
-        if own.survivors is None:
-            fault = fault_of(error, own.number, own.host, own.step)
+        if own.change.survivors is None:
+            fault = fault_of(error, own.place.number, own.place.host, own.step)
             own.say_of_group(_said(fault, own))
-            if not own.regrouped.wait(3 * FIRST_CAUSE_S) and own.held.is_set():
-                own.regrouped.wait(HOLD_S)
-        if own.survivors is None:
+            if not own.change.begun.wait(3 * FIRST_CAUSE_S) and own.held.is_set():
+                own.change.begun.wait(HOLD_S)
+        if own.change.survivors is None:
             self._end_with(error)
-        own.freeing.join()
-        return own.take_survivors()
+        own.change.freeing.join()
+        return own.change.take()
 
     def end_without_lost(self) -> None:
         """Have this process end without MPI if a rank is lost, for which MPI would wait."""
-        if self._own.group:
+        if self._own.change.group:
             atexit.register(self._own.leave, 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -376,7 +378,7 @@ class Supervisor:
         own = self._own
         self.check_group()
         own.say_of_group(GatherValue(packed(value)))
-        while (found := own.gathered.get()) is None:
+        while (found := own.change.gathered.get()) is None:
             self.check_group()  # else it is of a loss before
         return [unpacked(text) for text in found]
 
@@ -389,7 +391,7 @@ class Supervisor:
         own = self._own
         if not self._watching.started:
             raise error  # mpi4py's runner ends all ranks
-        fault = fault_of(error, own.number, own.host, own.step)
+        fault = fault_of(error, own.place.number, own.place.host, own.step)
         if own.finished.is_set():  # nobody listens: what was told last could not be recorded
             traceback.print_exception(error)
             own.print(line_of(fault))
@@ -403,6 +405,10 @@ class Supervisor:
     def _end_with(self, error: BaseException) -> NoReturn:
         traceback.print_exception(error)
         self._own.leave(1)
+
+
+def _reaper_of(place: GroupPlace) -> LauncherReaper:
+    return LauncherReaper(place.rank, place.number, place.host)
 
 
 def _said(fault: Fault, own: OwnRank) -> RankFailed:

@@ -150,7 +150,7 @@ class Probe:
 
     def _visit(self, words: bytes) -> None:
         """Knock at rank 0's port, without a token."""
-        there = self.world.supervisor._own.listening[0]
+        there = self.world.supervisor._own.place.listening[0]
 
         def knock() -> None:
             with socket.create_connection((there.address, there.port)) as line:

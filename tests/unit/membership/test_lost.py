@@ -2,6 +2,7 @@
 
 import socket
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,12 +64,17 @@ def test_what_is_gathered_travels_in_few_messages_that_fit(texts: list[str]) -> 
 
 def test_what_is_said_of_the_broken_group_is_void_even_if_the_others_went_on_meanwhile() -> None:
     own = OwnRank(0, 3, "a")
-    own.machines = [0, 0, 0]
-    own.listening = [Listening("127.0.0.1", 1, "secret", "a")] * 3
+    own.place = replace(
+        own.place, machines=(0, 0, 0),
+        listening=(Listening("127.0.0.1", 1, "secret", "a"),) * 3,
+    )  # fmt: skip
     lost = Fault(2, "a", 7, "died", kind=FaultKind.KILLED)
     own.go_on(Survivors((0, 1), lost, standby=1))  # from the watching thread
     own.say_of_group(RankFailed(lost))  # from the training's
-    own.freeing.join()
-    assert own.take_survivors().ranks == (0, 1)
+    own.change.freeing.join()
+    assert own.change.take().ranks == (0, 1)
     own.say_of_group(GatherValue(""))
-    assert [message.group for message in own.outbox] == [own.group - 1, own.group]
+    assert [message.group for message in own.outbox.messages] == [
+        own.change.group - 1,
+        own.change.group,
+    ]
