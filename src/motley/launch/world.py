@@ -43,7 +43,7 @@ from motley.launch.ranks import TORCHRUN_GROUP, Launched, MpiRanks, TcpRanks, ch
 from motley.launch.same_code import compare_code
 from motley.launch.start_watch import StartClock, StartWatch
 from motley.membership.supervisor import Supervisor
-from motley.membership.survivors import SURVIVES, SupervisedRanks, Survivors, machines_of
+from motley.membership.survivors import SURVIVES, GroupPlace, SupervisedRanks, Survivors
 
 
 def why_not_free(port: int) -> str:
@@ -183,12 +183,9 @@ class World:
     """All launched ranks, seen from one of them.
 
     Attributes:
-        rank, size: 0-based number of this process, of how many that are left of the launch.
-        numbers: the number in the launch of each rank, by rank. Records, messages and
-            :class:`motley.measure.process_group.Worker` name a rank by it: it never changes.
-        local_rank, local_size: the same among the ranks of this machine.
-        host: name of this machine.
-        machines: which machine each rank is on, by its lowest rank.
+        place: of this rank among those that are left of the launch. Records, messages and
+            :class:`motley.plan.plan.Rank` name a rank by its number in the launch.
+        local_rank, local_size: number of this rank among the ranks of this machine, of how many.
         nodes: facts of every rank's machine, by rank; after :meth:`connect`.
         network: the subnet that all machines share, as this one sees it.
         supervisor: tells rank 0 how this rank fares.
@@ -197,28 +194,53 @@ class World:
 
     def __init__(self, launched: Launched, clock: StartClock) -> None:
         self._launched, self.clock = launched, clock
-        self.rank, self.size = launched.rank, launched.size
-        self.numbers = list(range(self.size))
-        check_size(self.size, os.environ)
-        check_alone(self.size, os.environ)
+        check_size(launched.size, os.environ)
+        check_alone(launched.size, os.environ)
         here = launched.on_this_machine()
-        self.local_rank = launched_local_rank(here.index(self.rank), os.environ)
+        self.local_rank = launched_local_rank(here.index(launched.rank), os.environ)
         self.local_size = len(here)
-        self.machines: list[int] = self.allgather(here[0])
-        self.host = socket.gethostname()
+        self.place = GroupPlace(
+            launched.rank, socket.gethostname(), tuple(range(launched.size)),
+            tuple(self.allgather(here[0])),
+        )  # fmt: skip
         self.nodes: list[NodeFacts] = []
         self.network: Network
         self._written: set[str] = set()  # variables of join_group, or in their place
         if launch_of().by is Launcher.TORCHRUN:
             self._written |= TORCHRUN_GROUP
         self._leader: int | None = None  # of the group that was joined last
-        self.supervisor = Supervisor(self.rank, self.size, self.host)
+        self.supervisor = Supervisor(self.place)
 
     def __repr__(self) -> str:
         return (
             f"rank {self.rank} of {self.size} "
             f"(number {self.local_rank} of {self.local_size} on {self.host})"
         )
+
+    @property
+    def rank(self) -> int:
+        """0-based number of this rank among those that are left of the launch."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that are left of the launch."""
+        return self.place.size
+
+    @property
+    def host(self) -> str:
+        """Name of this machine."""
+        return self.place.host
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Number in the launch of each rank that is left."""
+        return self.place.numbers
+
+    @property
+    def machines(self) -> Sequence[int]:
+        """The lowest rank on the same machine, for each rank."""
+        return self.place.machines
 
     @property
     def first_here(self) -> bool:
@@ -228,7 +250,7 @@ class World:
     @property
     def number(self) -> int:
         """Number of this rank in the launch."""
-        return self.numbers[self.rank]
+        return self.place.number
 
     def allgather(self, value: T) -> list[T]:
         """Every rank's value, by rank. All ranks must call it."""
@@ -280,7 +302,7 @@ class World:
         survives = os.environ.get(SURVIVES) == "1"  # keep_training.sh sets it for rank 0
         listening = self.supervisor.listen(self.network.address)
         told_ports = self.allgather((listening, survives))
-        self.supervisor.join([port for port, _ in told_ports], self.machines, told_ports[0][1])
+        self.supervisor.join([port for port, _ in told_ports], told_ports[0][1])
         self.clock.lap("connect")
 
     def _try_networks(
@@ -305,9 +327,7 @@ class World:
     def without_lost(self, survivors: Survivors) -> "World":
         """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""
         ranks, world = survivors.ranks, copy.copy(self)
-        world.rank, world.size = ranks.index(self.rank), len(ranks)
-        world.numbers = [self.numbers[rank] for rank in ranks]
-        world.machines = machines_of(self.machines, ranks)
+        world.place = self.place.among(ranks)
         world.nodes = [self.nodes[rank] for rank in ranks]
         own = world.machines[world.rank]
         here = [rank for rank in range(world.size) if world.machines[rank] == own]

@@ -22,11 +22,11 @@ from motley.errors import MotleyError, NoMemoryError
 from motley.launch.world import World
 from motley.measure.device import room_mib
 from motley.measure.measured_plan import Planned, measure_and_plan
-from motley.measure.process_group import ProcessGroup, Worker, kept_workers, shrink_group
+from motley.measure.process_group import ProcessGroup, kept_workers, shrink_group
 from motley.plan.forecast import Forecast
 from motley.plan.length import ramp_of
 from motley.plan.memory import Foreseen, MemoryNeed, ModelSize, amount, enough_ranks, need_of
-from motley.plan.plan import make_plan, whole_shares
+from motley.plan.plan import Rank, make_plan, whole_shares
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import EngineTraits, WireMode
 from motley.tasks.build import build
@@ -309,7 +309,7 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
         )
 
 
-def _are(workers: Sequence[Worker], before: Sequence[Mapping[str, Any]]) -> bool:
+def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
     """Whether they are those of a run, as its run.json has them; what an older one does not say of
     them, it does not say."""
     pairs = zip(workers, before, strict=False)

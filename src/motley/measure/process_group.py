@@ -16,7 +16,7 @@ from motley.errors import MotleyError
 from motley.launch.world import World
 from motley.measure.device import kernel_speed
 from motley.membership.detector import PROGRESS_TIMEOUT_S
-from motley.plan.plan import Candidate, LeftOut, choose_participants
+from motley.plan.plan import Rank, choose_participants
 from motley.plan.precision import (
     PRECISIONS,
     PerRank,
@@ -31,33 +31,7 @@ from motley.records.run_folder import RunFolder
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 
 
-@dataclass(frozen=True)
-class Worker:
-    """One rank that trains, as run.json lists it.
-
-    Attributes:
-        rank: in the launch, as errors and file names call it; it never changes.
-        group_rank: in the process group; among the ranks that are left, those that train are
-            counted.
-        device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
-        uuid: of its GPU; empty without one.
-        why: why this precision.
-        cores: that it is kept on, in words; empty: any.
-        maker: of its GPU, NVIDIA or AMD; empty without one.
-    """
-
-    rank: int
-    group_rank: int
-    host: str
-    device: str
-    uuid: str
-    precision: str
-    why: str
-    cores: str = ""
-    maker: str = ""
-
-
-def kept_workers(workers: Sequence[Worker], ranks: Collection[int]) -> tuple[Worker, ...]:
+def kept_workers(workers: Sequence[Rank], ranks: Collection[int]) -> tuple[Rank, ...]:
     """Workers of these ranks of the launch, with new numbers in the process group."""
     kept = [worker for worker in workers if worker.rank in ranks]
     return tuple(replace(worker, group_rank=number) for number, worker in enumerate(kept))
@@ -79,12 +53,14 @@ def bind_to_device(world: World, device: torch.device) -> str:
     return node.words()
 
 
-def find_worker(rank: int, world: World, device: torch.device, wanted: str, cores: str) -> Worker:
-    """This rank, with a precision in which its device really computes; MotleyError if there is no
-    kernel for the one that is asked for.
+def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
+    """Return this rank with its device, and a precision in which that really computes.
 
     Args:
-        rank: in the process group. wanted: a precision, or auto. cores: that it is kept on.
+        wanted: a precision, or auto.
+
+    Raises:
+        MotleyError: there is no kernel for the precision that is asked for.
     """
     name, uuid, maker = "cpu", "", ""
     if device.type == "cuda":
@@ -97,14 +73,12 @@ def find_worker(rank: int, world: World, device: torch.device, wanted: str, core
     if speed.tflops is None:
         able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
         fix = (
-            f"it can do {', '.join(able)}: choose one with --precision for rank {rank}"
+            f"it can do {', '.join(able)}: choose one with --precision for rank {own.group_rank}"
             if able
             else "this torch has no kernels for it: bash setup/install_cn.sh chooses one that has"
         )
-        raise MotleyError(
-            f"{world.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}"
-        )
-    return Worker(world.number, rank, world.host, name, uuid, precision, why, cores, maker)
+        raise MotleyError(f"{own.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}")
+    return replace(own, device=name, uuid=uuid, precision=precision, why=why, maker=maker)
 
 
 def promised_precision(device: torch.device) -> tuple[str, str]:
@@ -148,8 +122,8 @@ class ProcessGroup:
     """
 
     rank: int | None
-    workers: tuple[Worker, ...]
-    left_out: tuple[LeftOut, ...]
+    workers: tuple[Rank, ...]
+    left_out: tuple[Rank, ...]
     device: torch.device
     backend: str
 
@@ -229,28 +203,27 @@ def join_process_group(
     known = range(torch.cuda.device_count())
     gpus = tuple(uuid_of(torch.device("cuda", index)) for index in known)
     machine = world.machines[world.rank]
-    candidates = world.allgather(Candidate(world.rank, world.host, machine, world.local_rank, gpus))
-    named = named_hosts(hosts, [candidate.host for candidate in candidates])
-    chosen, left_out = choose_participants(candidates, named)
-    participants = list(chosen)
-    rank = world.join_group(participants)
+    launched = world.allgather(Rank(world.rank, world.host, machine, world.local_rank, gpus))
+    named = named_hosts(hosts, [each.host for each in launched])
+    chosen = choose_participants(launched, named)
+    participants = [each.rank for each in chosen if not each.reason]
+    rank, own = world.join_group(participants), chosen[world.rank]
     device = torch.device("cpu")
-    if (index := chosen.get(world.rank)) is not None:
-        device = torch.device("cuda", index)
+    if own.gpu is not None:
+        device = torch.device("cuda", own.gpu)
         torch.cuda.set_device(device)
     wanted = (precision or read_precisions("auto")).of(len(participants))
-    own = None
     if rank is not None:
         cores = bind_to_device(world, device) if bind else ""
-        own = find_worker(rank, world, device, wanted[rank], cores)
-    workers = world.allgather(own)
-    group = tuple(worker for worker in workers if worker is not None)
-    return ProcessGroup(rank, group, left_out, device, _connect(world, rank, group, device))
+        own = replace(own, group_rank=rank, cores=cores)
+        own = find_worker(own, device, wanted[rank])
+    ranks = world.allgather(own)
+    workers = tuple(each for each in ranks if not each.reason)
+    left_out = tuple(each for each in ranks if each.reason)
+    return ProcessGroup(rank, workers, left_out, device, _connect(world, rank, workers, device))
 
 
-def _connect(
-    world: World, rank: int | None, workers: Sequence[Worker], device: torch.device
-) -> str:
+def _connect(world: World, rank: int | None, workers: Sequence[Rank], device: torch.device) -> str:
     """Make the process group; returns its backend. Every launched rank calls it."""
     if rank == 0:  # init_process_group takes it, as one of the same port
         host, port = world.master()
@@ -286,7 +259,9 @@ def shrink_group(
     if group.rank is not None:
         leave_process_group()
     workers = kept_workers(group.workers, ranks)
-    out = [LeftOut(m.rank, m.host, reasons[m.rank]) for m in group.workers if m.rank not in ranks]
+    out = [
+        replace(each, reason=reasons[each.rank]) for each in group.workers if each.rank not in ranks
+    ]
     left_out = sorted([*group.left_out, *out], key=lambda entry: entry.rank)
     rank = world.join_group([worker.rank for worker in workers])
     backend = _connect(world, rank, workers, group.device)

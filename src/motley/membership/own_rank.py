@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import NoReturn
@@ -22,59 +22,13 @@ from motley.membership.detector import (
     dead_peers,
     heartbeat_interval_s,
 )
-from motley.membership.messages import Listening
 from motley.membership.pause import REQUESTS, OwnPause, request_of
 from motley.membership.protocol import Hold, Message, Rescue, Rescued, decode, encode
 from motley.membership.reaper import LauncherReaper
-from motley.membership.survivors import Survivors, machines_of, standby_of
+from motley.membership.survivors import GroupPlace, Survivors
 
 _LINKS_S = 2.0  # between looks at what this process's connections do
 _STOPS = (signal.SIGTERM, signal.SIGINT)
-
-
-@dataclass(frozen=True)
-class GroupPlace:
-    """The place of this rank in its group. A lost rank makes another group, and another place.
-
-    Attributes:
-        rank: number of this rank in the group.
-        host: its name.
-        numbers: the number in the launch of each rank of the group. Faults and events name ranks by
-            it, since it never changes.
-        machines: of each rank, the lowest rank on the same machine; empty before all have joined.
-        listening: where each rank receives connections when it is the first; empty before that.
-        survives: mpirun lets ranks outlive one of them.
-    """
-
-    rank: int
-    host: str
-    numbers: tuple[int, ...]
-    machines: tuple[int, ...] = ()
-    listening: tuple[Listening, ...] = ()
-    survives: bool = False
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return len(self.numbers)
-
-    @property
-    def number(self) -> int:
-        """Number of this rank in the launch."""
-        return self.numbers[self.rank]
-
-    @property
-    def is_standby(self) -> bool:
-        """True if this rank reports to the user when rank 0 cannot."""
-        return bool(self.machines) and self.rank == standby_of(self.machines)
-
-    def among(self, ranks: Sequence[int]) -> "GroupPlace":
-        """Return the place in the group of these ranks, which are numbered anew."""
-        return replace(
-            self, rank=ranks.index(self.rank), numbers=tuple(self.numbers[rank] for rank in ranks),
-            machines=tuple(machines_of(self.machines, ranks)),
-            listening=tuple(self.listening[rank] for rank in ranks),
-        )  # fmt: skip
 
 
 @dataclass
@@ -212,8 +166,8 @@ class OwnRank:
         leaves: it ends now, before the others, once its messages are sent.
     """
 
-    def __init__(self, rank: int, size: int, host: str) -> None:
-        self.place = GroupPlace(rank, host, tuple(range(size)))
+    def __init__(self, place: GroupPlace) -> None:
+        self.place = place
         self.step: int | None = None
         self.heartbeat = Heartbeat()
         self.awake = AwakeClock()

@@ -48,7 +48,7 @@ from motley.membership.coordinator import ARRIVE_S, FIRST_CAUSE_S, BackgroundWri
 from motley.membership.detector import Heartbeat
 from motley.membership.member import Member
 from motley.membership.messages import Handshakes, Listening, greeting
-from motley.membership.own_rank import HOLD_S, GroupPlace, OwnRank, line_of
+from motley.membership.own_rank import HOLD_S, OwnRank, line_of
 from motley.membership.pause import LEAVE_SIGNAL
 from motley.membership.protocol import (
     CanRegroup,
@@ -63,6 +63,7 @@ from motley.membership.protocol import (
 )
 from motley.membership.reaper import LauncherReaper, outlived_by_launcher
 from motley.membership.survivors import (
+    GroupPlace,
     RankLostError,
     Regrouping,
     Survivors,
@@ -194,10 +195,10 @@ class Supervisor:
         on_event: called on rank 0, from another thread, with what a rank tells.
     """
 
-    def __init__(self, rank: int, size: int, host: str) -> None:
+    def __init__(self, place: GroupPlace) -> None:
         self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
-        self._own = OwnRank(rank, size, host)
+        self._own = OwnRank(place)
         self._watching = Watching(self._own, self._record_fault, self._record_event)
 
     @property
@@ -241,21 +242,16 @@ class Supervisor:
         """
         return self._watching.listen(address)
 
-    def join(
-        self, listening: Sequence[Listening], machines: Sequence[int], survives: bool = False
-    ) -> None:
+    def join(self, listening: Sequence[Listening], survives: bool = False) -> None:
         """Connect this rank and start watching; all ranks call it after ``listen``.
 
         Args:
             listening: what each rank has said of its port.
-            machines: which machine each rank is on, by its lowest rank.
             survives: mpirun lets ranks outlive one of them.
         """
         own = self._own
-        own.place = replace(
-            own.place, listening=tuple(listening), machines=tuple(machines), survives=survives
-        )
-        is_lowest_here = machines[own.place.rank] == own.place.rank
+        own.place = replace(own.place, listening=tuple(listening), survives=survives)
+        is_lowest_here = own.place.machines[own.place.rank] == own.place.rank
         own.reaper = _reaper_of(own.place) if is_lowest_here else None
         own.tell_reaper()
         own.outbox.catch_signals()

@@ -10,12 +10,12 @@ import base64
 import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from motley.errors import MotleyError
 from motley.faults import Fault, FaultKind
-from motley.membership.messages import MOST_BYTES
+from motley.membership.messages import MOST_BYTES, Listening
 
 T = TypeVar("T")
 
@@ -69,6 +69,51 @@ class Survivors:
         """Of a :meth:`message`."""
         lost = Fault.read(message["lost"])
         return cls(tuple(message["ranks"]), lost, message["standby"])
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """The place of this rank in its group. A lost rank makes another group, and another place.
+
+    Attributes:
+        rank: number of this rank in the group.
+        host: its name.
+        numbers: the number in the launch of each rank of the group. Faults and events name ranks by
+            it, since it never changes.
+        machines: of each rank, the lowest rank on the same machine; empty before all have joined.
+        listening: where each rank receives connections when it is the first; empty before that.
+        survives: mpirun lets ranks outlive one of them.
+    """
+
+    rank: int
+    host: str
+    numbers: tuple[int, ...]
+    machines: tuple[int, ...] = ()
+    listening: tuple[Listening, ...] = ()
+    survives: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.numbers)
+
+    @property
+    def number(self) -> int:
+        """Number of this rank in the launch."""
+        return self.numbers[self.rank]
+
+    @property
+    def is_standby(self) -> bool:
+        """True if this rank reports to the user when rank 0 cannot."""
+        return bool(self.machines) and self.rank == standby_of(self.machines)
+
+    def among(self, ranks: Sequence[int]) -> "GroupPlace":
+        """Return the place in the group of these ranks, which are numbered anew."""
+        return replace(
+            self, rank=ranks.index(self.rank), numbers=tuple(self.numbers[rank] for rank in ranks),
+            machines=tuple(machines_of(self.machines, ranks)),
+            listening=tuple(self.listening[rank] for rank in ranks if self.listening),
+        )  # fmt: skip
 
 
 class SupervisedRanks:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,36 +201,58 @@ def _some(tables: Sequence[SpeedTable]) -> Sequence[SpeedTable]:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Where one launched rank sits: the facts that decide whether it takes part.
+class Rank:
+    """A rank of the launch, of which more becomes known while a run starts.
+
+    Its share of a batch is ``Plan.counts[group_rank]``.
 
     Attributes:
-        rank: rank in the whole launch, 0-based.
+        rank: number in the launch, 0-based. Errors and file names call it so; it never changes.
         host: name of its machine.
-        machine: which machine that is; names may be alike.
-        local_rank: rank among the launched ranks of that machine, 0-based.
-        gpus: UUIDs of the GPUs that this rank can see, in its own order.
+        machine: the lowest rank on the same machine; two machines may have one name.
+        local_rank: number among the ranks of that machine, 0-based.
+        gpus: UUIDs of the GPUs that it can see, in its own order.
+        gpu: index of its GPU among those, None for the CPU. Known, like ``reason``, once
+            :func:`choose_participants` has chosen the ranks that train.
+        reason: why it does not train; empty if it trains.
+        group_rank: number in the process group. Known, like all below, once a rank that trains has
+            looked at its device.
+        device: for example ``cuda:0 NVIDIA H200`` or ``cpu``.
+        uuid: of its GPU; empty without one.
+        precision: that it computes in. why: the reason for that one.
+        cores: that it is kept on, in words; empty: any.
+        maker: of its GPU, NVIDIA or AMD; empty without one.
     """
 
     rank: int
     host: str
-    machine: int
-    local_rank: int
-    gpus: tuple[str, ...]
+    machine: int = 0
+    local_rank: int = 0
+    gpus: tuple[str, ...] = ()
+    gpu: int | None = None
+    reason: str = ""
+    group_rank: int = 0
+    device: str = ""
+    uuid: str = ""
+    precision: str = ""
+    why: str = ""
+    cores: str = ""
+    maker: str = ""
 
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A launched rank that computes nothing, and why."""
-
-    rank: int
-    host: str
-    reason: str
+    def as_json(self) -> dict[str, Any]:
+        """Return an entry of ``ranks`` in run.json, or of ``left_out``."""
+        if self.reason:
+            return {"rank": self.rank, "host": self.host, "reason": self.reason}
+        return {
+            "rank": self.rank, "group_rank": self.group_rank, "host": self.host,
+            "device": self.device, "uuid": self.uuid, "precision": self.precision,
+            "why": self.why, "cores": self.cores, "maker": self.maker,
+        }  # fmt: skip
 
 
 def choose_participants(
-    candidates: Sequence[Candidate], hosts: Collection[str] | None = None
-) -> tuple[dict[int, int | None], tuple[LeftOut, ...]]:
+    launched: Sequence[Rank], hosts: Collection[str] | None = None
+) -> tuple[Rank, ...]:
     """Decide which launched ranks train, and on which of the GPUs that they see.
 
     A machine with GPUs offers one rank a GPU (NCCL refuses two ranks on one GPU, and two
@@ -240,31 +263,25 @@ def choose_participants(
         hosts: names of those that may train; None: all.
 
     Returns:
-        For each rank that takes part, in order, the index of its GPU among those it sees,
-        None for the CPU; and those left out with the reason.
+        The same ranks, by number, each with its ``gpu`` or the ``reason`` why it does not train.
     """
-    chosen: dict[int, int | None] = {}
-    left_out = []
+    chosen = []
     taken: set[tuple[int, str]] = set()
-    for candidate in sorted(
-        candidates, key=lambda candidate: (candidate.machine, candidate.local_rank)
-    ):
-        if hosts is not None and candidate.host not in hosts:
-            left_out.append(LeftOut(candidate.rank, candidate.host, "not named in --hosts"))
-            continue
-        free = [gpu for gpu in candidate.gpus if (candidate.machine, gpu) not in taken]
-        if free:
-            taken.add((candidate.machine, free[0]))
-            chosen[candidate.rank] = candidate.gpus.index(free[0])
-        elif not candidate.gpus:
-            chosen[candidate.rank] = None
-        else:
+    for rank in sorted(launched, key=lambda rank: (rank.machine, rank.local_rank)):
+        gpu, reason = None, ""
+        free = [each for each in rank.gpus if (rank.machine, each) not in taken]
+        if hosts is not None and rank.host not in hosts:
+            reason = "not named in --hosts"
+        elif free:
+            taken.add((rank.machine, free[0]))
+            gpu = rank.gpus.index(free[0])
+        elif rank.gpus:
             reason = (
-                f"{candidate.host} has {_count(len(candidate.gpus), 'GPU')} and rank "
-                f"{candidate.rank} is number {candidate.local_rank + 1} there"
+                f"{rank.host} has {_count(len(rank.gpus), 'GPU')} and rank "
+                f"{rank.rank} is number {rank.local_rank + 1} there"
             )
-            left_out.append(LeftOut(candidate.rank, candidate.host, reason))
-    return dict(sorted(chosen.items())), tuple(sorted(left_out, key=lambda entry: entry.rank))
+        chosen.append(replace(rank, gpu=gpu, reason=reason))
+    return tuple(sorted(chosen, key=lambda rank: rank.rank))
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:

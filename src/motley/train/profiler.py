@@ -23,7 +23,8 @@ from motley.config.option import ALL, SLOWEST, StepSpan
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.faults import Phase
-from motley.measure.process_group import ProcessGroup, Worker
+from motley.measure.process_group import ProcessGroup
+from motley.plan.plan import Rank
 from motley.records.run_folder import RunFolder
 from motley.records.trace import TraceClock, step_span_name, write_trace
 from motley.text import typed_command
@@ -33,7 +34,7 @@ _EXCHANGES = 40
 _JUDGED_BY = 20  # steps: who is the slowest, whatever disturbs one of them
 
 
-def check_profile(config: Config, workers: Sequence[Worker], last: int) -> None:
+def check_profile(config: Config, workers: Sequence[Rank], last: int) -> None:
     """MotleyError if ``--profile`` and ``--profile-ranks`` name what there is not.
 
     Args:

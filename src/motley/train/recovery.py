@@ -22,9 +22,8 @@ from motley.data.source import Batch
 from motley.engines.named_state import State
 from motley.engines.protocol import Engine, Scope, StepResult
 from motley.errors import DeviceError, MotleyError, NoMemoryError, NotFiniteError
-from motley.measure.process_group import Worker
 from motley.plan.length import TrainState
-from motley.plan.plan import Plan
+from motley.plan.plan import Plan, Rank
 from motley.plan.replan import Proposal
 from motley.tasks.check import fingerprint
 from motley.text import name_some, step_in_words
@@ -217,7 +216,7 @@ def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
     return right, [rank for rank, digest in enumerate(digests) if digest != reference]
 
 
-def _unlike(workers: Sequence[Worker]) -> bool:
+def _unlike(workers: Sequence[Rank]) -> bool:
     """Whether there are devices of several kinds; the processors of two hosts may well be."""
     kinds = {worker.device.partition(" ")[2] or f"{worker.device} {worker.host}"
              for worker in workers}  # fmt: skip

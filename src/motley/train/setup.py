@@ -23,9 +23,9 @@ from motley.engines.out_of_memory import release
 from motley.engines.protocol import Engine, EngineContext, EngineFactory
 from motley.errors import MotleyError
 from motley.measure.measured_plan import Planned
-from motley.measure.process_group import ProcessGroup, Worker
+from motley.measure.process_group import ProcessGroup
 from motley.plan.length import Length, TrainState, ramp_of
-from motley.plan.plan import Plan
+from motley.plan.plan import Plan, Rank
 from motley.plan.precision import start_scale
 from motley.plan.replan import Device, ReplanMonitor
 from motley.plan.speeds import SpeedTable
@@ -264,7 +264,7 @@ class Job:
     length: Length
     saved_config: dict[str, Any]
     notes: list[Note]
-    workers: tuple[Worker, ...]
+    workers: tuple[Rank, ...]
     watch: ReplanMonitor
 
     def resume(self, folders: list[Path]) -> tuple[TrainState, list[str]]:
@@ -352,7 +352,7 @@ def begin(
     return Begun(job, state, notes_of_all, budget, watched)
 
 
-def check_samples(config: Config, workers: Sequence[Worker]) -> None:
+def check_samples(config: Config, workers: Sequence[Rank]) -> None:
     """Raise MotleyError unless all ranks learn from the same, as far as their task can tell."""
     task = task_of(config)
     own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list}
@@ -425,7 +425,7 @@ def _watch(
     planned: Planned,
     config: Config,
     engine: Engine,
-    workers: Sequence[Worker],
+    workers: Sequence[Rank],
 ) -> ReplanMonitor:
     # Where every pass waits for all ranks, each seems to take as long as the slowest.
     watches = config.replan == "auto" and not engine.equal_micro_steps

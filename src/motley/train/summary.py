@@ -62,8 +62,8 @@ def records_of(
             "gradient_bytes": job.gradient_bytes,
         },
         "last_step": last_step,
-        "ranks": [dataclasses.asdict(worker) for worker in group.workers],
-        "left_out": [dataclasses.asdict(entry) for entry in group.left_out],
+        "ranks": [worker.as_json() for worker in group.workers],
+        "left_out": [entry.as_json() for entry in group.left_out],
         "plan": {
             **dataclasses.asdict(plan),
             "counts": plan.counts,
@@ -125,7 +125,7 @@ def print_summary(
         return
     predicted = planned.forecast
     for entry in group.left_out:
-        run.event("left_out", **dataclasses.asdict(entry))
+        run.event("left_out", **entry.as_json())
     task = task_of(config)
     print(task.title())
     if task.account:

@@ -8,7 +8,8 @@ import torch
 
 from motley.errors import MotleyError
 from motley.measure import process_group
-from motley.measure.process_group import ProcessGroup, Worker, check_nccl
+from motley.measure.process_group import ProcessGroup, check_nccl
+from motley.plan.plan import Rank
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from motley.measure.process_group import ProcessGroup, Worker, check_nccl
 )
 def test_gpus_of_two_makers_are_two_kinds(makers: tuple[str, ...], mixed: bool, kinds: str) -> None:
     workers = tuple(
-        Worker(rank, rank, "a", "cuda:0", f"GPU-{rank}", "bf16", "", maker=maker)
+        Rank(rank, "a", group_rank=rank, uuid=f"GPU-{rank}", maker=maker)
         for rank, maker in enumerate(makers)
     )
     group = ProcessGroup(0, workers, (), torch.device("cpu"), "gloo")

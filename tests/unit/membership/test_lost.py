@@ -2,7 +2,6 @@
 
 import socket
 import struct
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,7 @@ from motley.membership.detector import dead_peers, is_dead
 from motley.membership.messages import MOST_BYTES, Listening
 from motley.membership.own_rank import OwnRank
 from motley.membership.protocol import Gathered, GatherValue, RankFailed, encode
-from motley.membership.survivors import Survivors, parts
+from motley.membership.survivors import GroupPlace, Survivors, parts
 
 
 def info(unacked: int, tries: int, last_ack_s: float) -> bytes:
@@ -63,11 +62,8 @@ def test_what_is_gathered_travels_in_few_messages_that_fit(texts: list[str]) -> 
 
 
 def test_what_is_said_of_the_broken_group_is_void_even_if_the_others_went_on_meanwhile() -> None:
-    own = OwnRank(0, 3, "a")
-    own.place = replace(
-        own.place, machines=(0, 0, 0),
-        listening=(Listening("127.0.0.1", 1, "secret", "a"),) * 3,
-    )  # fmt: skip
+    listening = (Listening("127.0.0.1", 1, "secret", "a"),) * 3
+    own = OwnRank(GroupPlace(0, "a", (0, 1, 2), (0, 0, 0), listening))
     lost = Fault(2, "a", 7, "died", kind=FaultKind.KILLED)
     own.go_on(Survivors((0, 1), lost, standby=1))  # from the watching thread
     own.say_of_group(RankFailed(lost))  # from the training's

@@ -36,9 +36,10 @@ RANK = """
 import os, sys, time
 from dataclasses import replace
 from motley.membership.supervisor import Supervisor
+from motley.membership.survivors import GroupPlace
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
-supervisor = Supervisor(rank, size, f"host{rank}")
+supervisor = Supervisor(GroupPlace(rank, f"host{rank}", tuple(range(size)), (0, 0)))
 own = supervisor.listen("127.0.0.1")
 if rank == 0:
     print(own.port, own.token, own.host, flush=True)
@@ -46,7 +47,7 @@ if rank == 0:
 else:
     port, token, host = sys.argv[3:]
     listening = [replace(own, port=int(port), token=token, host=host), own]
-supervisor.join(listening, [0, 0])
+supervisor.join(listening)
 print("joined", flush=True)
 def fail(event):
     time.sleep(2)

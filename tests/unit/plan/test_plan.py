@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from motley.comm.modes.numbers import EXACT
 from motley.errors import MotleyError
 from motley.plan.plan import (
-    Candidate,
     Plan,
+    Rank,
     apportion,
     choose_participants,
     cut,
@@ -80,20 +80,21 @@ def test_less_memory_cuts_smaller_and_shares_alike(n: int, most: list[int]) -> N
 def test_ranks_beyond_the_gpus_of_their_machine_are_left_out() -> None:
     two = ("GPU-x", "GPU-y")
     candidates = [
-        Candidate(0, "a", 0, 0, two), Candidate(1, "a", 0, 2, two), Candidate(2, "a", 0, 1, two),
-        Candidate(3, "b", 3, 0, ()), Candidate(4, "b", 3, 1, ()),
+        Rank(0, "a", 0, 0, two), Rank(1, "a", 0, 2, two), Rank(2, "a", 0, 1, two),
+        Rank(3, "b", 3, 0, ()), Rank(4, "b", 3, 1, ()),
     ]  # fmt: skip
-    participants, left_out = choose_participants(candidates)
-    assert participants == {0: 0, 2: 1, 3: None, 4: None}
-    assert [entry.rank for entry in left_out] == [1]
-    assert "2 GPUs" in left_out[0].reason
+    chosen = choose_participants(candidates)
+    assert [rank.rank for rank in chosen] == [0, 1, 2, 3, 4]
+    assert [rank.gpu for rank in chosen if not rank.reason] == [0, 1, None, None]
+    assert [rank.rank for rank in chosen if rank.reason] == [1] and "2 GPUs" in chosen[1].reason
 
 
 def test_ranks_that_see_one_gpu_each_all_take_part() -> None:
-    candidates = [Candidate(rank, "a", 0, rank, (f"GPU-{rank}",)) for rank in range(3)]
-    assert choose_participants(candidates) == ({0: 0, 1: 0, 2: 0}, ())
-    same = [Candidate(rank, "a", 0, rank, ("GPU-0",)) for rank in range(2)]
-    assert choose_participants(same)[0] == {0: 0}
+    candidates = [Rank(rank, "a", 0, rank, (f"GPU-{rank}",)) for rank in range(3)]
+    assert [(rank.gpu, rank.reason) for rank in choose_participants(candidates)] == [(0, "")] * 3
+    same = [Rank(rank, "a", 0, rank, ("GPU-0",)) for rank in range(2)]
+    first, second = choose_participants(same)
+    assert first.gpu == 0 and not first.reason and second.reason
 
 
 def test_hosts_are_named_as_they_were_started() -> None:
@@ -103,11 +104,9 @@ def test_hosts_are_named_as_they_were_started() -> None:
     for text, name in (("tesla2", "tesla2"), ("", ""), ("tesla0,", ""), ("tesla0 x", "tesla0 x")):
         with pytest.raises(MotleyError, match=f"no '{name}' among .* tesla0, tesla1"):
             named_hosts(read_named_hosts(text), known)
-    candidates = [
-        Candidate(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))
-    ]
-    participants, left_out = choose_participants(candidates, ("tesla1",))
-    assert participants == {1: None} and "--hosts" in left_out[0].reason
+    candidates = [Rank(rank, name, rank, 0, ()) for rank, name in enumerate(("tesla0", "tesla1"))]
+    first, second = choose_participants(candidates, ("tesla1",))
+    assert "--hosts" in first.reason and not second.reason
 
 
 @pytest.mark.parametrize("text", ["1,2", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", ""])
