@@ -1,0 +1,106 @@
+"""Rules of plain English for docstrings, comments and pages, and the places that break them."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Openings that make sense only to a reader who has the code in view already.
+OPENINGS = re.compile(
+    r"(?:Who|Whom|What|Whose|Whether|Of|It|The same|So|That|As|Those)\b(?!\))", re.ASCII
+)
+# Processes are not people.
+WORDS = re.compile(
+    r"\b(?:hears?|heard|tells?|told|knows of|forgets?|believes?|mourns?|politely|nobody|somebody"
+    r"|everybody|whoever|whom)\b",
+    re.IGNORECASE,
+)
+MOST_WORDS = 40  # in a sentence
+# A sentence ends with a mark that a blank and a capital letter follow, or with its paragraph.
+_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(`]*[A-Z])")
+_CODE = re.compile(r"``.*?``|`[^`]*`|:\w+:`[^`]*`", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence that breaks a rule.
+
+    Attributes:
+        rule: ``opening``, ``word`` or ``length``.
+    """
+
+    path: Path
+    line: int
+    rule: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.sentence[:100]}"
+
+
+def find_in_python(path: Path) -> Iterator[Finding]:
+    """Yield what breaks a rule in the docstrings and comments of a file."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = ast.get_docstring(node)
+            if doc:
+                at = node.body[0].lineno
+                yield from _check(path, at, _plain_docstring(doc))
+    block, at, last = list[str](), 0, -2
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        alone = not token.line[: token.start[1]].strip()
+        if not alone or line != last + 1:
+            yield from _check(path, at, [" ".join(block)])
+            block, at = [], line
+        block.append(token.string.lstrip("#").strip())
+        last = line if alone else -2
+    yield from _check(path, at, [" ".join(block)])
+
+
+def find_in_markdown(path: Path) -> Iterator[Finding]:
+    """Yield what breaks a rule in a page, outside of code and tables."""
+    fenced = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            fenced = not fenced
+        elif not fenced and line.strip() and not line.startswith(("|", "#")):
+            yield from _check(path, number, [line.lstrip("-*0123456789. >")])
+
+
+def _plain_docstring(doc: str) -> list[str]:
+    """Return the paragraphs of a docstring without code, field names and headings."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", doc):
+        lines = paragraph.splitlines()
+        if all(line.startswith("    ") for line in lines) and not re.match(r"\s+\w[\w, ]*:", lines[0]):
+            continue  # an example
+        kept = list[str]()
+        for line in lines:
+            if re.fullmatch(r"\s*(Args|Attributes|Returns|Raises|Yields|Example|Examples):", line):
+                found.append(" ".join(kept))
+                kept = []
+            elif match := re.match(r"\s+([\w*]+(?:, [\w*]+)*): (.*)", line):  # a field
+                found.append(" ".join(kept))
+                kept = [match[2][:1].lower() + match[2][1:]]
+            else:
+                kept.append(line.strip())
+        found.append(" ".join(kept))
+    return found
+
+
+def _check(path: Path, line: int, paragraphs: list[str]) -> Iterator[Finding]:
+    for paragraph in paragraphs:
+        for sentence in filter(None, _END.split(_CODE.sub("`x`", paragraph).strip())):
+            if OPENINGS.match(sentence):
+                yield Finding(path, line, "opening", sentence)
+            if word := WORDS.search(sentence):
+                yield Finding(path, line, f"word {word[0].lower()}", sentence)
+            if len(sentence.split()) > MOST_WORDS:
+                yield Finding(path, line, "length", sentence)
