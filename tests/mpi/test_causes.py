@@ -7,9 +7,8 @@ import pytest
 from jobs import Jobs, Trained
 from project import ROOT
 
-from motley.live.training_columns import Training, read_training
 from motley.live.verdict import run_verdict
-from motley.records.costs import lead
+from motley.records.costs import Training, lead, read_training
 from motley.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.mpi

@@ -21,6 +21,7 @@ WORDS = re.compile(
 MOST_WORDS = 40  # in a sentence
 # A sentence ends with a mark that a blank and a capital letter follow, or with its paragraph.
 _END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(`]*[A-Z])")
+_FIELD = re.compile(r"\s+([\w*]+(?:, [\w*]+)*): (.*)")
 _CODE = re.compile(r"``.*?``|`[^`]*`|:\w+:`[^`]*`", re.DOTALL)
 
 
@@ -79,14 +80,16 @@ def _plain_docstring(doc: str) -> list[str]:
     found = []
     for paragraph in re.split(r"\n\s*\n", doc):
         lines = paragraph.splitlines()
-        if all(line.startswith("    ") for line in lines) and not re.match(r"\s+\w[\w, ]*:", lines[0]):
+        if all(line.startswith("    ") for line in lines) and not re.match(
+            r"\s+\w[\w, ]*:", lines[0]
+        ):
             continue  # an example
         kept = list[str]()
         for line in lines:
             if re.fullmatch(r"\s*(Args|Attributes|Returns|Raises|Yields|Example|Examples):", line):
                 found.append(" ".join(kept))
                 kept = []
-            elif match := re.match(r"\s+([\w*]+(?:, [\w*]+)*): (.*)", line):  # a field
+            elif match := _FIELD.match(line):
                 found.append(" ".join(kept))
                 kept = [match[2][:1].lower() + match[2][1:]]
             else:

@@ -20,16 +20,21 @@ import paramiko
 from motley.cluster.hostfile import allocated_nodes, on_node
 from motley.cluster.login import (
     CONNECT_S,
+    Finished,
     HostKey,
     Login,
+    Readable,
+    Talk,
+    TooLong,
     UnknownHostKey,
     changed,
     is_here,
     open_socket,
     read_login,
     refused,
+    run_here,
+    run_over,
 )
-from motley.cluster.shell import Finished, Readable, Talk, TooLong, run_here, run_over
 from motley.errors import HostTrouble
 
 # It prints each authentication failure, which are reported here as what they mean.

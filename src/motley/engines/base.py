@@ -12,15 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from motley.data.source import Batch
-from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.named_state import (
+    Named,
     OptimizerMemory,
+    ParameterAverage,
     State,
     fill_tied,
     load_model_state,
     model_state,
     part_of,
     snapshot,
+    trained,
 )
 from motley.engines.optimizer import Sharding, make_optimizer, try_optimizer, try_types
 from motley.engines.out_of_memory import in_halves

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from motley.config.options import Config
 from motley.data.source import Batch
-from motley.engines.average import ParameterAverage
-from motley.engines.named_state import State, snapshot
+from motley.engines.named_state import ParameterAverage, State, snapshot
 from motley.engines.step_timer import Clock, Laps
 from motley.plan.plan import Plan
 from motley.plan.precision import LossScale

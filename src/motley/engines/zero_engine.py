@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from motley.comm.collectives import all_gather, all_gather_floats
 from motley.data.source import Batch, Tensors
-from motley.engines.average import Named, ParameterAverage
 from motley.engines.base import check_types, silenced
 from motley.engines.import_deepspeed import comm, deepspeed, utils
 from motley.engines.named_state import (
+    Named,
+    ParameterAverage,
     State,
     fill_tied,
     is_by_rows,

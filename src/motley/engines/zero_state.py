@@ -9,15 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from motley.comm.collectives import gather_parts
-from motley.engines.average import Named, ParameterAverage, trained
 from motley.engines.import_deepspeed import deepspeed, utils
 from motley.engines.named_state import (
+    Named,
+    ParameterAverage,
     State,
     load_model_state,
     model_state,
     of_another_model,
     part_of,
     slots_of,
+    trained,
 )
 
 Optimizer = torch.optim.Optimizer

@@ -12,10 +12,9 @@ import numpy as np
 from motley.live.follow import slow_link
 from motley.live.snapshot import fraction_of_limit
 from motley.live.track import PARTS
-from motley.live.training_columns import Array, Training, column, mean, median
 from motley.plan.advice import Advice
 from motley.plan.speeds import SpeedTable
-from motley.records.costs import joules, leak
+from motley.records.costs import Array, Training, column, joules, leak, mean, median
 from motley.records.json_files import JsonDict, finite
 from motley.records.run_folder import RunFolder
 

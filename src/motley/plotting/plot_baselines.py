@@ -19,10 +19,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from motley.errors import MotleyError
-from motley.live.training_columns import read_training
 from motley.plotting import command, style
 from motley.plotting.plot_runs import Curve, draw_curves, losses
 from motley.plotting.style import PARTS, Part
+from motley.records.costs import read_training
 from motley.records.gpu_csv import GpuSample, read_gpu_log
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import Row, read_rows

@@ -17,9 +17,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from motley.live.training_columns import Training, column
 from motley.plotting import command, style
 from motley.plotting.run_steps import read_or_say
+from motley.records.costs import Training, column
 from motley.records.run_folder import RunFolder, find_runs
 
 _LOSS = "loss"

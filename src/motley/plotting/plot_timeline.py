@@ -18,10 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from motley.errors import MotleyError
-from motley.live.training_columns import Training, read_training
 from motley.plotting import command, style
 from motley.plotting.run_steps import title
-from motley.records.costs import pauses, without_pauses
+from motley.records.costs import Training, pauses, read_training, without_pauses
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import find_runs
 

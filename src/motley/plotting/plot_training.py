@@ -15,10 +15,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from motley.live.training_columns import Training, column, mean, median, read_training
 from motley.plotting import command, style
 from motley.plotting.run_steps import others, seat_label, title, usual_steps
-from motley.records.costs import leak
+from motley.records.costs import Training, column, leak, mean, median, read_training
 from motley.records.run_folder import find_runs
 from motley.text import rate_in_words
 

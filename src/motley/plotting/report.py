@@ -22,7 +22,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from motley.errors import MotleyError
-from motley.live.training_columns import Training, median
 from motley.live.verdict import run_verdict
 from motley.plotting import command, style
 from motley.plotting.plot_baselines import LOST, lost
@@ -34,6 +33,7 @@ from motley.plotting.plot_training import run_panels
 from motley.plotting.run_steps import read_or_say, title
 from motley.plotting.run_verdict import add_co2
 from motley.plotting.traces import words as words_of
+from motley.records.costs import Training, median
 from motley.records.gpu_csv import find_gpu_logs
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder, find_runs

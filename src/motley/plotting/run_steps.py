@@ -7,9 +7,8 @@ import numpy as np
 
 from motley.errors import MotleyError
 from motley.live.track import PARTS
-from motley.live.training_columns import Training, column, mean, median, read_training
 from motley.plotting import command, style
-from motley.records.costs import lead
+from motley.records.costs import Training, column, lead, mean, median, read_training
 from motley.records.gpu_csv import device_name
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import RunFolder

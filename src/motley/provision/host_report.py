@@ -21,7 +21,7 @@ from pathlib import Path
 from motley import ROOT
 from motley.cluster.facts import Interface, node_from_json
 from motley.cluster.gpus import DeviceFacts
-from motley.cluster.shell import Finished
+from motley.cluster.login import Finished
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble
 from motley.provision.setup_command import VENV, ask_all

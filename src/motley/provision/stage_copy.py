@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from motley.cluster.shell import Finished
+from motley.cluster.login import Finished
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
 from motley.provision.host_report import printable

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from motley.cluster.shell import Talk, run_over
+from motley.cluster.login import Talk, run_over
 
 
 class Early:

@@ -8,11 +8,10 @@ from small_runs import START, write_run
 
 from motley import records
 from motley.live.runs import Copies
-from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.plotting import plot_training, style
 from motley.publish.series import NewRecords, Position, step_rows
-from motley.records.costs import joules
+from motley.records.costs import joules, read_training
 from motley.records.gpu_csv import LAB_GPU_COLUMNS
 from motley.records.json_files import to_json
 from motley.records.run_folder import RunFolder

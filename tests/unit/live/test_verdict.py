@@ -8,10 +8,10 @@ import pytest
 from forked import run_script
 from small_runs import START, write_run
 
-from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.plan.advice import Advice
 from motley.plan.speeds import Flow, Links
+from motley.records.costs import read_training
 from motley.records.run_folder import RunFolder
 
 

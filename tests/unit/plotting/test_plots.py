@@ -21,9 +21,9 @@ from small_runs import START, write_gpu_log, write_lab_log, write_run
 from motley import records
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError
-from motley.live.training_columns import read_training
 from motley.plotting import plot_gpu, plot_training, style
 from motley.plotting.plot_gpu import read_folder
+from motley.records.costs import read_training
 from motley.records.run_folder import RunFolder
 from motley.records.training import others_ready
 from motley.sweep.matrix import read_matrix
