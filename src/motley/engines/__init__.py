@@ -1,1 +1,1 @@
-"""What happens between a micro-batch and a changed parameter, one file a strategy."""
+"""Engines: the work between a micro-batch and a changed parameter."""

@@ -119,7 +119,7 @@ class EngineBase:
         return ParameterAverage(self._held, decay, warmup)
 
     def _held(self) -> Named:
-        """What this rank holds of each parameter that is trained."""
+        """Return the part of each trained parameter that this rank holds."""
         return {name: each.detach() for name, each in self._trained.items()}
 
     def sync_parameters(self) -> None:
@@ -147,7 +147,7 @@ class EngineBase:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """What belongs to the state changes, but not by a step."""
+        """Report a change of the state that is not a step."""
         self.on_change()
         yield
         self.on_same()
@@ -220,7 +220,7 @@ class EngineBase:
         self._go_on_beside(state)
 
     def _go_on_beside(self, state: State) -> None:
-        """What is kept beside the parameters, once they are loaded."""
+        """Load the state beside the parameters, once those are loaded."""
         if self._model.statistics:
             self._model.statistics.forget()
         if self.average:
@@ -271,4 +271,4 @@ class EngineBase:
         return []
 
     def reconfigure(self, plan: Plan) -> None:
-        """See :class:`Engine`. Each micro-step is told all that it needs of the plan."""
+        """See :class:`Engine`. Each micro-step gets all that it needs of the plan as arguments."""

@@ -70,7 +70,7 @@ class LocalShards:
         return self._own
 
     def zero_gradients(self) -> None:
-        """Of both."""
+        """Drop the gradients of DTensors and plain tensors."""
         for each in (*self._whole, *self._own):
             each.grad = None
 
@@ -98,7 +98,7 @@ class LocalShards:
 
 
 def _like(value: Any, old: Tensor, new: Tensor) -> Any:
-    """What an optimizer keeps of a parameter, as it keeps it of the other."""
+    """Convert an optimizer's value for one parameter to the form of another parameter."""
     if not isinstance(value, Tensor) or not is_by_rows(value.shape, old.shape):  # a step, say
         return value
     return rows_as(value, new) if isinstance(new, DTensor) else own_rows(value)
@@ -279,7 +279,7 @@ class FsdpEngine(SynchronousEngine):
         return rows_as(value.to(own.device), own)
 
     def _put_together(self) -> contextlib.AbstractContextManager[None]:
-        """The optimizer knows of whole parameters meanwhile."""
+        """Give the optimizer whole parameters for a while."""
         return self._shards.put_together() if self._shards else contextlib.nullcontext()
 
     def _share(self, net: nn.Module, state: State) -> State:

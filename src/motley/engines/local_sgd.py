@@ -1,15 +1,15 @@
 """Local SGD: each rank takes optimizer steps of its own, and now and then parameters are averaged.
 
-In an averaging round each rank sends its progress since the last one, to be averaged by the samples
-that each has used. It travels while the next steps are computed, and takes the place of a rank's
-own progress in the next averaging round: with z what all agree on, d_i a rank's progress and n_i
-its samples,
+In an averaging round each rank sends its progress since the last round, weighted by the samples
+that it has used. The sum travels while the next steps are computed. In the next averaging round it
+takes the place of a rank's own progress. With z the parameters that all ranks agree on, d_i the
+progress of rank i and n_i its samples,
 
     x_i = z + d_i,    z <- z + sum_i n_i d_i / sum_i n_i    one averaging round later,
 
-which hides the wire wholly if it takes no longer than the steps between two averaging rounds; nor
-does a rank wait for another that is late by less. What ranks tell each other travels along. A
-gradient is of a rank's own samples alone: this is not the training of one big machine.
+which hides the wire if it takes no longer than the steps between two rounds. No rank waits for
+another that is late by less. Losses and times travel with the progress. A gradient is computed from
+a rank's own samples alone, so the result differs from training on one machine.
 """
 
 import math
@@ -168,8 +168,9 @@ class LocalEngine(StepEngine):
         self._heard = table
 
     def sync_parameters(self) -> None:
-        """See Engine: an averaging round that waits for its sum. The optimizer's memory is
-        averaged too, for whoever goes on from a checkpoint."""
+        """See Engine. Run an averaging round that waits for its sum, and average the optimizer's
+        memory for a run that continues from a checkpoint.
+        """
         super().sync_parameters()
         if self._steps == 0 and self._sum is None:
             return

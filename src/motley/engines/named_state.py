@@ -27,8 +27,11 @@ from motley.errors import MotleyError
 
 
 def is_by_rows(shape: Sequence[int], parameter: Sequence[int]) -> bool:
-    """Whether what is kept of a parameter is cut with it: it has its shape, or as many rows of a
-    matrix of its own, as the scales of blocks of numbers."""
+    """Return True if a tensor that an optimizer keeps of a parameter is cut with it.
+
+    Such a tensor has the parameter's shape, or as many rows in a matrix of its own, as the scales
+    of blocks of numbers.
+    """
     if torch.Size(shape) == torch.Size(parameter):
         return True
     return len(shape) == 2 and len(parameter) > 1 and shape[0] == parameter[0]
@@ -42,7 +45,7 @@ def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def own_rows(value: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's rows of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -64,11 +67,11 @@ def on_cpu(value: Tensor) -> Tensor:
 
 
 def snapshot(value: Tensor, pinned: bool = True) -> Tensor:
-    """The same, as a copy that nobody else has: training may go on while it is written.
+    """Return a copy on the CPU that shares no memory: training may go on while it is written.
 
     Args:
-        pinned: in memory that a GPU writes to several times as fast; to make some waits for all
-            that the GPU has to do.
+        pinned: use memory that a GPU writes to several times as fast. Making some waits for all
+            work that the GPU has queued.
     """
     whole = _whole(value)
     if not whole.is_cuda:
@@ -89,7 +92,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def part_of(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Those of one part, without its name before theirs.
+    """Return the tensors of one part, without its name before theirs.
 
     Args:
         part: as in ``model``, for ``model.<name>``; may have dots itself.
@@ -127,10 +130,10 @@ def load_model_state(net: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def of_another_model(said: str) -> MotleyError:
-    """What is said of a checkpoint that is.
+    """Return the error for a checkpoint of another model.
 
     Args:
-        said: what tells so.
+        said: the difference that was found.
     """
     return MotleyError(
         f"the checkpoint is of another model: {' '.join(said.split())[:300]}; give the --model, "
@@ -139,7 +142,7 @@ def of_another_model(said: str) -> MotleyError:
 
 
 def parameter_of(key: str, net: nn.Module) -> nn.Parameter | None:
-    """What a tensor of a state is of, or beside, by any of its names; None: of no parameter."""
+    """Return the parameter that a tensor of a state belongs to, by any of its names, or None."""
     kind, _, name = key.partition(".")
     try:
         return net.get_parameter(name.rpartition(".")[0] if kind == "optimizer" else name)
@@ -177,11 +180,11 @@ _OPTIONS = ("params", "lr", "initial_lr")  # of a group; the schedule writes the
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint keeps, of a model and its optimizer.
+    """The state of a model and its optimizer, as a checkpoint keeps it.
 
     Attributes:
         tensors: ``model.<name>`` and ``optimizer.<name>.<slot>``, on the CPU.
-        plain: what the optimizer keeps besides, JSON: ``slots`` of a parameter by name,
+        plain: other values of the optimizer, as JSON: ``slots`` of a parameter by name,
             ``groups`` of parameters, and ``own``, of no parameter.
     """
 
@@ -210,7 +213,8 @@ class OptimizerMemory:
         return {names[number]: slots for number, slots in sorted(state.items())}
 
     def changed(self) -> list[JsonDict]:
-        """Of each parameter group, what has changed since it was made, such as a step."""
+        """Return the values of each parameter group that have changed since it was made, as a
+        step."""
         return [
             {key: value for key, value in group.items()
              if key not in _OPTIONS and (key not in options or options[key] != value)}
@@ -288,7 +292,7 @@ class OptimizerMemory:
         ]
 
     def _slots_of(self, name: str, state: State) -> dict[str, Any]:
-        """Of one parameter, as the optimizer is to have them."""
+        """Return the slots of one parameter in the form that the optimizer takes."""
         plain: JsonDict = state.plain.get("slots", {}).get(name, {})
         found: dict[str, Any] = {
             slot: value for slot, value in slots_of(name, state.tensors).items() if "." not in slot
@@ -351,16 +355,16 @@ def trained(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class ParameterAverage:
-    """Of what this rank holds of each parameter, the whole or a part.
+    """An exponential moving average of the tensors that this rank holds, whole ones or parts.
 
     Args:
         held: the tensors that the optimizer changes, by the names of their parameters.
-        decay: d. warmup: less of it at first, 1 - (1 + step) ^ (-2/3).
+        decay: d. warmup: a smaller decay at first, 1 - (1 + step) ^ (-2/3).
 
     Attributes:
         tensors: the average, by name.
-        numbers: ``updates``, steps that are in it, int64 [].
-        exchanged: it is in the parameters' place now.
+        numbers: ``updates``, the number of averaged steps, int64 [].
+        exchanged: True while the average is in the parameters' place.
     """
 
     def __init__(self, held: Callable[[], Named], decay: float, warmup: bool) -> None:

@@ -39,11 +39,11 @@ for _own in own_optimizers():
 
 
 def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.optim.Optimizer:
-    """timm's optimizer ``--opt``, without weight decay on norms and biases.
+    """Build timm's optimizer ``--opt``, without weight decay on norms and biases.
 
     Args:
-        fused: as one kernel, where it has that: 3.6 times faster on a CPU too. It has none for
-            complex numbers.
+        fused: use one kernel where the optimizer has one: 3.6 times faster on a CPU too. Complex
+            numbers have no such kernel.
     """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.layer_decay is not None:
@@ -68,8 +68,9 @@ def make_optimizer(net: nn.Module, config: Config, fused: bool = True) -> torch.
 
 
 def a_part(numbers: int, config: Config, device: torch.device) -> nn.Module:
-    """So many numbers to step, with a gradient of zeros; for an optimizer that knows rows, in so
-    many whole ones."""
+    """Return a parameter of so many numbers with a gradient of zeros, in whole rows where the
+    optimizer steps rows.
+    """
     row = find_row(config.opt)
     shape = (-(-numbers // row), row) if row > 1 else (numbers,)
     part = nn.Module()
@@ -89,13 +90,13 @@ _CHOOSE = "choose another one, such as adamw, sgd, lion or muon"
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What an engine may have to know of an optimizer.
+    """The properties of an optimizer that an engine depends on.
 
     Attributes:
-        fused: it may be asked to be one kernel, where it can.
-        wraps: it steps another one, which keeps the state.
+        fused: it may be asked for one kernel, where it has one.
+        wraps: it steps another optimizer, which keeps the state.
         nests: it keeps lists of tensors.
-        counts: it keeps something of a parameter group, such as a step.
+        counts: it keeps a value of a parameter group, such as a step.
     """
 
     fused: bool
@@ -154,13 +155,13 @@ class _Trial:
             self.optimizer.step()
 
     def save(self) -> State:
-        """As into a checkpoint."""
+        """Return the state in the form that a checkpoint has."""
         kept = self.memory.state()
         tensors = model_state(self.net) | kept.tensors
         return State({name: value.clone() for name, value in tensors.items()}, kept.plain)
 
     def load(self, state: State) -> None:
-        """As from a checkpoint."""
+        """Load the state in the form that a checkpoint has."""
         state = State(state.tensors, json.loads(json.dumps(state.plain)))
         if self._sharding is not None:
             state = self._sharding.share(self.net, state)
@@ -282,8 +283,10 @@ def _check_random(config: Config, before: dict[str, Tensor], after: dict[str, Te
 
 
 def is_elementwise(config: Config) -> bool:
-    """Whether ``--opt`` does to a number what it does whatever the tensor around it, tried on a
-    small one: AdamW does, LAMB does not, nor MARS, which knows matrices. Draws no random numbers.
+    """Return True if ``--opt`` steps each number alone, whatever the tensor around it.
+
+    The answer comes from a trial on a small tensor, which draws no random numbers. AdamW steps
+    each number alone; LAMB and MARS look at whole tensors.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
     # In fp64 and in large steps, of which even LARS makes enough to be told from rounding. Halves
@@ -317,8 +320,11 @@ def is_elementwise(config: Config) -> bool:
 
 
 def kept_numbers(config: Config) -> float:
-    """What the optimizer keeps of each number of a parameter, in numbers of 32 bits, tried on a
-    small layer. Draws no random numbers: a resumed run continues with those of the checkpoint."""
+    """Return how many numbers of 32 bits the optimizer keeps of each number of a parameter.
+
+    The answer comes from a trial on a small layer, which draws no random numbers: a resumed run
+    continues with those of the checkpoint.
+    """
     layer = nn.Module()
     row = find_row(config.opt)
     shape = (64, row if row > 1 else 256)
@@ -341,8 +347,11 @@ _EPOCHS = 30  # default of --epochs, of which the default --warmup-epochs are a 
 
 
 def make_schedule(optimizer: Optimizer, config: Config, length: Length) -> Scheduler:
-    """Linear warm-up, then ``--sched``; cosine, tanh and poly end with the schedule at
-    ``--min-lr``. Of steps, not of epochs: timm takes what it calls epochs in any unit."""
+    """Build the schedule of the learning rate: linear warm-up, then ``--sched``.
+
+    Cosine, tanh and poly end with the schedule at ``--min-lr``. The schedule counts steps: timm
+    takes its epochs in any unit.
+    """
     steps_an_epoch, total = length.steps_an_epoch, schedule_steps(config, length)
     warmup = min(round(config.warmup_epochs * steps_an_epoch), total - 1)
     if config.schedule_ends_with_run and "warmup_epochs" not in config.typed_names:

@@ -1,4 +1,4 @@
-"""The end of memory: how it is told from other errors, reported, and retried in halves."""
+"""The end of memory: its detection, its report, and the retry in halves."""
 
 import gc
 import os
@@ -19,9 +19,10 @@ Found = TypeVar("Found")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: of a GPU, of one of its libraries, or of the machine.
+    """Return True if an allocation failed: on a GPU, in one of its libraries, or on the machine.
 
-    Not in a collective: the others have gone on, so nothing can be done again.
+    A failure in a collective does not count: the other ranks have gone on, so nothing can be done
+    again.
     """
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
@@ -48,10 +49,11 @@ def release() -> None:
 
 
 def release_all() -> None:
-    """The same, also of what was set aside: where all ranks do so, or none waits for this one.
+    """Release memory as :func:`release` does, and also objects that were set aside. Call it where
+    all ranks do so, or where none waits for this one.
 
-    Python looks at all that was imported too, and no thread of it sends a heartbeat meanwhile: for
-    half a second, or fifteen where other programs leave this one a twentieth of a processor.
+    Python examines all imported objects too, and no thread sends a heartbeat meanwhile: for half a
+    second, or fifteen where other programs leave this one a twentieth of a processor.
     """
     gc.unfreeze()
     release()
@@ -59,7 +61,7 @@ def release_all() -> None:
 
 
 def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
-    """What is computed of a part of a batch, in as many pieces as memory makes necessary."""
+    """Compute a part of a batch, in as many pieces as memory makes necessary."""
     try:
         return [compute(part)]
     except (RuntimeError, MemoryError) as error:
@@ -72,7 +74,7 @@ def in_halves(compute: Callable[[slice], Found], part: slice) -> list[Found]:
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What the allocator said and who holds the memory now, one line."""
+    """Return the allocator's words and the processes that hold the memory, in one line."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]  # CUDA adds advice
     if device.type != "cuda":
         return f"{said}; {psutil.virtual_memory().available / MIB:,.0f} MiB of RAM are free"
@@ -88,8 +90,11 @@ def shortage(error: BaseException, device: torch.device) -> str:
 
 
 def uuid_of(device: torch.device) -> str:
-    """A GPU's UUID as its driver spells it. Of AMD's torch knows another number, so the GPU at the
-    same place on the PCI bus is asked for its own."""
+    """Return a GPU's UUID as its driver spells it.
+
+    For AMD's GPUs torch returns another number, so the GPU at the same place on the PCI bus is
+    asked for its own.
+    """
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         numbers = [getattr(properties, f"pci_{each}_id", 0) for each in _PLACE]
@@ -99,7 +104,7 @@ def uuid_of(device: torch.device) -> str:
 
 
 def no_second_try(error: BaseException, device: torch.device, words: str, instead: str) -> NoReturn:
-    """Memory has ended in a pass that communicates: nobody can do the step again.
+    """Raise the error for memory that ended in a pass that communicates, which cannot be repeated.
 
     Args:
         words: what the engine does in such a pass, as its traits say. instead: to take.

@@ -1,4 +1,4 @@
-"""What an engine is to the training loop.
+"""The interface between an engine and the training loop.
 
 An engine owns everything between a micro-batch and a changed parameter: forward,
 backward, the wire, averaging, the loss scale, clipping, and the agreement of all ranks
@@ -26,25 +26,25 @@ from motley.tasks.model import TaskModel
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step.
+    """The outcome of a step, known to all ranks.
 
     Attributes:
-        loss_sum: summed loss of the global batch; None if only this rank's own part is known. Of
+        loss_sum: summed loss of the global batch; None if only this rank's own part is known. In
             Local SGD: the mean loss of the samples between the two averaging rounds before, times
             the number of samples of the global batch; None in the steps in between.
         grad_norm: of the unscaled gradient before clipping; None after an overflow.
-        overflow: the gradient was not finite, nobody stepped; with local steps, not this rank.
+        overflow: the gradient was not finite and no rank stepped; in Local SGD, this rank did not.
         loss_scale: that this step's losses were multiplied by.
-        ready_s: of each rank, seconds of data and compute until its own gradient was ready: they
-            travel along, and cost no exchange of their own. Of the step *before* this one, and 0.0
-            after a pause, unless all ranks compute on CPUs; empty if nobody told.
+        ready_s: of each rank, seconds of data and compute until its own gradient was ready. They
+            travel with the step's exchange and belong to the step *before* this one, 0.0 after a
+            pause, unless all ranks compute on CPUs; empty where they are not exchanged.
         weight: of all samples that ``loss_sum`` is of, as their tokens; None: one each.
         oom_ranks: ranks that ran out of memory, and what was found there. If there is one,
-            nobody stepped, and the parameters and the loss scale are as before.
+            no rank stepped, and the parameters and the loss scale are as before.
         retry: the loop must repeat this batch, if there are ``oom_ranks``; False for Local SGD,
             where only those ranks skipped a step, some steps ago.
-        unsound: ranks whose own gradient was not finite before it was added up; empty where nobody
-            can tell.
+        unsound: ranks whose own gradient was not finite before the sum; empty where that is not
+            known.
         losses: of each of this rank's samples, fp32 [n], detached.
         laps: where this rank's time went.
     """
@@ -108,16 +108,16 @@ class Engine(Protocol):
     """The protocol between the loop and ``torch_dist/`` or ``deepspeed/``.
 
     Attributes:
-        loss_weight: on each loss, besides the scale and 1/N: what undoes its own average.
+        loss_weight: on each loss, besides the scale and 1/N, to undo the engine's own average.
         equal_micro_steps: every micro-batch communicates, so all ranks take equally many,
-            and compute cannot be told from communication.
+            and compute and communication are one time.
         replicated: each rank holds all parameters; else a part of them, and a pass through the
             model is one of all ranks.
         rescuable: each rank holds the whole state between two steps, and :attr:`Scope.HELD` reads
             it without the others.
         diverges: ranks hold different parameters between two steps, until they are synchronised.
-        on_change: called when what belongs to the state begins to change.
-        on_same: called when it is as after the same step again; after :meth:`step` it is not.
+        on_change: called when the state begins to change.
+        on_same: called when the state is as after the same step again; :meth:`step` does not.
         clock: where this rank's time went in the current step.
         optimizer: whose ``param_groups`` the schedule writes the learning rate to.
         device: where the parameters are.
@@ -137,7 +137,7 @@ class Engine(Protocol):
 
     @property
     def average(self) -> ParameterAverage | None:
-        """Of the parameters, over steps; None where none is asked for."""
+        """Average of the parameters over steps; None without ``--model-ema``."""
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
         """Forward and backward of one micro-batch, as a part of a batch of ``n_global``.
@@ -163,7 +163,7 @@ class Engine(Protocol):
         """
 
     def drop_gradients(self) -> None:
-        """Forget what was accumulated: the batch is done again. All ranks call it."""
+        """Drop the accumulated gradients: the batch is done again. All ranks call it."""
 
     def sync_parameters(self) -> None:
         """Make the parameters the same on all ranks, where they are not after every step; all
@@ -219,7 +219,7 @@ class HoldsParts(Protocol):
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine is built on.
+    """The surroundings of an engine.
 
     Attributes:
         rank, size: in the process group.
@@ -242,7 +242,7 @@ class EngineFactory(Protocol):
 
     @property
     def traits(self) -> EngineTraits:
-        """Of its engines."""
+        """Traits of the engines that this factory makes."""
 
     def __call__(self, model: TaskModel, context: EngineContext) -> Engine:
         """Set an engine on a model."""

@@ -36,9 +36,9 @@ LEAST_CORRECTION = 1e-30  # of a gradient by its weight: if nothing counts it is
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """2-norm of all gradients together, a scalar; not finite if any entry is not.
+    """Return the 2-norm of all gradients together, a scalar; not finite if any entry is not.
 
-    Of sharded ones, of this rank's part.
+    Sharded gradients count with this rank's part.
     """
     return torch.nn.utils.get_total_norm(_gradients(parameters))
 
@@ -95,10 +95,10 @@ def unscale_and_clip(
 class StepEngine(EngineBase):
     """The frame of a step, the same in all engines, whatever the wire between ranks.
 
-    An engine adds ``traits``, of its :class:`EngineFactory`; ``_accumulate``, which is
-    :meth:`Engine.accumulate` with memory enough; ``_abandon``, which puts what is not finite in
-    its place when there was not; ``_send``, which sends what the others wait for and the last
-    backward pass has not sent; and ``_step``, which does the rest.
+    A subclass has ``traits``, as its :class:`EngineFactory`, and these methods. ``_accumulate`` is
+    :meth:`Engine.accumulate` where memory suffices. ``_abandon`` leaves values that are not finite
+    where it did not. ``_send`` sends what the last backward pass has not sent and the other ranks
+    wait for. ``_step`` does the rest.
     """
 
     traits: EngineTraits
@@ -127,7 +127,7 @@ class StepEngine(EngineBase):
         pass
 
     def _step(self, loss_sum: Tensor, ready_s: float) -> StepResult:
-        """Finish the global batch; tells this rank's numbers to the others on the way."""
+        """Finish the global batch; exchange this rank's numbers with the others on the way."""
         raise NotImplementedError
 
     def accumulate(self, batch: Batch, n_global: int, last: bool) -> None:
@@ -213,7 +213,7 @@ class StepEngine(EngineBase):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _told_weight(self, weights: Iterable[float]) -> float | None:
-        """:attr:`StepResult.weight`, of what each rank told."""
+        """Return :attr:`StepResult.weight` from the weights of all ranks."""
         return math.fsum(weights) if self._weighs else None
 
     def _tell_short(self, ranks: Sequence[float]) -> dict[int, str]:
@@ -229,7 +229,7 @@ class StepEngine(EngineBase):
 
 
 class SynchronousEngine(StepEngine):
-    """The step of DDP and FSDP. What remains of Engine is how gradients are made and added up."""
+    """The step of DDP and FSDP. A subclass makes gradients and adds them up."""
 
     def __init__(self, model: TaskModel, context: EngineContext) -> None:
         super().__init__(model, context)
@@ -245,7 +245,7 @@ class SynchronousEngine(StepEngine):
         self._broken_off = False  # a backward pass that communicates
 
     def _norm(self, norms: Tensor) -> Tensor:
-        """Of the gradient, a scalar, from what each rank found, fp64 [ranks].
+        """Return the norm of the gradient, a scalar, from the norms of all ranks, fp64 [ranks].
 
         All use rank 0's: unlike devices round differently, and a clip factor that differs in
         one bit would drive the ranks apart.
@@ -253,7 +253,7 @@ class SynchronousEngine(StepEngine):
         return norms[0]
 
     def _own_norm(self) -> Tensor | float:
-        """Of this rank's gradient before it was added up, not finite if any entry was not."""
+        """Norm of the local gradient before the all-reduce; not finite if any entry is not."""
         return 0.0
 
     def _lacking(self) -> Sequence[int]:
@@ -261,7 +261,7 @@ class SynchronousEngine(StepEngine):
         return ()
 
     def _stepped(self) -> Sequence[Tensor]:
-        """What the optimizer steps, with its gradients."""
+        """Return the tensors that the optimizer steps, with their gradients."""
         return self._parameters
 
     def _zero_gradients(self) -> None:
@@ -343,7 +343,7 @@ class SynchronousEngine(StepEngine):
         return self._context.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def _read(self, copy: Copy, scale: float, usual_weight: float, late: bool) -> StepResult:
-        """Wait for what all ranks told, and finish the step.
+        """Wait for the numbers of all ranks, and finish the step.
 
         Args:
             scale, usual_weight: of the step.
@@ -392,7 +392,7 @@ def _was_taken(copy: Copy) -> bool | None:
 
 
 class ReducingEngine(SynchronousEngine):
-    """What remains of Engine is how gradients come into buckets, and when these are sent.
+    """A synchronous engine with a reducer. A subclass fills buckets and sends them.
 
     The gradient of the global mean is a *sum* over ranks of (1/N) x summed losses, so buckets are
     added up and never divided: no rank's share enters anywhere else.

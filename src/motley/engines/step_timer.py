@@ -27,9 +27,9 @@ class Clock:
     ahead is counted where it runs and nothing has to be waited for.
 
     Attributes:
-        on_phase: called with what the host is at from now on.
-        at_once: when the rank was ready is told within the step, not with the next: all ranks
-            compute on CPUs, whose times are known at once.
+        on_phase: called with the phase that the host begins.
+        at_once: the time at which the rank was ready travels within the step, not with the next:
+            all ranks compute on CPUs, whose times are known at once.
     """
 
     at_once = False
@@ -40,7 +40,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all laps; the next one starts now."""
+        """Drop all laps; the next one starts now."""
         self._marks: list[tuple[str, Any]] = [("", self._now())]
         self._last: Laps | None = None
 

@@ -128,7 +128,9 @@ def _check_stage(path: Path, zero: Mapping[str, Any], asked: int | None) -> None
 
 
 def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """What the plan and ``--clip-grad`` say; MotleyError where the file says something else."""
+    """Fill in the sizes of the plan and ``--clip-grad``; raise MotleyError where the file says
+    something else.
+    """
     sizes = context.plan.micro_batches[context.rank]
     right = dict(
         zip(_FILLED, (max(1, *sizes), len(sizes), context.config.clip_grad or 0.0), strict=True)
@@ -144,7 +146,7 @@ def _fill_sizes(path: Path, content: dict[str, Any], context: "EngineContext") -
 
 
 def _fill_wire(path: Path, content: dict[str, Any], context: "EngineContext") -> None:
-    """What ``--wire`` says; MotleyError where the file says something else."""
+    """Fill in ``--wire``; raise MotleyError where the file says something else."""
     wire = context.plan.wire
     if content.setdefault(_WIRE, wire.dtype) not in ("auto", wire.dtype):
         raise MotleyError(
@@ -192,7 +194,7 @@ def read_stage(path: Path) -> int:
 
 
 def state_in_host(options: ZeroOptions) -> tuple[str, ...]:
-    """What ``--offload`` or the file keeps there; see motley.plan.wire."""
+    """Return the state that ``--offload`` or the file keeps in the host's memory."""
     path = config_path(options)
     stage, zero = read_stage(path), _read(path).get("zero_optimization", {})
     found = {

@@ -1,11 +1,11 @@
 """The DeepSpeed engines: ZeRO with unequal shares and one loss scale; at stage 3 each rank keeps a
 part of every parameter, from its first numbers on.
 
-DeepSpeed runs with fp32 parameters and knows nothing of precision: autocast is inside the model,
+DeepSpeed runs with fp32 parameters and without its own precision: autocast is inside the model,
 and the loss scale is Motley's, the same number on every rank. Operations that DeepSpeed runs for
-each parameter by itself in a step are run here for all at once: a GPU has nothing to do meanwhile,
-at stage 3 for a third of a step of ViT-L/16 on two H100s, at stage 1 for 4 of 163 ms. At stage 3
-the model is cut block by block, so that no rank ever holds the whole of it.
+each parameter by itself in a step are run here for all at once. A GPU is idle meanwhile: at stage 3
+for a third of a step of ViT-L/16 on two H100s, at stage 1 for 4 of 163 ms. At stage 3 the model is
+cut block by block, so that no rank ever holds the whole of it.
 """
 
 import contextlib
@@ -116,13 +116,13 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 class ZeroEngine(StepEngine):
-    """Implements Engine; of stages 0 to 2, see Zero3Engine.
+    """Implements Engine for stages 0 to 2; see Zero3Engine for stage 3.
 
     DeepSpeed averages gradients over ranks, so each loss carries a factor W/N, and
     ``scale_wrt_gas=False`` keeps DeepSpeed's own accumulation count out of it.
 
-    Stage 0 steps our optimizer as it is, once all ranks know of the norm, have agreed on overflow,
-    unscaled and clipped. Stages 1 to 3 do that themselves on their partitions; they are told the
+    Stage 0 steps our optimizer as it is, once all ranks have the norm, have agreed on overflow,
+    unscaled and clipped. Stages 1 to 3 do that themselves on their partitions; they get the
     scale before each backward pass.
     """
 
@@ -286,17 +286,17 @@ class ZeroEngine(StepEngine):
         self._engine.step()
 
     def _correction(self, rows: Sequence[Sequence[float]]) -> float:
-        """What the gradient is to be divided by besides the scale, of what each rank told."""
+        """Return the gradient's divisor besides the scale, from the weights of all ranks."""
         if not self._weighs:
             return 1.0
         return max(LEAST_CORRECTION, math.fsum(row[3] for row in rows) / self._usual_weight)
 
     def _step_whole(self, told: list[Tensor | float]) -> tuple[list[list[float]], bool, float]:
-        """Stage 0: overflow, unscale, clip and step, alike on all ranks.
+        """Take a step of stage 0: overflow, unscale, clip and step, alike on all ranks.
 
         Returns:
-            What each rank told, and the norm that it found; whether any is not finite; and what
-            the gradient was divided by besides the scale.
+            The numbers of each rank and its norm; True if any is not finite; and the gradient's
+            divisor besides the scale.
         """
         heard = all_gather([*told, gradient_norm(self._parameters)]).cpu()
         overflow = not bool(heard[:, 4].isfinite().all())
@@ -402,8 +402,11 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> bool:
-    """Whether the backward pass goes on before each block: DeepSpeed lets go of the parameters of
-    one that it ends in too early. It does where what comes first is not trained."""
+    """Return True if the backward pass goes on before each block.
+
+    DeepSpeed releases the parameters of a block too early if the backward pass ends in it, as where
+    the layers before it are not trained.
+    """
     found = []
 
     def look(_: nn.Module, given: Any, named: Any) -> None:
@@ -421,8 +424,10 @@ def _all_hear_of_gradients(model: TaskModel, blocks: Sequence[nn.Module]) -> boo
 
 @contextlib.contextmanager
 def true_shapes(net: nn.Module) -> Iterator[None]:
-    """Parameters that are cut have their shape meanwhile, in no memory: an optimizer is told by it
-    what is a matrix, which decays, and what a vector."""
+    """Give cut parameters their true shape for a while, in no memory.
+
+    An optimizer distinguishes by the shape between matrices, which decay, and vectors.
+    """
     cut: list[Any] = [each for each in net.parameters() if hasattr(each, "ds_shape")]
     held = [each.data for each in cut]
     for each in cut:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's partitions hold, as whole tensors and back: checkpoints know no ranks."""
+"""Conversion of DeepSpeed's partitions to whole tensors and back, as checkpoints have no ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,7 +79,7 @@ def cut_state(state: State, zero: Any, optimizer: Optimizer, net: nn.Module) -> 
 
 @torch.no_grad()
 def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Of stage 3: this rank's part of each parameter; buffers whole.
+    """Load this rank's part of each parameter at stage 3, and buffers whole.
 
     Raises:
         MotleyError: they are of another model.
@@ -100,8 +100,9 @@ def _load_parts(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _slots(zero: Any, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Of this rank's partition: scalar slots (AdamW's step), plain numbers (RAdam's), and names of
-    tensor slots."""
+    """Return the slots of this rank's partition: scalars (AdamW's step), plain numbers (RAdam's),
+    and names of tensor slots.
+    """
     if optimizer.state and hasattr(zero, "bit16_groups"):
         # DeepSpeed 0.19.8 links parameters to slots after the first parameter group's first
         # step, at stages 1 and 2, and so leaves the other groups' parameters without any.
@@ -130,7 +131,7 @@ def _is_cut(parameter: nn.Parameter) -> bool:
 
 
 def _held(parameter: Any) -> Tensor:
-    """What this rank has of it, flat."""
+    """Return this rank's part of a parameter, flat."""
     own: Tensor = parameter.ds_tensor
     return own
 
@@ -145,8 +146,9 @@ def rows_in(parameter: Any) -> tuple[int, int]:
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Of a whole tensor, or of its rows :func:`rows_in`, this rank's part: as long as the others',
-    the last one filled up with zeros."""
+    """Return this rank's part of a whole tensor, or of its rows :func:`rows_in`. All parts are as
+    long; zeros fill the last one up.
+    """
     count = parameter.ds_tensor.ds_numel
     begin = count * dist.get_rank()
     if value.shape != parameter.ds_shape:
@@ -156,7 +158,7 @@ def _own_part(value: Tensor, parameter: Any) -> Tensor:
 
 
 class AverageOfParts(ParameterAverage):
-    """Of stage 3's partitions, of which each rank has one."""
+    """The average of stage 3's partitions, of which each rank has one."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class AverageOfParts(ParameterAverage):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """See ParameterAverage. DeepSpeed must hear of it: it keeps small parameters whole."""
+        """See ParameterAverage. DeepSpeed gets the values too: it keeps small parameters whole."""
         held = self._held()
         for name, parameter in self._parameters.items():
             whole = self._gathered(name, parameter)

@@ -39,8 +39,8 @@ class OwnOptimizer:
 
     Attributes:
         name: as ``--opt`` takes it. says: one line about it.
-        kind: its class. It takes ``lr`` and ``weight_decay``, as timm's do.
-        has_betas: it takes ``betas`` too.
+        kind: its class, which takes ``lr`` and ``weight_decay``, as timm's do.
+        has_betas: the class takes ``betas`` too.
         row: numbers in a row of the matrices that it is tried on. Above 1 it steps each row of a
             parameter alone and needs whole rows; 1: it may be given flat parts.
         codec: of its slots; None: they are tensors like the parameter.

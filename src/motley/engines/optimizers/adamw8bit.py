@@ -97,7 +97,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def is_scale(slot: str) -> bool:
-    """Whether a slot is what its codes are multiplied with."""
+    """Return True if a slot holds the factors of codes."""
     return slot.removesuffix(_SCALE) in _SIGNED and slot.endswith(_SCALE)
 
 
@@ -119,7 +119,7 @@ def narrow(slots: Mapping[str, Any], wide: Mapping[str, Tensor]) -> None:
 
 
 def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tensor]:
-    """What one AdamW has saved, as another keeps it: moments in 8 bits, or in 32.
+    """Convert the saved state of one AdamW to another's: moments in 8 bits, or in 32.
 
     Args:
         tensors: by name, ``optimizer.<parameter>.<slot>`` among them.
@@ -143,7 +143,7 @@ def converted(tensors: Mapping[str, Tensor], in_8_bits: bool) -> dict[str, Tenso
 
 
 class _Factors:
-    """What a step multiplies with: computed here, in Python's numbers, on no device."""
+    """The factors of a step, computed in Python's numbers, on no device."""
 
     def __init__(self, group: Mapping[str, Any], step: int) -> None:
         self.beta1, self.beta2 = group["betas"]
@@ -171,7 +171,7 @@ def _new_slots(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def is_packed(shape: torch.Size) -> bool:
-    """Whether a parameter's moments are kept in 8 bits: the same for any of its rows."""
+    """Return True if a parameter's moments are kept in 8 bits; the same for any of its rows."""
     return len(shape) > 1 and math.prod(shape[1:]) >= _SHORTEST
 
 
@@ -214,9 +214,12 @@ def _advance(values: Tensor, grad: Tensor, factors: _Factors, mean: Tensor, squa
 
 
 def _root(values: Tensor) -> Tensor:
-    """The nearest number to the square root, in new memory. On a processor torch leaves it to MKL,
-    which takes the one beside it of 0.7 % of numbers on Intel's, and of 17 % on AMD's; of 64 bits
-    it is close enough, as its distance to a tie of 32 bits is larger than that."""
+    """Return the nearest number to the square root, in new memory.
+
+    On a processor torch leaves the root to MKL, which takes a neighbour for 0.7 % of numbers on
+    Intel's processors and for 17 % on AMD's. A root of 64 bits is close enough: its distance to a
+    tie of 32 bits is larger than its error.
+    """
     if values.is_cuda and torch.version.hip is None:
         return values.sqrt()
     return values.double().sqrt_().float()
@@ -253,13 +256,15 @@ def unpack(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tables:
-    """What codes mean, and how the nearest is found: by the first 16 bits of a number, which leave
-    two codes at most, and a comparison. (A search takes a processor ten times as long.)
+    """Tables from codes to numbers, and from a number's first 16 bits to its nearest code.
+
+    The 16 bits leave two codes at most, and a comparison decides. A search takes a processor ten
+    times as long.
 
     Attributes:
         numbers: of each code, fp32 [256], in order.
-        lowest: of what begins with these bits, uint8 [cells]; edge: from which number on it is the
-            next one, fp32 [cells].
+        lowest: the code of the lowest number with these bits, uint8 [cells].
+        edge: the number from which on the next code is nearer, fp32 [cells].
     """
 
     numbers: Tensor

@@ -33,16 +33,16 @@ class StrategyOptions:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What each rank keeps, and what travels between them.
+    """The parts of the state that each rank keeps, and what travels between ranks.
 
     Attributes:
-        name: as ``--strategy`` takes it. says: of it, after its name, for ``-h``.
+        name: as ``--strategy`` takes it. says: the text after its name in ``-h``.
         traits: what its engine can do, known before that is built.
         engine: sets it on a model; imports what it needs itself.
         options: groups of its own, frozen dataclasses.
         script: that trains with it.
         packages: that it needs besides torch, of one release on all hosts.
-        cells: what a matrix calls it, and the options for that; None: its name.
+        cells: names of it in a matrix, and the options for each; None: its name.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Engines:
 
 
 def known_strategies(script: str | None = None) -> dict[str, Strategy]:
-    """Those that a script trains with, by name; None: all."""
+    """Return the strategies that a script trains with, by name; None: all."""
     found: list[Strategy] = entries("motley.engines.strategies", "STRATEGIES")
     return {each.name: each for each in found if script in (None, each.script)}
 
