@@ -1,0 +1,164 @@
+"""The summary of a run before it starts, for run.json and for the terminal, with the time that it
+is going to take and the disk space of its checkpoints.
+"""
+
+import dataclasses
+import shlex
+import sys
+from datetime import datetime
+from typing import Any
+
+from motley.checkpoint.run import Run
+from motley.config.options import Config
+from motley.errors import MotleyError
+from motley.launch.world import World
+from motley.live.training_columns import read_training
+from motley.live.verdict import run_verdict
+from motley.measure.measured_plan import Planned
+from motley.measure.process_group import ProcessGroup
+from motley.plan.forecast import Forecast
+from motley.plan.length import growth, ramp_of
+from motley.plan.plan import Plan
+from motley.plan.wire import EngineTraits
+from motley.tasks.builtin import identity_of, task_of
+from motley.text import typed_command
+from motley.train.command_line import make_resume_line
+from motley.train.setup import Job
+
+_JUDGED = 10  # steps; fewer say nothing of a run
+
+
+def records_of(
+    world: World,
+    config: Config,
+    group: ProcessGroup,
+    plan: Plan,
+    planned: Planned,
+    traits: EngineTraits,
+    job: Job | None,
+    last_step: int,
+) -> dict[str, Any]:
+    """What run.json says of who trains what and how.
+
+    Args:
+        job: None on a rank that is left out, and does not write it. last_step: with which it ends.
+
+    ``links_of_earlier_run`` is when links and wires were measured, seconds since the epoch, if that
+    was not at this start.
+    """
+    task = task_of(config)
+    return {
+        "config": {**config.as_json(), **identity_of(config)},
+        "task": {
+            "name": config.task,
+            "unit": task.unit,
+            "weight": task.weight,
+            "title": task.title(),
+        },
+        "model": job
+        and {
+            "numbers": job.numbers,
+            "trained": job.trained,
+            "gradient_bytes": job.gradient_bytes,
+        },
+        "last_step": last_step,
+        "ranks": [worker.as_json() for worker in group.workers],
+        "left_out": [entry.as_json() for entry in group.left_out],
+        "plan": {
+            **dataclasses.asdict(plan),
+            "counts": plan.counts,
+            "micro_batches": plan.micro_batches,
+            "wire": str(plan.wire),
+            "overlaps": traits.overlaps,
+            "sends": traits.numbers,
+            "speeds": [speed.as_json() for speed in planned.speeds],
+            "forecast": planned.forecast and planned.forecast.as_json(),
+        },
+        "memory": planned.foreseen and planned.foreseen.as_json(),
+        "advice": [advice.as_json() for advice in planned.advice],
+        "links": planned.links and planned.links.as_json(),
+        "links_of_earlier_run": _measured_earlier(planned),
+        "start": world.clock.as_json(),
+        "backend": group.backend,
+    }
+
+
+def print_verdict(run: Run) -> None:
+    """Say what a run that ends reached, and what would be faster; the first rank calls it."""
+    try:
+        training = read_training(run.folder, last=True).last_launch()
+    except MotleyError:
+        return  # it had no step left to take
+    if training is None or len(training.lead) < _JUDGED:
+        return
+    for sentence in run_verdict(training, co2_per_kwh=None).sentences():
+        print(f"  {sentence}")
+    report = typed_command("plots/report.py")
+    print(f"  all of it: {report} {shlex.quote(str(run.folder.path))}", flush=True)
+
+
+def _measured_earlier(planned: Planned) -> float | None:
+    """When links and wires were measured, seconds since the epoch; None: at this start."""
+    memory = planned.memory
+    return memory.figures.measured if memory and memory.is_old else None
+
+
+def _of_two_makers(group: ProcessGroup, predicted: Forecast | None) -> str:
+    """Why GPUs do not send from their own memory, and what that costs."""
+    costs = ""
+    if predicted:
+        costs = (
+            f"; that takes {predicted.wire_s:.3g} s, of which nothing hides "
+            f"{predicted.exposed_s:.3g} s of each step ({predicted.step_s:.3g} s)"
+        )
+    return (
+        f"{group.kinds} have no library in common (NCCL, RCCL): gradients travel through the "
+        f"hosts' memory{costs}"
+    )
+
+
+def print_summary(
+    world: World, run: Run, group: ProcessGroup, planned: Planned, plan: Plan, config: Config
+) -> None:
+    """Say on rank 0 who trains what and how."""
+    if world.rank != 0:
+        return
+    predicted = planned.forecast
+    for entry in group.left_out:
+        run.event("left_out", **entry.as_json())
+    task = task_of(config)
+    print(task.title())
+    if task.account:
+        print(f"  {task.account}")
+    print(f"  records in {run.folder.path}; if it is stopped: {make_resume_line(run.folder)}")
+    for worker in group.workers:
+        number = worker.group_rank
+        compiled = planned.is_compiled(number, config.compile)
+        print(
+            f"  rank {worker.rank} on {worker.host}: {worker.device}, {worker.precision} "
+            f"({worker.why}), {'compiled, ' if compiled else ''}{plan.sentence(number)}"
+            + (f", on {worker.cores}" if worker.cores else "")
+            + (f", {predicted.compute_s[number]:.3g} s" if predicted else "")
+        )
+    for line in group.who_is_left_out():
+        print(f"  {line}")
+    for line in planned.links.remarks() if planned.links else ():
+        print(f"  {line}")
+    counts = " + ".join(map(str, plan.counts))
+    print(f"  a step is {plan.global_batch} samples = {counts}, over {group.backend}, {plan.wire}")
+    if len({worker.maker for worker in group.workers if worker.maker}) > 1:
+        print(f"  {_of_two_makers(group, predicted)}")
+    for line in growth(ramp_of(config.batch_size)):
+        print(f"  {line}")
+    if predicted:
+        print(f"  {predicted.sentence(task.unit, task.weight)}")
+    if planned.foreseen:
+        print(f"  {planned.foreseen.sentence()}")
+    for advice in planned.advice:
+        print(f"  {advice}")
+    if earlier := _measured_earlier(planned):
+        print(
+            f"  links and wire are as measured on {datetime.fromtimestamp(earlier):%Y-%m-%d %H:%M}"
+        )
+    print(f"  {world.clock.sentence()}")
+    sys.stdout.flush()
