@@ -39,9 +39,17 @@ RECIPES = {
 
 
 @dataclass(frozen=True)
-class ImageOptions(Task):
-    """The fields of :class:`ImageTask`, each an option."""
+class ImageTask(Task):
+    """Images and their classes.
 
+    A batch is ``images``, uint8 [n, C, H, W], as large as the model wants them or smaller (see
+    Look.enlarged), and ``labels``, int64 [n]; where images are mixed, also ``partners``, the labels
+    of the others, and ``own``, the weights of ``labels``, fp32 [n].
+    """
+
+    noun = "image"
+    unit = "images"
+    head_options = ("dataset", "data_dir", "classes")
     recipes = RECIPES
 
     name: str | None = option(
@@ -112,20 +120,6 @@ class ImageOptions(Task):
         "default 32. --batch-size must be a multiple, and shares are",
         NUMBERS | SPEED | Decides.PLAN, 32, read=positive, metavar="G",
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ImageTask(ImageOptions):
-    """Images and their classes.
-
-    A batch is ``images``, uint8 [n, C, H, W], as large as the model wants them or smaller (see
-    Look.enlarged), and ``labels``, int64 [n]; where images are mixed, also ``partners``, the labels
-    of the others, and ``own``, the weights of ``labels``, fp32 [n].
-    """
-
-    noun = "image"
-    unit = "images"
-    head_options = ("dataset", "data_dir", "classes")
 
     def __post_init__(self) -> None:
         if self.name is None:  # records tell the model that was trained
