@@ -87,7 +87,7 @@ def text(options: argparse.Namespace, device: Any) -> tuple[Any, Callable[[Any],
     import torch
     from torch.nn import functional
 
-    from motley.tasks.builtin.text import Gpt, Shape
+    from motley.tasks.gpt import Gpt, Shape
 
     net = Gpt(Shape(*GPTS[options.model], dropout=0.0)).to(device)
     tokens = torch.randint(0, 256, (options.batch, GPTS[options.model][1] + 1), device=device)

@@ -12,28 +12,26 @@ is read; the GPUs are recorded meanwhile in logs/.
 import argparse
 import time
 from pathlib import Path
-
-import torch
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from motley.config.parser import OneVoice
-from motley.engines.import_deepspeed import comm, deepspeed
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.measure.process_group import (
-    ProcessGroup,
-    gpu_logger,
-    join_process_group,
-    leave_process_group,
-)
-from motley.plan.plan import apportion
 from motley.records.run_folder import RunFolder
-from motley.tasks.model import set_matmul_precision
-from motley.train.recorder import console
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from motley.measure.process_group import ProcessGroup
 
 
-def main(world: World, size: int, repeats: int, logs: Path) -> None:
+def main(world: World, size: int, repeats: int, logs: Path, out: "Console") -> None:
     """Multiply on all ranks, check, and print one table on rank 0."""
+    import torch
+
+    from motley.measure.process_group import gpu_logger, join_process_group, leave_process_group
+
     group = join_process_group(world, "fp32")
     folder = RunFolder(logs / time.strftime("test_deepspeed_%Y-%m-%d_%H-%M-%S"))
     folder = world.from_first(lambda: folder)
@@ -45,7 +43,7 @@ def main(world: World, size: int, repeats: int, logs: Path) -> None:
     rows = comm_table(group, [compute, reduce, error])
     leave_process_group()
     if world.rank == 0:
-        show(group, size, rows)
+        show(group, size, rows, out)
     # A sum of `size` products of numbers in [-1, 1], rounded in another order.
     bound = size * torch.finfo(torch.float32).eps
     wrong = [str(rank) for rank, row in enumerate(rows) if not row[2] < bound]  # NaN too
@@ -58,8 +56,14 @@ def main(world: World, size: int, repeats: int, logs: Path) -> None:
         print(f"the product is right; GPU log in {folder.path}", flush=True)
 
 
-def multiply(group: ProcessGroup, size: int, repeats: int) -> tuple[float, float, float]:
+def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
     """Seconds of this rank's own product and of the sum over ranks, and the largest error."""
+    import torch
+
+    from motley.engines.import_deepspeed import comm, deepspeed
+    from motley.plan.plan import apportion
+    from motley.tasks.model import set_matmul_precision
+
     assert group.rank is not None
     deepspeed.init_distributed(dist_backend=group.backend, verbose=False)
     set_matmul_precision("fp32")
@@ -84,23 +88,33 @@ def multiply(group: ProcessGroup, size: int, repeats: int) -> tuple[float, float
     return min(compute[1:]), min(reduce[1:]), error  # the first one was the warm-up
 
 
-def now(device: torch.device) -> float:
+def now(device: "torch.device") -> float:
     """The time when ``device`` has done all that it was given."""
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def comm_table(group: ProcessGroup, values: list[float]) -> list[list[float]]:
+def comm_table(group: "ProcessGroup", values: list[float]) -> list[list[float]]:
     """Every rank's values, by rank, through DeepSpeed's communication."""
+    import torch
+
+    from motley.engines.import_deepspeed import comm
+
     own = torch.tensor(values, dtype=torch.float64, device=group.device)
     rows = [torch.empty_like(own) for _ in range(group.size)]
     comm.all_gather(rows, own)
     return [row.tolist() for row in rows]
 
 
-def show(group: ProcessGroup, size: int, rows: list[list[float]]) -> None:
+def show(group: "ProcessGroup", size: int, rows: list[list[float]], out: "Console") -> None:
     """Print the table."""
+    from rich.table import Table
+
+    from motley.engines.import_deepspeed import deepspeed
+
     table = Table(
         title=f"{size} x {size} matrix product over {group.size} ranks, {group.backend}, "
         f"DeepSpeed {deepspeed.__version__}",
@@ -115,7 +129,7 @@ def show(group: ProcessGroup, size: int, rows: list[list[float]]) -> None:
             str(worker.rank), worker.host, worker.device,
             f"{compute * 1e3:.2f}", f"{reduce * 1e3:.2f}", f"{error:.1e}",
         )  # fmt: skip
-    console().print(table)
+    out.print(table)
     for line in group.who_is_left_out():
         print(line)
 
@@ -126,4 +140,6 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=5, help="timed products, default 5")
     parser.add_argument("--logs", type=Path, default=Path("logs"), help="default: logs")
     options = parser.parse_args()
-    run(lambda world: main(world, options.size, options.repeats, options.logs))
+    from motley.train.recorder import console  # and torch, once the command line is right
+
+    run(lambda world: main(world, options.size, options.repeats, options.logs, console()))

@@ -10,7 +10,7 @@ Without --task it is deepspeed/train_vit.py. Options of another task are listed 
 """
 
 from motley.engines.strategies import ZERO
-from motley.train.start import train_script
+from motley.train.train_model import train_script
 
 if __name__ == "__main__":
     train_script(ZERO, str(__doc__))

@@ -9,7 +9,7 @@ configuration that is "auto" comes from the plan.
 """
 
 from motley.engines.strategies import ZERO
-from motley.train.start import train_script
+from motley.train.train_model import train_script
 
 if __name__ == "__main__":
     train_script(ZERO, str(__doc__))

@@ -4,6 +4,7 @@ python docs/list_api.py            # after a docstring was changed
 python docs/list_api.py --check    # exit code 1 if the page is not the sources'
 """
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -81,10 +82,21 @@ def _format_item(line: str) -> str:
 def describe_function(name: str, function: Any, level: str = "##") -> str:
     """Return the chapter of a function or method."""
     plain = function.fget if isinstance(function, property) else function
-    signature = str(inspect.signature(plain)) if not isinstance(function, property) else ""
+    signature = "" if isinstance(function, property) else str(_read_signature(plain))
     signature = re.sub(r"(?:\w+\.)+(\w+)", r"\1", signature).replace("(self, ", "(")
     signature = signature.replace("(self)", "()")
     return f"\n{level} `{name}{signature}`\n\n{to_markdown(plain.__doc__)}\n"
+
+
+def _read_signature(function: Any) -> inspect.Signature:
+    """Return a signature whose types are not quoted, as those are that a module imports for type
+    checkers alone."""
+    module = inspect.getmodule(function)
+    names = dict[str, Any]()
+    for node in ast.parse(inspect.getsource(module)).body if module else ():
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            exec(ast.unparse(node.body), names)
+    return inspect.signature(function, locals=names, eval_str=True)
 
 
 def describe_class(name: str, kind: type) -> Iterator[str]:

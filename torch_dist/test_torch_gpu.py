@@ -9,17 +9,19 @@ if a rank cannot compute in fp32, or the ranks' versions differ.
 
 import argparse
 from dataclasses import asdict, dataclass
-
-import torch
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.measure.device import KernelSpeed, kernel_speed
 from motley.plan.precision import PRECISIONS, best_precision
 from motley.records.json_files import to_json
-from motley.train.recorder import console
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from motley.measure.device import KernelSpeed
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,17 @@ class Report:
     cuda: str
     nccl: str
     built_for: tuple[str, ...]
-    speeds: tuple[KernelSpeed, ...]
+    speeds: "tuple[KernelSpeed, ...]"
 
 
-def main(world: World, as_json: bool) -> None:
+def main(world: World, as_json: bool, out: "Console") -> None:
     """Measure on all ranks, one after the other on each machine, and print on rank 0."""
     reports = world.allgather(examine(world))
     if world.rank == 0:
         if as_json:
             print(to_json([asdict(report) for report in reports]), flush=True)
         else:
-            show(reports)
+            show(reports, out)
     problems = [*mismatches(reports), *failures(reports)]
     if problems:
         raise MotleyError("; ".join(problems))
@@ -57,6 +59,8 @@ def main(world: World, as_json: bool) -> None:
 
 def examine(world: World) -> Report:
     """Time this rank's kernels while no other rank of its machine uses the device."""
+    import torch
+
     count = torch.cuda.device_count()
     device = torch.device("cuda", world.local_rank % count) if count else torch.device("cpu")
     report = None
@@ -68,8 +72,12 @@ def examine(world: World) -> Report:
     return report
 
 
-def read(world: World, device: torch.device) -> Report:
+def read(world: World, device: "torch.device") -> Report:
     """This rank's device and its speeds."""
+    import torch
+
+    from motley.measure.device import kernel_speed
+
     name, capability, nccl = "cpu", None, ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -104,8 +112,10 @@ def failures(reports: list[Report]) -> list[str]:
     ]
 
 
-def show(reports: list[Report]) -> None:
+def show(reports: list[Report], out: "Console") -> None:
     """Print the table."""
+    from rich.table import Table
+
     table = Table(title="TFLOP/s of a matrix product, by precision", title_justify="left")
     for heading in ("rank", "host", "device", "capability", "torch", "NCCL"):
         table.add_column(heading)
@@ -123,7 +133,7 @@ def show(reports: list[Report]) -> None:
               for cell in cells),
             best_precision(report.capability)[0],
         )  # fmt: skip
-    console().print(table)
+    out.print(table)
     built = {", ".join(report.built_for) for report in reports if report.built_for}
     for architectures in built:
         print(f"this torch is built for {architectures}", flush=True)
@@ -133,4 +143,6 @@ if __name__ == "__main__":
     parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON and no table")
     as_json = parser.parse_args().json
-    run(lambda world: main(world, as_json))
+    from motley.train.recorder import console  # and torch, once the command line is right
+
+    run(lambda world: main(world, as_json, console()))

@@ -10,7 +10,7 @@ Without --task it is torch_dist/train_vit.py. Options of another task are listed
 """
 
 from motley.engines.strategies import TORCH
-from motley.train.start import train_script
+from motley.train.train_model import train_script
 
 if __name__ == "__main__":
     train_script(TORCH, str(__doc__))

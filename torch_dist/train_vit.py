@@ -7,7 +7,7 @@ mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh torch_dist/train_vit.py --resume
 """
 
 from motley.engines.strategies import TORCH
-from motley.train.start import train_script
+from motley.train.train_model import train_script
 
 if __name__ == "__main__":
     train_script(TORCH, str(__doc__))

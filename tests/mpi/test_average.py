@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from motley.checkpoint.read import load_checkpoint
 from motley.infer.predictor import open_trained
-from motley.tasks.builtin.text import Gpt, Shape
+from motley.tasks.gpt import Gpt, Shape
 
 pytestmark = pytest.mark.mpi
 

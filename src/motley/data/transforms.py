@@ -303,9 +303,6 @@ class Mixing:
     probability: float = 1.0
     switch: float = 0.5
 
-    def __bool__(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
-
     def draw(self) -> Tensor:
         """For a sample and its neighbour, from torch's generator, fp32 [4]: whether it is CutMix,
         the weight of its own image, and the middle of a box, 0 to 1."""

@@ -26,7 +26,7 @@ from motley.plan.plan import cut
 from motley.plan.speeds import SpeedTable
 from motley.plan.wire import AllReduceCost
 from motley.tasks.model import TaskModel
-from motley.tasks.task import kind_of
+from motley.tasks.net import kind_of
 
 _FASTER = 0.02  # by less a compiled model is not worth what else it may bring
 _MOST_FASTER = 1.65  # times; 1.21 to 1.58 were measured (benchmarks/NOTES.md)

@@ -22,7 +22,13 @@ from motley.errors import MotleyError, NoMemoryError
 from motley.launch.world import World
 from motley.measure.device import room_mib
 from motley.measure.measured_plan import Planned, measure_and_plan
-from motley.measure.process_group import ProcessGroup, kept_workers, shrink_group
+from motley.measure.process_group import (
+    ProcessGroup,
+    join_process_group,
+    kept_workers,
+    leave_process_group,
+    shrink_group,
+)
 from motley.plan.forecast import Forecast
 from motley.plan.length import ramp_of
 from motley.plan.memory import Foreseen, MemoryNeed, ModelSize, amount, enough_ranks, need_of
@@ -259,6 +265,23 @@ def plan_batch(
     elif named is not None and named != asked and not named.is_inexact:
         planned = planned.with_note(named)
     return group, estimate_memory(world, group, model, config, traits, planned)
+
+
+def plan_only(world: World, config: Config) -> tuple[ProcessGroup, Planned]:
+    """Plan on all ranks; nothing is trained.
+
+    Raises:
+        MotleyError: the options say the shares.
+    """
+    if config.shares is not None:
+        raise MotleyError("--shares is a plan already; leave it out to see what would be planned")
+    task = task_of(config)
+    world.once_per_node(task.prepare)
+    group = join_process_group(world, config.precision, config.hosts)
+    group, planned = plan_batch(world, None, group, open_model(group, config), config)
+    if group.rank is not None:
+        leave_process_group()
+    return group, planned
 
 
 def check_grain(task: Task, batch_size: int) -> int:

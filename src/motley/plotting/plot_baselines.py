@@ -12,11 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from motley.errors import MotleyError
 from motley.plotting import command, style
@@ -26,6 +24,10 @@ from motley.records.costs import read_training
 from motley.records.gpu_csv import GpuSample, read_gpu_log
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import Row, read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _GPUS = re.compile(r"(\d+)[_ -]?GPUs?", re.IGNORECASE)
 
@@ -98,7 +100,7 @@ def lost(row: Row) -> dict[str, float]:
     return {name: missing * part / whole for name, part in parts.items()}
 
 
-def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
+def draw_rates(ax: "Axes", rows: Sequence[Row]) -> None:
     """A bar a cell up to its median, what it lost on top, marks at the mean and at the limit."""
     shown: dict[str, str] = {}
     ends = [row.weight * (row.limit or row.samples_per_s or 0.0) for row in rows]
@@ -136,7 +138,7 @@ def draw_rates(ax: Axes, rows: Sequence[Row]) -> None:
         style.legend_above(ax)
 
 
-def draw_marks(ax: Axes, row: Row, place: int, shown: dict[str, str]) -> float:
+def draw_marks(ax: "Axes", row: Row, place: int, shown: dict[str, str]) -> float:
     """Marks at a bar's mean and limit; returns where the last of them is.
 
     Args:
@@ -177,7 +179,7 @@ def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def draw_scaling(ax: Axes, series: dict[str, list[Row]]) -> None:
+def draw_scaling(ax: "Axes", series: dict[str, list[Row]]) -> None:
     """Images/s against hosts, and what unequal hosts can do at best: not so many times one."""
     limits = {
         name: {row.machines: row.limit for row in rows if row.limit is not None}
@@ -223,14 +225,14 @@ def losses_of_cells(folder: BaselineFolder) -> dict[str, Curve]:
     return found
 
 
-def draw_folder(folder: BaselineFolder) -> Figure:
+def draw_folder(folder: BaselineFolder) -> "Figure":
     """The picture of one matrix."""
     rows = read_rows(folder)
     if not rows:
         raise MotleyError(f"{folder.path} holds no run that has ended; left out")
     series = series_of(rows)
     heights = [1.2 + 0.46 * len(rows), *([3.4] if series else []), 3.2]
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    figure = style.new_figure(11, sum(heights))
     parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     parts[0].suptitle(f"{folder.path.resolve().name}: {len(rows)} ways to train")
     draw_rates(parts[0].subplots(), rows)
@@ -245,9 +247,9 @@ def draw_folder(folder: BaselineFolder) -> Figure:
     return figure
 
 
-def draw_old(runs: Sequence[OldRun]) -> Figure:
+def draw_old(runs: Sequence[OldRun]) -> "Figure":
     """Strong scaling of the lab's old logs: an epoch's time by the GPUs that took part."""
-    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    figure = style.new_figure(8, 4.4)
     ax = figure.subplots()
     groups: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:

@@ -13,18 +13,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from motley.errors import MotleyError
 from motley.plotting import command, style
 from motley.records.costs import without_pauses
 from motley.records.gpu_csv import GpuSample, device_name, find_gpu_logs, read_gpu_log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 DASHES = ("-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # GPUs of a host; "--" is totals
 _LARGE_MIB = 10.0  # a log whose reading takes seconds
@@ -172,7 +174,7 @@ PANELS = (
 )
 
 
-def draw_series(ax: Axes, panel: Panel, one: Series, unit: float) -> None:
+def draw_series(ax: "Axes", panel: Panel, one: Series, unit: float) -> None:
     """Draw one line. It ends where the device's log pauses, and begins again after that."""
     steps = np.diff([sample.time for sample in one.samples])
     pause = least_pause(usual_interval(one.samples))
@@ -195,8 +197,11 @@ def draw_series(ax: Axes, panel: Panel, one: Series, unit: float) -> None:
         ax.fill_between(x, 0, others, color=color, alpha=0.2, linewidth=0)
 
 
-def handles_of(series: list[Series], epochs: bool) -> list[Line2D | Patch]:
+def handles_of(series: list[Series], epochs: bool) -> "list[Line2D | Patch]":
     """Return what a legend of all panels explains."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     handles: list[Line2D | Patch] = [Line2D([], [], label=one.label, **one.look) for one in series]
     samples = [sample for one in series for sample in one.samples]
     if any(sample.memory_total_mib for sample in samples):
@@ -214,14 +219,14 @@ def handles_of(series: list[Series], epochs: bool) -> list[Line2D | Patch]:
     return handles
 
 
-def add_legend(figure: Figure, handles: list[Line2D | Patch]) -> None:
+def add_legend(figure: "Figure", handles: "list[Line2D | Patch]") -> None:
     """Add one legend for all panels, below them."""
     widest = max(len(str(handle.get_label())) for handle in handles)
     columns = max(1, min(4, int(15.5 * figure.get_figwidth()) // (widest + 7)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns)
 
 
-def draw_panel(ax: Axes, panel: Panel, series: list[Series], starts: list[float]) -> None:
+def draw_panel(ax: "Axes", panel: Panel, series: list[Series], starts: list[float]) -> None:
     """Draw one quantity of all machines.
 
     Args:
@@ -256,10 +261,10 @@ def few_starts(series: list[Series]) -> list[float]:
     return starts if len(starts) <= FEW else []
 
 
-def draw_folder(name: str, series: list[Series]) -> Figure:
+def draw_folder(name: str, series: list[Series]) -> "Figure":
     """Return the picture of one folder of logs."""
     panels, starts = panels_of(name, series), few_starts(series)
-    figure = Figure(figsize=(9, 1.2 + 1.75 * len(panels) + 0.1 * len(series)), layout="constrained")
+    figure = style.new_figure(9, 1.2 + 1.75 * len(panels) + 0.1 * len(series))
     figure.suptitle(f"Machines of {name}")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for ax, panel in zip(axes, panels, strict=True):
@@ -270,7 +275,7 @@ def draw_folder(name: str, series: list[Series]) -> Figure:
     return figure
 
 
-def machine_panels(name: str, series: list[Series]) -> Iterator[tuple[str, Figure]]:
+def machine_panels(name: str, series: list[Series]) -> "Iterator[tuple[str, Figure]]":
     """Yield the same panel by panel, each with what it shows in words."""
     starts = few_starts(series)
     handles = handles_of(series, bool(starts))
@@ -290,7 +295,7 @@ def draw(paths: list[Path], out: Path | None) -> int:
         raise command.nothing("GPU log", paths)
     colours = style.colours_under(paths)
 
-    def picture(folder: Path) -> Figure:
+    def picture(folder: Path) -> "Figure":
         name = "/".join(folder.resolve().parts[-2:])
         return draw_folder(name, to_series(read_folder(folders[folder]), colours))
 

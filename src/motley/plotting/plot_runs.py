@@ -11,16 +11,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from motley.plotting import command, style
 from motley.plotting.run_steps import read_or_say
 from motley.records.costs import Training, column
 from motley.records.run_folder import RunFolder, find_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LOSS = "loss"
 _DASHES = ("-", "--", ":", "-.")
@@ -93,7 +95,7 @@ def looks(count: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def draw_curves(ax: Axes, curves: Mapping[str, Curve | None], over_time: bool) -> None:
+def draw_curves(ax: "Axes", curves: Mapping[str, Curve | None], over_time: bool) -> None:
     """Draw a curve of each run, by name; one without a curve keeps its colour."""
     known = [curve for curve in curves.values() if curve is not None]
     longest = max((curve.seconds[-1] for curve in known), default=0.0)
@@ -123,12 +125,12 @@ def kinds_of(runs: Mapping[str, Losses]) -> list[dict[str, Curve | None]]:
     return [*kinds, held_out] if any(held_out.values()) else kinds
 
 
-def draw_runs(runs: Mapping[str, Losses]) -> Figure:
+def draw_runs(runs: Mapping[str, Losses]) -> "Figure":
     """Return the picture of several runs, by name; of each task a block."""
     tasks = by_task(runs)
     kinds = {task: kinds_of(each) for task, each in tasks.items()}
     heights = [max(3.2 * len(kinds[task]), 0.8 + 0.17 * len(each)) for task, each in tasks.items()]
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    figure = style.new_figure(11, sum(heights))
     blocks = figure.subfigures(len(tasks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for block, (task, each) in zip(blocks, tasks.items(), strict=True):
         block.suptitle(f"{task or 'runs'}: {len(each)} run{'s' if len(each) > 1 else ''}")
@@ -142,7 +144,7 @@ def draw_runs(runs: Mapping[str, Losses]) -> Figure:
     return figure
 
 
-def runs_panels(runs: Mapping[str, Losses]) -> Iterator[tuple[str, Figure]]:
+def runs_panels(runs: Mapping[str, Losses]) -> "Iterator[tuple[str, Figure]]":
     """Yield the same panel by panel, each with what it shows in words."""
     for task, each in by_task(runs).items():
         for curves in kinds_of(each):

@@ -12,10 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from motley.errors import MotleyError
 from motley.plotting import command, style
@@ -23,6 +22,10 @@ from motley.plotting.run_steps import title
 from motley.records.costs import Training, pauses, read_training, without_pauses
 from motley.records.json_files import JsonDict
 from motley.records.run_folder import find_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _AROUND = 2  # steps before the longest, and after it
 _WARM = 3  # steps, at most half of them, of which the longest says nothing
@@ -93,7 +96,7 @@ def longest(lines: Sequence[JsonDict]) -> int:
     return int(later[int(np.argmax(whole))]["step"])
 
 
-def draw_spans(ax: Axes, found: Sequence[Span], ranks: Sequence[int]) -> None:
+def draw_spans(ax: "Axes", found: Sequence[Span], ranks: Sequence[int]) -> None:
     """A row a rank, in the order of ``ranks``; a line where the first of them begins a step."""
     seconds = max(span.end for span in found)
     unit, factor = ("ms", 1000.0) if seconds < 2 else ("s", 1.0)
@@ -122,7 +125,7 @@ def draw_spans(ax: Axes, found: Sequence[Span], ranks: Sequence[int]) -> None:
 
 def draw_timeline(
     training: Training, asked: tuple[int, int] | None = None, width: float = _WIDE
-) -> Figure:
+) -> "Figure":
     """The picture of some steps of a run.
 
     Args:
@@ -142,7 +145,7 @@ def draw_timeline(
             f"{training.path} has no step from {first + 1} to {end}: its last one is {last}"
         )
     ranks = sorted({span.rank for span in found})
-    figure = Figure(figsize=(width, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS)), layout="constrained")
+    figure = style.new_figure(width, 1.7 + 0.32 * min(len(ranks), _FEW_RANKS))
     if width >= _WIDE:
         figure.suptitle(f"{title(training)}; {words}")
     ax = figure.subplots()

@@ -9,11 +9,9 @@ Exit code: 0, or 2 if there is nothing to draw.
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from motley.plotting import command, style
 from motley.plotting.run_steps import others, seat_label, title, usual_steps
@@ -21,11 +19,15 @@ from motley.records.costs import Training, column, leak, mean, median, read_trai
 from motley.records.run_folder import find_runs
 from motley.text import rate_in_words
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 LINE, HEADLINE, OVERFLOW = "#0072B2", "#009E73", "#D55E00"
 
 
 def draw_curve(
-    ax: Axes, x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
+    ax: "Axes", x: style.Array, y: style.Array, label: str, weights: style.Array | None = None
 ) -> None:
     """Raw values faint, their mean strong, by their weights; few values just as they are; unknown
     ones not."""
@@ -40,7 +42,7 @@ def draw_curve(
     ax.plot(x, middle, color=LINE, label=f"mean of {window} steps")
 
 
-def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
+def mark_overflows(ax: "Axes", training: Training, y: style.Array) -> None:
     """A cross at every skipped step."""
     skipped = np.array([bool(record.get("overflow")) for record in training.lead])
     if skipped.any():
@@ -48,7 +50,7 @@ def mark_overflows(ax: Axes, training: Training, y: style.Array) -> None:
         ax.plot(training.taken()[skipped], y[skipped], "x", color=OVERFLOW, label=label)
 
 
-def draw_loss(ax: Axes, training: Training) -> None:
+def draw_loss(ax: "Axes", training: Training) -> None:
     """Loss against step, and what evaluations are judged by on an axis of its own."""
     step, loss = training.taken(), training.values("loss")
     draw_curve(ax, step, loss, "loss")
@@ -70,7 +72,7 @@ def draw_loss(ax: Axes, training: Training) -> None:
     style.legend_above(ax)
 
 
-def draw_time(ax: Axes, training: Training) -> None:
+def draw_time(ax: "Axes", training: Training) -> None:
     """Loss against time."""
     first_s = sum(training.lead[0].get(part) or 0.0 for part in style.PARTS)
     seconds = training.running_s() + first_s
@@ -81,7 +83,7 @@ def draw_time(ax: Axes, training: Training) -> None:
     style.legend_above(ax)
 
 
-def draw_rate(ax: Axes, training: Training) -> None:
+def draw_rate(ax: "Axes", training: Training) -> None:
     """Samples, or their tokens, of all ranks together, a second. Evaluations, checkpoints, stalls
     and an epoch's smaller last batch are in the mean, which is by the clock."""
     rate, unit = training.rates(), f"{training.unit}/s"
@@ -99,7 +101,7 @@ def draw_rate(ax: Axes, training: Training) -> None:
     style.legend_above(ax)
 
 
-def draw_scale(ax: Axes, training: Training) -> None:
+def draw_scale(ax: "Axes", training: Training) -> None:
     """The loss scale, and the steps at which it was too large."""
     scale = training.values("loss_scale")
     ax.plot(training.taken(), scale, color=LINE, drawstyle="steps-post", label="loss scale")
@@ -111,7 +113,7 @@ def draw_scale(ax: Axes, training: Training) -> None:
     style.legend_above(ax)
 
 
-def draw_memory(ax: Axes, training: Training, colours: dict[str, str]) -> None:
+def draw_memory(ax: "Axes", training: Training, colours: dict[str, str]) -> None:
     """The most that each rank has held, in its host's colour; what grows to the end is told."""
     for rank, records in training.steps.items():
         color = colours.get(training.worker(rank).get("host", ""), LINE)
@@ -123,7 +125,7 @@ def draw_memory(ax: Axes, training: Training, colours: dict[str, str]) -> None:
     ax.set_title(f"memory {said}; colours as below", fontsize=8, loc="left")
 
 
-def draw_split(ax: Axes, usual: Training, chosen: str, colours: dict[str, str]) -> None:
+def draw_split(ax: "Axes", usual: Training, chosen: str, colours: dict[str, str]) -> None:
     """Draw a bar per rank: the parts of a usual step, in ms. Of many ranks, the first one's and
     three of the others.
 
@@ -167,13 +169,13 @@ def is_scaled(training: Training) -> bool:
     return bool((np.nan_to_num(training.values("loss_scale"), nan=1.0) != 1).any())
 
 
-def draw_run(training: Training, colours: dict[str, str]) -> Figure:
+def draw_run(training: Training, colours: dict[str, str]) -> "Figure":
     """The picture of one run; a loss scale that is 1 throughout has no panel."""
     scaled = is_scaled(training)
     rows = [["loss", "time"], ["rate", "memory"], *([["scale", "scale"]] if scaled else [])]
     usual, chosen = usual_steps(training)
     curves, bars = 3.3 * len(rows), 1.0 + 0.42 * (len(usual.steps) + len(others(usual)))
-    figure = Figure(figsize=(11, curves + bars), layout="constrained")
+    figure = style.new_figure(11, curves + bars)
     figure.suptitle(title(training))
     parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[curves, bars])[:, 0]
     axes = parts[0].subplot_mosaic(rows)
@@ -189,7 +191,7 @@ def draw_run(training: Training, colours: dict[str, str]) -> Figure:
 
 def run_panels(
     training: Training, colours: dict[str, str]
-) -> Iterator[tuple[str, Callable[[], Figure]]]:
+) -> "Iterator[tuple[str, Callable[[], Figure]]]":
     """Yield the same panel by panel: what it shows in words, and what draws it."""
     usual, chosen = usual_steps(training)
     bars = 1.4 + 0.42 * (len(usual.steps) + len(others(usual)))
@@ -209,7 +211,7 @@ def run_panels(
         yield words, partial(_panel, height, fill)
 
 
-def _panel(height: float, fill: Callable[[Axes], object]) -> Figure:
+def _panel(height: float, fill: "Callable[[Axes], object]") -> "Figure":
     figure, ax = style.panel(height)
     fill(ax)
     return figure

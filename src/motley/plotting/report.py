@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from matplotlib.figure import Figure
 
 from motley.errors import MotleyError
 from motley.live.verdict import run_verdict
@@ -42,6 +42,9 @@ from motley.sweep.matrix import REFERENCE
 from motley.sweep.results import DONE, BaselineFolder
 from motley.sweep.table import HEAD, Row, read_rows, shown
 from motley.text import rate_in_words, step_in_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _WRONG = 0.01  # of the loss: what 30 steps in 16 bits differ by is a tenth of it
 _TIE = 0.02  # of the rate
@@ -192,7 +195,7 @@ class Section:
     runs: list[Details]
 
 
-def picture(alt: str, draw: Callable[[], Figure], is_wide: bool = False) -> list[Picture]:
+def picture(alt: str, draw: "Callable[[], Figure]", is_wide: bool = False) -> list[Picture]:
     """The picture, or none, and a word, where it cannot be drawn."""
     try:
         return [_embedded(alt, draw(), is_wide)]
@@ -201,7 +204,7 @@ def picture(alt: str, draw: Callable[[], Figure], is_wide: bool = False) -> list
         return []
 
 
-def panels(alt: str, figures: Callable[[], Iterable[tuple[str, Figure]]]) -> list[Picture]:
+def panels(alt: str, figures: "Callable[[], Iterable[tuple[str, Figure]]]") -> list[Picture]:
     """Return pictures of a panel each; those that can be drawn, and a word on the others.
 
     Args:
@@ -216,7 +219,7 @@ def panels(alt: str, figures: Callable[[], Iterable[tuple[str, Figure]]]) -> lis
     return found
 
 
-def _embedded(alt: str, figure: Figure, is_wide: bool = False) -> Picture:
+def _embedded(alt: str, figure: "Figure", is_wide: bool = False) -> Picture:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI_WIDE if is_wide else _DPI)
     return Picture(base64.b64encode(buffer.getvalue()).decode(), alt, is_wide)

@@ -1,19 +1,17 @@
 """How all pictures look: one colour per host, the parts of a step, axes with units, smooth curves,
-legends. What two colours tell apart, a pattern or a line tells apart in grey."""
+legends. What two colours tell apart, a pattern or a line tells apart in grey.
+
+Matplotlib is imported when the first picture is made, so that ``-h`` need not wait for it.
+"""
 
 import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from motley.errors import MotleyError
@@ -21,28 +19,29 @@ from motley.records.gpu_csv import find_gpu_logs, read_hosts
 from motley.records.run_folder import find_runs
 from motley.records.training import RankGroups
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 Array = NDArray[np.float64]
 
-matplotlib.use("Agg")  # no screen needed
-matplotlib.rcParams.update(
-    {
-        "axes.axisbelow": True,
-        "axes.grid": True,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.xmargin": 0.01,
-        "figure.titlesize": 11,
-        "font.size": 9,
-        "grid.alpha": 0.25,
-        "hatch.color": "#555555",
-        "hatch.linewidth": 0.5,
-        "legend.fontsize": 8,
-        "legend.frameon": False,
-        "lines.linewidth": 1.3,
-        "savefig.dpi": 150,
-        "text.parse_math": False,  # a "$" in the name of a run or a host is no formula
-    }
-)
+_LOOK: dict[Any, Any] = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.xmargin": 0.01,
+    "figure.titlesize": 11,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "hatch.color": "#555555",
+    "hatch.linewidth": 0.5,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.3,
+    "savefig.dpi": 150,
+    "text.parse_math": False,  # a "$" in the name of a run or a host is no formula
+}
 
 _CHARACTER, _HANDLE = 0.062, 0.5  # inches that a label's letter takes in a legend, and its sample
 
@@ -92,6 +91,8 @@ def host_colours(hosts: Iterable[str]) -> dict[str, str]:
 
     Past eight hosts the cycle repeats in darker shades, so no two hosts look the same.
     """
+    from matplotlib.colors import to_hex, to_rgb
+
     names = sorted(set(hosts), key=natural)
     cycle = len(HOST_COLOURS)
     rounds = -(-len(names) // cycle)
@@ -126,23 +127,39 @@ def time_unit(span_s: float) -> tuple[str, float]:
     return ("s", 1.0) if span_s < 180 else ("min", 60.0)
 
 
-def label_axes(ax: Axes, x: str, y: str, *, zero: bool = False) -> None:
+def label_axes(ax: "Axes", x: str, y: str, *, zero: bool = False) -> None:
     """Name both axes, units included; ``zero``: y starts at 0. There is no half step."""
     ax.set_xlabel(x)
     ax.set_ylabel(y)
     if zero:  # and ends above all data, however flat
         ax.set_ylim(0, max(ax.get_ylim()[1], 1.04 * ax.dataLim.ymax))
     if x == "step":
+        from matplotlib.ticker import MaxNLocator
+
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def panel(height: float = 3.2) -> tuple[Figure, Axes]:
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty picture, which needs no screen.
+
+    Args:
+        width, height: inches.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update(_LOOK)
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def panel(height: float = 3.2) -> "tuple[Figure, Axes]":
     """Return a picture of one panel, which a page shows beside others, or alone on a phone."""
-    figure = Figure(figsize=(PANEL_WIDTH, height), layout="constrained")
+    figure = new_figure(PANEL_WIDTH, height)
     return figure, figure.subplots()
 
 
-def legend_above(ax: Axes) -> None:
+def legend_above(ax: "Axes") -> None:
     """A legend that hides no data, in as few rows as its axes are wide enough for; above a single
     panel, as wide as that."""
     handles, labels = ax.get_legend_handles_labels()

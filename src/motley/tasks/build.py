@@ -21,8 +21,8 @@ from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.tasks.deferred import Recording, record
 from motley.tasks.ghost_batch_norm import batch_norms
-from motley.tasks.net import build_net, prepared
-from motley.tasks.task import Task, kind_of
+from motley.tasks.net import build_net, kind_of, prepared
+from motley.tasks.task import Task
 
 _THREADS = 8  # that draw numbers, each of a tensor of its own, some 100 million a second
 

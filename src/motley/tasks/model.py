@@ -22,8 +22,8 @@ from motley.data.source import Tensors, first_batch
 from motley.errors import MotleyError
 from motley.tasks.build import BlockByBlock
 from motley.tasks.ghost_batch_norm import GroupStatistics, batch_norms, keep_frozen
-from motley.tasks.net import is_recomputed, keep_fp32
-from motley.tasks.task import Task, parts_around
+from motley.tasks.net import is_recomputed, keep_fp32, parts_around
+from motley.tasks.task import Task
 
 Compute = Callable[..., Any]
 

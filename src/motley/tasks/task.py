@@ -8,78 +8,21 @@
         def data(self, held_out): ...          # len(), [index]
         def losses(self, net, batch): ...      # [n], of each sample, summed over what is averaged
 
-``--task FILE.py`` takes the one such class in a file; see examples/my_task.py.
+``--task FILE.py`` takes the one such class in a file; see examples/my_task.py. Torch is not
+imported here, nor by the built-in tasks: a task's fields are options, which ``-h`` lists.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.utils.data import default_collate
-
-from motley.data.source import Samples, Source, Tensors
 from motley.errors import MotleyError
 
-_LISTS = (nn.ModuleList, nn.Sequential)
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
-
-def find_blocks(net: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """Modules by name, in order; none is inside another.
-
-    Args:
-        classes: names of the classes that they are of; empty: two or more modules of one class in
-            a list, as transformers are made of. The outermost such list counts, but a list of
-            lists is gone into: those are stages.
-    """
-    found: dict[str, nn.Module] = {}
-    for name, part in net.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in found):
-            continue
-        if classes:
-            if type(part).__name__ in classes:
-                found[name] = part
-        elif isinstance(part, _LISTS) and _are_blocks(list(part)):
-            prefix = f"{name}." if name else ""
-            found |= {f"{prefix}{key}": each for key, each in part.named_children()}
-    return found
-
-
-def parts_around(net: nn.Module, blocks: Collection[nn.Module]) -> list[nn.Module]:
-    """The largest modules that hold parameters and have nothing of a block, in order: of a vision
-    transformer what makes tokens of pixels, the last norm and the head."""
-    found: list[nn.Module] = []
-    for part in net.children():
-        if part in blocks or not any(True for _ in part.parameters()):
-            continue
-        if isinstance(part, nn.ModuleList) or any(each in blocks for each in part.modules()):
-            found += parts_around(part, blocks)
-        else:
-            found.append(part)
-    return list(dict.fromkeys(found))  # one may be used in two places
-
-
-def kind_of(block: nn.Module) -> Hashable:
-    """Blocks of the same kind have the same modules, which hold tensors of the same shapes."""
-    return tuple(
-        (name, type(module), tuple(
-            (key, tensor is not None and (tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-            for table in (module._parameters, module._buffers) for key, tensor in table.items()
-        ))
-        for name, module in block.named_modules()
-    )  # fmt: skip
-
-
-def _are_blocks(parts: Sequence[nn.Module]) -> bool:
-    """Two or more of one class, not lists themselves, that learn."""
-    kinds = {type(part) for part in parts}
-    return (
-        len(parts) > 1 and len(kinds) == 1 and not isinstance(parts[0], _LISTS)
-        and all(any(p.requires_grad for p in part.parameters()) for part in parts)
-    )  # fmt: skip
-
+    from motley.data.source import Samples, Source, Tensors
 
 Net = Callable[..., Any]  # the model; it computes in the rank's precision, and gives fp32
 
@@ -137,16 +80,16 @@ class Task:
 
     # -- to be written
 
-    def model(self) -> nn.Module:
+    def model(self) -> "nn.Module":
         """Return the model, on the CPU. ``--seed`` has seeded torch's random numbers."""
         raise NotImplementedError
 
-    def data(self, held_out: bool) -> Source:
+    def data(self, held_out: bool) -> "Source":
         """Return the items of the training data or of the held-out data: any object with
         ``len()`` and ``[index]``."""
         raise NotImplementedError
 
-    def losses(self, net: Net, batch: Tensors) -> Tensor:
+    def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """Return the loss of each sample, [n]: the *sum* over its tokens or pixels, not the mean.
 
         Args:
@@ -170,8 +113,10 @@ class Task:
         found: Mapping[str, Any] = item
         return found
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
         """Return a batch: tensors by name, stacked or padded, one row for each sample."""
+        from torch.utils.data import default_collate
+
         try:
             return dict(default_collate(list(samples)))
         except (RuntimeError, TypeError) as error:
@@ -182,17 +127,17 @@ class Task:
                 f"{str(error).splitlines()[0]}; write collate(), which fills them up"
             ) from None
 
-    def on(self, device: torch.device) -> Samples:
+    def on(self, device: "torch.device") -> "Samples":
         """Return the object that reads samples for a rank with this device: this task, or one
         that leaves part of :meth:`sample` to the device. The samples stay the same."""
         return self
 
-    def complete(self, batch: Tensors) -> Tensors:
+    def complete(self, batch: "Tensors") -> "Tensors":
         """Return a batch, which is on the rank's device, with everything that :meth:`losses`
         needs. A task whose :meth:`collate` leaves work to the device does that work here."""
         return batch
 
-    def weights(self, batch: Tensors) -> Tensor | None:
+    def weights(self, batch: "Tensors") -> "Tensor | None":
         """Return the weight of each sample in the mean, [n], such as its number of tokens, on the
         CPU. None: each counts ``weight``."""
         return None
@@ -202,7 +147,7 @@ class Task:
         None: all samples cost the same."""
         return None
 
-    def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
+    def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
         """Return the scores of held-out samples, [n] by name, each summed over a sample. ``loss``
         is one of them."""
         return {"loss": self.losses(net, batch)}
@@ -219,20 +164,22 @@ class Task:
         """Return the metrics of :meth:`summary` as the progress line shows them."""
         return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
-    def predict(self, net: Net, batch: Tensors) -> Mapping[str, Sequence[Any]]:
+    def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """Return predictions as the columns of a table, by name, one row for each sample."""
         return {name: values.tolist() for name, values in self.scores(net, batch).items()}
 
-    def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
+    def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
         """Return the modules that are sharded and recomputed as one, by name, in order."""
+        from motley.tasks.net import find_blocks
+
         return find_blocks(net, self.block_classes)
 
-    def head(self, net: nn.Module) -> tuple[str, ...]:
+    def head(self, net: "nn.Module") -> tuple[str, ...]:
         """Return the names of the modules whose shape depends on the data, as a classifier's. They
         get new random weights if a run begins with weights from other data."""
         return ()
 
-    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+    def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
         """Return the weights by name that a new run begins with, and their source in words; None:
         random weights. Rank 0 calls it and broadcasts them."""
         return None
@@ -242,12 +189,14 @@ class Task:
         """True if a subclass has :meth:`pretrained_weights`, which may still return None."""
         return type(self).pretrained_weights is not Task.pretrained_weights
 
-    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
         """Return weights of another program by the names and in the shapes of ``net``."""
         return tensors
 
-    def save(self, net: nn.Module, folder: Path) -> None:
+    def save(self, net: "nn.Module", folder: Path) -> None:
         """Write a trained model into a folder, in the format that other programs load."""
+        from safetensors.torch import save_file
+
         # Tied weights are written under each name, so a loader need not know of the tie.
         tensors = {name: value.contiguous().clone() for name, value in net.state_dict().items()}
         save_file(tensors, folder / "model.safetensors")
@@ -257,7 +206,7 @@ class Task:
         besides the options."""
         return {}
 
-    def name_of(self, source: Source, index: int) -> str:
+    def name_of(self, source: "Source", index: int) -> str:
         """Return the name of a sample in an error."""
         return f"{self.noun} {index}"
 
@@ -265,8 +214,10 @@ class Task:
         """Return the task with the files below a folder as its held-out samples."""
         raise MotleyError(f"{type(self).__name__} takes no files of your own; leave out --images")
 
-    def noise(self, example: Tensors, count: int) -> Tensors:
+    def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Return a batch of repeated samples, on their device, to time the device with."""
+        import torch
+
         rows = torch.arange(count) % len(next(iter(example.values())))
         return {name: tensor[rows.to(tensor.device)] for name, tensor in example.items()}
 

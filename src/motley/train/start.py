@@ -4,7 +4,7 @@ A run is: the ranks that take part, the data, the model, the plan; then the loop
 Where a rank is lost and the others can go on, the same again with the survivors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from motley.comm.collectives import all_gather_floats, release_groups
 from motley.config.options import Config
 from motley.engines.out_of_memory import release, set_aside
 from motley.engines.protocol import EngineFactory
-from motley.engines.strategies import Strategy, chosen_strategy, engines_of, known_strategies
+from motley.engines.strategies import Strategy, engines_of
 from motley.faults import Phase
-from motley.launch.world import World, run
+from motley.launch.world import World
 from motley.measure.planner import ModelFactory, open_model, plan_batch
 from motley.measure.process_group import (
     ProcessGroup,
@@ -34,9 +34,7 @@ from motley.tasks.model import TaskModel
 from motley.train.command_line import (
     list_different_options,
     make_resume_line,
-    read_config,
     restore_options,
-    training_parser,
 )
 from motley.train.compile_archive import CompileKeeper
 from motley.train.loop import Loop
@@ -47,26 +45,13 @@ from motley.train.setup import Begun, Job, MonitorFactory, begin
 from motley.train.summary import print_summary, print_verdict, records_of
 
 
-def train_script(package: str, description: str, words: Sequence[str] | None = None) -> Path:
-    """Train as the command line asks; returns the folder of the records.
+def train_or_continue(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
+    """Train with the options of the checkpoint that is continued, unless the user typed others;
+    return the folder of the records.
 
     Args:
-        package: whose strategies are known: motley.engines.strategies.TORCH or ZERO.
-        description: the script's docstring, which holds the examples.
-        words: the command line; None: this process's.
+        strategies: of the script, by name.
     """
-    strategies = known_strategies(package)
-    config = read_config(training_parser(description, strategies), words)
-    folders = list[Path]()
-    run(
-        lambda world: folders.append(_train(world, config, strategies)),
-        packages=chosen_strategy(config, strategies).packages,
-    )
-    return folders[0]
-
-
-def _train(world: World, given: Config, strategies: Mapping[str, Strategy]) -> Path:
-    """Train with the options of the checkpoint that is continued, unless the user typed others."""
     found, config = Run.find(world, given), given
     saved = world.from_first(lambda: read_saved_options(found.resume_from))
     if saved is not None:

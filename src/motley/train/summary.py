@@ -1,28 +1,36 @@
 """The summary of a run before it starts, for run.json and for the terminal, with the time that it
-is going to take and the disk space of its checkpoints.
+is going to take and the disk space of its checkpoints; and the tables of a plan that is only shown.
 """
 
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from rich.table import Table
+
 from motley.checkpoint.run import Run
+from motley.comm.modes.numbers import EXACT
 from motley.config.options import Config
 from motley.errors import MotleyError
 from motley.launch.world import World
-from motley.live.training_columns import read_training
 from motley.live.verdict import run_verdict
 from motley.measure.measured_plan import Planned
+from motley.measure.planner import plan_only
 from motley.measure.process_group import ProcessGroup
-from motley.plan.forecast import Forecast
+from motley.plan.forecast import Forecast, what_if
 from motley.plan.length import growth, ramp_of
 from motley.plan.plan import Plan
+from motley.plan.speeds import Links
 from motley.plan.wire import EngineTraits
+from motley.records.costs import read_training
 from motley.tasks.builtin import identity_of, task_of
-from motley.text import typed_command
+from motley.tasks.task import Task
+from motley.text import rate_in_words, typed_command
 from motley.train.command_line import make_resume_line
+from motley.train.recorder import console
 from motley.train.setup import Job
 
 _JUDGED = 10  # steps; fewer say nothing of a run
@@ -162,3 +170,71 @@ def print_summary(
         )
     print(f"  {world.clock.sentence()}")
     sys.stdout.flush()
+
+
+def show_plan(world: World, config: Config) -> None:
+    """Plan on all ranks, print on rank 0."""
+    group, planned = plan_only(world, config)
+    if world.rank == 0:
+        _show(group, planned, group.machines(world), task_of(config))
+
+
+def _show(group: ProcessGroup, planned: Planned, machines: Sequence[int], task: Task) -> None:
+    """One row a rank, each on one of ``machines``; then one row for each other way."""
+    plan, predicted, out = planned.plan, planned.forecast, console()
+    assert predicted is not None
+    table = Table("rank", "host", "device", "precision", "why", box=None, pad_edge=False)
+    for name in ("micro-batch", "samples", "compute", "waits"):
+        table.add_column(name, justify="right")
+    last = max(predicted.compute_s)
+    for worker in group.workers:
+        rank = worker.group_rank
+        seconds = predicted.compute_s[rank]
+        table.add_row(
+            str(worker.rank), worker.host, worker.device, worker.precision, worker.why,
+            str(plan.max_micro_batch[rank]), str(plan.counts[rank]), f"{seconds:.3g} s",
+            f"{last - seconds:.2g} s",
+        )  # fmt: skip
+    out.print(table)
+    for line in group.who_is_left_out():
+        out.print(line)
+    if planned.links is not None:
+        _show_links(planned.links)
+    out.print(f"\n{predicted.sentence(task.unit, task.weight)}\n")
+    for advice in planned.advice:
+        out.print(f"{advice}\n")
+    if min(plan.counts) < 10 and len(plan.counts) > 1:
+        out.print(
+            f"the smallest share is {min(plan.counts)} samples, so rounding to whole samples "
+            "costs; a larger --batch-size would cost less\n"
+        )
+    others = Table("or", box=None, pad_edge=False)
+    for name in ("s a step", f"{task.unit}/s", "as planned is 1"):
+        others.add_column(name, justify="right")
+    names = [f"rank {worker.rank} on {worker.host}" for worker in group.workers]
+    rows = {f"as planned, --wire {plan.wire}": predicted, **planned.others}
+    wire = planned.wires[EXACT]
+    rows |= what_if(plan.global_batch, names, machines, planned.speeds, wire, planned.links)
+    for label, forecast in rows.items():
+        times = forecast.samples_per_s / predicted.samples_per_s
+        others.add_row(
+            label, f"{forecast.step_s:.3g}", rate_in_words(task.weight * forecast.samples_per_s),
+            f"{times:.2f}",
+        )  # fmt: skip
+    out.print(others)
+
+
+def _show_links(links: Links) -> None:
+    """One row a host."""
+    table = Table("host", box=None, pad_edge=False)
+    for name in ("sends, MB/s", "receives, MB/s", "latency, ms"):
+        table.add_column(name, justify="right")
+    for machine, host in links.hosts.items():
+        table.add_row(
+            host, f"{links.sends(machine) / 1e6:,.4g}", f"{links.receives(machine) / 1e6:,.4g}",
+            f"{links.latency_s(machine) * 1e3:.2g}",
+        )  # fmt: skip
+    console().print("")
+    console().print(table)
+    for line in links.remarks():
+        console().print(line)

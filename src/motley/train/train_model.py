@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from motley.config.parser import ConfigFile, split_config
-from motley.engines.strategies import TORCH, ZERO
+from motley.engines.strategies import TORCH, ZERO, chosen_strategy, known_strategies
 from motley.errors import MotleyError
 from motley.launch.process import stop_usage
+from motley.launch.world import run
 from motley.tasks.builtin import USUAL
 from motley.tasks.task import Task
-from motley.train.command_line import check_call, make_words
-from motley.train.start import train_script
+from motley.train.command_line import check_call, make_words, read_config, training_parser
 
 _OF_ZERO = {"stage", "deepspeed_config"}
 
@@ -73,6 +73,28 @@ def train_model(
         stop_usage(str(error))
     description = sys.modules["__main__"].__doc__ or "Train a model on all ranks."
     return _train(description, [*words, *typed])
+
+
+def train_script(package: str, description: str, words: Sequence[str] | None = None) -> Path:
+    """Train as the command line asks; return the folder of the records.
+
+    Args:
+        package: whose strategies are known: motley.engines.strategies.TORCH or ZERO.
+        description: the script's docstring, which holds the examples.
+        words: the command line; None: this process's.
+    """
+    strategies = known_strategies(package)
+    config = read_config(training_parser(description, strategies), words)
+    # Torch after the command line, so that -h and a wrong option are answered at once; and before
+    # run(), which sets aside from Python's search for garbage what was imported by then.
+    from motley.train.start import train_or_continue
+
+    folders = list[Path]()
+    run(
+        lambda world: folders.append(train_or_continue(world, config, strategies)),
+        packages=chosen_strategy(config, strategies).packages,
+    )
+    return folders[0]
 
 
 def _train(description: str, words: Sequence[str]) -> Path:

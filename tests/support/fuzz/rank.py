@@ -23,6 +23,7 @@ from torch import Tensor
 import motley.train.loop
 import motley.train.setup
 import motley.train.start
+import motley.train.train_model
 from motley.config.options import Config
 from motley.data.source import Batch
 from motley.engines.protocol import LaunchedStep, StepResult
@@ -247,7 +248,7 @@ def main(launched: Launched, argument: dict[str, Any]) -> None:
               monitor=lambda speeds, _: Told(probe, speeds), **more)  # fmt: skip
         probe.digest()
 
-    script = motley.train.start
-    script.train = watched  # type: ignore[assignment]
+    script = motley.train.train_model
+    motley.train.start.train = watched  # type: ignore[assignment]
     script.run = lambda work, **_: run(work, launched)  # type: ignore[assignment]
     script.train_script(ZERO if argument["deepspeed"] else TORCH, "a case of the fuzzer")

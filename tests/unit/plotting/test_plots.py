@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import run_script
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 from matrices import KNOWN
@@ -114,7 +113,7 @@ def test_a_smaller_last_batch_of_an_epoch_is_no_dip_of_the_rate(tmp_path: Path) 
     training = read_training(write_run(tmp_path / "run"))
     for line in training.lead[19::20]:  # a third of the time for a tenth of the samples
         line |= {"n_global": 4, "weight": 12.8, "samples_per_s": 75.0}
-    ax = Figure().subplots()
+    ax = style.new_figure(6, 4).subplots()
     plot_training.draw_rate(ax, training)
     drawn = np.asarray(ax.lines[0].get_ydata())
     assert len(drawn) == 57 and drawn.min() == 250 * 128 / 40

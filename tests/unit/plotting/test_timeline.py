@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from forked import run_script
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.text import Text
 from project import ROOT, environment
 from small_runs import START, write_run
@@ -107,7 +106,7 @@ CASES = [
 
 @pytest.mark.parametrize(("labels", "columns"), CASES)
 def test_no_legend_is_cut_off_or_lies_over_another(labels: list[str], columns: int) -> None:
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = style.new_figure(9, 4)
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, squeeze=False)[0]
     for ax in axes:

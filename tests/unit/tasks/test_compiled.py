@@ -25,8 +25,7 @@ from motley.measure.compile_trial import (
 from motley.plan.speeds import SpeedTable
 from motley.tasks.builtin import task_of
 from motley.tasks.model import Compiled, TaskModel
-from motley.tasks.net import build_net, recompute
-from motley.tasks.task import parts_around
+from motley.tasks.net import build_net, parts_around, recompute
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from motley.errors import MotleyError
 from motley.tasks.build import LARGE, BlockByBlock, build
 from motley.tasks.builtin import task_of
 from motley.tasks.deferred import record
-from motley.tasks.task import Task, find_blocks
+from motley.tasks.net import find_blocks
+from motley.tasks.task import Task
 from motley.train.command_line import read_config, training_parser
 
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from motley.data.loader import Loader
 from motley.data.source import UnreadableSample, first_batch, read
 from motley.errors import MotleyError
 from motley.plan.plan import Plan
+from motley.tasks.aurora_model import as_batch, usual
 from motley.tasks.builtin import task_of
-from motley.tasks.builtin.weather import WeatherTask, as_batch, usual
+from motley.tasks.builtin.weather import WeatherTask
 from motley.tasks.check import check_task
 from motley.tasks.model import TaskModel
 from motley.tasks.net import build_net
@@ -115,7 +116,7 @@ def test_errors_count_by_area_and_by_their_usual_size() -> None:
         def net(_: Any) -> Any:
             given = (batch["surface"][:, 2, :, :8], batch["air"][:, 2, :, :, :8])
             surface, air = (change(each.double(), 1 + n)[:, None] for n, each in enumerate(given))
-            return as_batch(surface, air, [0, 0], task._kept(CPU).places, {}, (500, 850))
+            return as_batch(surface, air, [0, 0], task._errors(batch).places, {}, (500, 850))
 
         return net
 
@@ -176,7 +177,8 @@ def test_aurora_learns_in_16_bits_between_an_encoder_and_a_decoder_of_32() -> No
 
 def test_a_time_is_the_same_wherever_a_host_is(monkeypatch: pytest.MonkeyPatch) -> None:
     task = tiny()
-    batch, places = first_batch(task, 1)[0].data, task._kept(CPU).places
+    batch = first_batch(task, 1)[0].data
+    places = task._errors(batch).places
     for zone in ("UTC", "Asia/Tokyo"):
         monkeypatch.setenv("TZ", zone)
         made = as_batch(batch["surface"], batch["air"], [438294], places, {}, (500, 850))

@@ -4,35 +4,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from motley.data.datasets import find_dataset
-from motley.data.images import NO_LABEL, Images, of_classes, of_files
-from motley.data.source import Samples, Source, Tensors
-from motley.data.transforms import Look, Mixing, Transform, mix, resident
+from motley.config.option import Decides, fraction, naturals, not_negative, option, positive
+from motley.data.datasets import dataset_name, find_dataset, known_datasets
 from motley.errors import MotleyError
-from motley.tasks.classifiers import (
-    ImageOptions,
-    adapted,
-    blocks_of,
-    build_classifier,
-    check_square,
-    data_config,
-    has_batch_norm,
-    has_fixed_size,
-    head_of,
-    native_size,
-    save_classifier,
-)
-from motley.tasks.task import Net
+from motley.tasks.task import Net, Task
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from motley.data.images import Images
+    from motley.data.source import Samples, Source, Tensors
+    from motley.data.transforms import Look, Mixing, Transform
+    from motley.tasks.classifiers import Classifier
+
+MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
+
+
+# DeiT's of ImageNet from scratch (Touvron et al., 2021, for a batch of 1,024); the usual one for
+# weights that are there; and what the lab of lab/tesla_lab.json did, whose images fill no epoch.
+RECIPES = {
+    "deit": (
+        "--epochs 300 --warmup-epochs 5 --lr 1e-3 --min-lr 1e-5 --weight-decay 0.05 "
+        "--drop-path 0.1 --aa rand-m9-mstd0.5-inc1 --reprob 0.25 --mixup 0.8 --cutmix 1.0"
+    ),
+    "finetune": (
+        "--pretrained --epochs 30 --warmup-epochs 3 --lr 5e-4 --min-lr 1e-6 --weight-decay 0.05 "
+        "--layer-decay 0.75 --drop-path 0.1 --clip-grad 1.0"
+    ),
+    "lab": "--epochs 100 --warmup-epochs 10 --lr 1e-3 --aa rand-m7-mstd0.5 --reprob 0.25",
+}
 
 
 @dataclass(frozen=True)
-class ImageTask(ImageOptions):
+class ImageTask(Task):
     """Images and their classes.
 
     A batch is ``images``, uint8 [n, C, H, W], as large as the model wants them or smaller (see
@@ -43,50 +50,137 @@ class ImageTask(ImageOptions):
     noun = "image"
     unit = "images"
     head_options = ("dataset", "data_dir", "classes")
+    recipes = RECIPES
+
+    name: str | None = option(
+        "timm name; default: vit_digits for digits, else vit_base_patch16_224",
+        MODEL | SPEED, name="model", usual="of timm; default: ViT-B/16, for digits a small one",
+    )  # fmt: skip
+    img_size: int | None = option(
+        "default: the model's own", MODEL | SPEED, read=positive, metavar="PIXELS",
+        usual="default: the model's own",
+    )  # fmt: skip
+    drop: float = option("drop-out, default 0", NUMBERS, 0.0, read=fraction, metavar="P")
+    drop_path: float = option(
+        "stochastic depth, default 0", NUMBERS, 0.0, read=fraction, metavar="P"
+    )
+    dataset: str = option(
+        "; ".join(f"{each.name} {each.says}" for each in known_datasets().values()),
+        MODEL | SPEED, "digits", read=dataset_name, metavar="|".join(known_datasets()),
+        usual="default: digits, which need no download",
+    )  # fmt: skip
+    data_dir: str = option(
+        "default: data", NUMBERS, "data", metavar="DIR", usual="where it is, default: data"
+    )
+    augment: bool = option("no random crops and flips", NUMBERS, True)
+    recipe: str | None = option(
+        f"{'; '.join(f'{name}: {words}' for name, words in RECIPES.items())}; what you write "
+        "besides comes after it",
+        Decides.NOTHING, metavar="|".join(RECIPES),
+    )  # fmt: skip
+    # SPEED: with any of these small images are enlarged by the host, not by the device.
+    aa: str | None = option(
+        "timm's RandAugment or AutoAugment, as in rand-m9-mstd0.5; default: none",
+        NUMBERS | SPEED, metavar="POLICY",
+    )  # fmt: skip
+    color_jitter: float = option(
+        "of brightness, contrast and saturation, default 0", NUMBERS | SPEED, 0.0,
+        read=not_negative, metavar="J",
+    )  # fmt: skip
+    reprob: float = option(
+        "random erasing, by noise, default 0", NUMBERS | SPEED, 0.0, read=fraction, metavar="P"
+    )
+    mixup: float = option(
+        "alpha of mixup; samples 2k and 2k + 1 of a batch are mixed; default 0: none",
+        NUMBERS | SPEED | Decides.PLAN, 0.0, read=not_negative, metavar="A",
+    )  # fmt: skip
+    cutmix: float = option(
+        "alpha of CutMix, default 0: none", NUMBERS | SPEED | Decides.PLAN, 0.0,
+        read=not_negative, metavar="A",
+    )  # fmt: skip
+    mixup_prob: float = option(
+        "that a pair is mixed, default 1", NUMBERS, 1.0, read=fraction, metavar="P"
+    )
+    mixup_switch_prob: float = option(
+        "that it is by CutMix, where both are given, default 0.5", NUMBERS, 0.5, read=fraction,
+        metavar="P",
+    )  # fmt: skip
+    pretrained: bool = option(
+        "begin with timm's weights of this model, from its hub or cache", NUMBERS, False
+    )
+    classes: tuple[int, ...] | None = option(
+        "of these classes of the data set alone, counted from 0 in this order; default: all",
+        MODEL, read=naturals, metavar="C,...",
+    )  # fmt: skip
+    smoothing: float = option(
+        "label smoothing, default 0.1", NUMBERS, 0.1, read=fraction, metavar="S"
+    )
+    bn_group: int = option(
+        "consecutive samples over which a batch norm takes its statistics, whoever computes them; "
+        "default 32. --batch-size must be a multiple, and shares are",
+        NUMBERS | SPEED | Decides.PLAN, 32, read=positive, metavar="G",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.name is None:  # records tell the model that was trained
             object.__setattr__(self, "name", find_dataset(self.dataset).model)
-        if self._mixing and has_batch_norm(str(self.name)) and self.bn_group % 2:
+        if self._mixes and self.bn_group % 2 and self.classifier.has_batch_norm:
             raise MotleyError(
                 f"--bn-group {self.bn_group}: --mixup and --cutmix mix two neighbours, who share a "
                 "batch norm; give an even number"
             )
 
     @cached_property
+    def classifier(self) -> "Classifier":
+        """``--model``."""
+        from motley.tasks.classifiers import Classifier
+
+        return Classifier(str(self.name))
+
+    @cached_property
     def size(self) -> int:
         """Pixels a side."""
-        own = native_size(str(self.name))
+        own = self.classifier.native_size
         if self.img_size is None:
-            check_square(str(self.name))
+            self.classifier.check_square()
         return self.img_size or own
 
     @cached_property
     def grain(self) -> int:  # type: ignore[override]
         """See Task."""
-        return self.bn_group if has_batch_norm(str(self.name)) else 2 if self._mixing else 1
+        return self.bn_group if self.classifier.has_batch_norm else 2 if self._mixes else 1
 
     @property
     def grain_is(self) -> str:  # type: ignore[override]
         """See Task."""
-        if has_batch_norm(str(self.name)):
+        if self.classifier.has_batch_norm:
             return "share one batch norm (--bn-group)"
         return "are mixed with one another (--mixup, --cutmix)"
 
+    @property
+    def _mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
     @cached_property
-    def _mixing(self) -> Mixing:
+    def _mixing(self) -> "Mixing":
+        from motley.data.transforms import Mixing
+
         return Mixing(self.mixup, self.cutmix, self.mixup_prob, self.mixup_switch_prob)
 
     @cached_property
-    def images(self) -> Images:
+    def images(self) -> "Images":
         """``--dataset``, opened."""
+        from motley.data.images import of_classes
+
         images = find_dataset(self.dataset).open(Path(self.data_dir), self.size)
         return images if self.classes is None else of_classes(images, self.classes)
 
     @cached_property
-    def look(self) -> Look:
+    def look(self) -> "Look":
         """How the model wants its images: as it was made for, unless the data set knows better."""
-        usual, images = data_config(str(self.name)), self.images
+        from motley.data.transforms import Look
+
+        usual, images = self.classifier.data_config(), self.images
         known = images.mean and images.std and not self.pretrained
         return Look(
             self.size,
@@ -99,11 +193,11 @@ class ImageTask(ImageOptions):
         )  # fmt: skip
 
     @cached_property
-    def _training(self) -> Transform:
+    def _training(self) -> "Transform":
         return self.look.of_training(self.images)
 
     @cached_property
-    def _evaluation(self) -> Transform:
+    def _evaluation(self) -> "Transform":
         return self.look.of_evaluation(self.images)
 
     @property
@@ -116,13 +210,15 @@ class ImageTask(ImageOptions):
         """See Task."""
         return find_dataset(self.dataset).needs_workers
 
-    def on(self, device: torch.device) -> Samples:
+    def on(self, device: "torch.device") -> "Samples":
         """See Task: a GPU shifts and mirrors images that fit into its memory."""
+        from motley.data.transforms import resident
+
         own = all(
             getattr(type(self), name) is getattr(ImageTask, name)
             for name in ("data", "sample", "collate", "weights")
         )  # not of a subclass, which may read other samples
-        if device.type != "cuda" or self._mixing or not own:
+        if device.type != "cuda" or self._mixes or not own:
             return self
         known: dict[torch.device, Samples] = self.__dict__.setdefault("_on", {})
         if device not in known:
@@ -133,7 +229,7 @@ class ImageTask(ImageOptions):
         """See Task."""
         find_dataset(self.dataset).prepare(Path(self.data_dir))
 
-    def model(self) -> nn.Module:
+    def model(self) -> "nn.Module":
         """See Task."""
         options: dict[str, Any] = {
             "num_classes": self.images.classes, "in_chans": self.images.channels,
@@ -141,21 +237,27 @@ class ImageTask(ImageOptions):
         optional = {
             "drop_rate": self.drop,
             "drop_path_rate": self.drop_path,
-            "img_size": self.img_size if has_fixed_size(str(self.name)) else None,
+            "img_size": self.img_size if self.classifier.has_fixed_size else None,
         }
         options |= {key: value for key, value in optional.items() if value}
-        return build_classifier(str(self.name), **options)
+        return self.classifier.build(**options)
 
-    def blocks(self, net: nn.Module) -> dict[str, nn.Module]:
+    def blocks(self, net: "nn.Module") -> "dict[str, nn.Module]":
         """See Task."""
+        from motley.tasks.classifiers import blocks_of
+
         return blocks_of(net)
 
-    def head(self, net: nn.Module) -> tuple[str, ...]:
+    def head(self, net: "nn.Module") -> tuple[str, ...]:
         """See Task."""
+        from motley.tasks.classifiers import head_of
+
         return head_of(net)
 
-    def adapt(self, tensors: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
         """See Task: position embeddings of another size of images among others."""
+        from motley.tasks.classifiers import adapted
+
         return adapted(tensors, net)
 
     @property
@@ -163,30 +265,32 @@ class ImageTask(ImageOptions):
         """See Task."""
         return self.pretrained
 
-    def pretrained_weights(self) -> tuple[dict[str, Tensor], str] | None:
+    def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
         """See Task."""
         if not self.pretrained:
             return None
-        size = {"img_size": self.size} if self.img_size and has_fixed_size(str(self.name)) else {}
-        net = build_classifier(
-            str(self.name), pretrained=True, in_chans=self.images.channels, **size
-        )
+        size = {"img_size": self.size} if self.img_size and self.classifier.has_fixed_size else {}
+        net = self.classifier.build(pretrained=True, in_chans=self.images.channels, **size)
         return net.state_dict(), f"timm's {self.name}"
 
-    def save(self, net: nn.Module, folder: Path) -> None:
+    def save(self, net: "nn.Module", folder: Path) -> None:
         """See Task: as timm and transformers load it."""
+        from motley.tasks.classifiers import save_classifier
+
         save_classifier(net, folder, self.look, self.class_names)
 
-    def data(self, held_out: bool) -> Source:
+    def data(self, held_out: bool) -> "Source":
         """See Task."""
         return self.images.test if held_out else self.images.train
 
-    def name_of(self, source: Source, index: int) -> str:
+    def name_of(self, source: "Source", index: int) -> str:
         """See Task."""
         return self.images.name_of(source, index)
 
     def with_files(self, folder: Path) -> "ImageTask":
         """See Task; these have no label."""
+        from motley.data.images import of_files
+
         changed = replace(self)
         changed.__dict__["images"] = of_files(self.images, folder)
         changed.__dict__["look"] = self.look  # as in the run's own evaluations
@@ -198,10 +302,14 @@ class ImageTask(ImageOptions):
         if not training:
             return {"images": self._evaluation(image), "labels": label}
         found = {"images": self._training(image), "labels": label}
-        return found | {"drawn": self._mixing.draw()} if self._mixing else found
+        return found | {"drawn": self._mixing.draw()} if self._mixes else found
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
         """See Task."""
+        import torch
+
+        from motley.data.transforms import mix
+
         shape = (self.images.channels, *samples[0]["images"].shape[1:])
         images = torch.empty((len(samples), *shape), dtype=torch.uint8)
         pixels = images.numpy()  # from pixel by pixel to plane by plane, it copies twice as fast
@@ -213,7 +321,7 @@ class ImageTask(ImageOptions):
             return mix(images, labels, drawn, self.grain)
         return {"images": images, "labels": labels}
 
-    def logits(self, net: Net, images: Tensor) -> Tensor:
+    def logits(self, net: Net, images: "Tensor") -> "Tensor":
         """fp32 [n, classes], of uint8 [n, C, H, W].
 
         They are enlarged and normalised here, on the device: as small uint8 they are a fraction of
@@ -224,8 +332,10 @@ class ImageTask(ImageOptions):
         logits: Tensor = net(centred.div_(std))
         return logits
 
-    def _mean_and_std(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _mean_and_std(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
         """Of a pixel, fp32 [1, C, 1, 1]; no buffers, which DDP would send around."""
+        import torch
+
         kept: dict[torch.device, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_kept", {})
         if device not in kept:
             shape = (1, self.images.channels, 1, 1)
@@ -236,11 +346,13 @@ class ImageTask(ImageOptions):
             kept[device] = mean, std
         return kept[device]
 
-    def losses(self, net: Net, batch: Tensors) -> Tensor:
+    def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task."""
+        from torch.nn import functional
+
         logits = self.logits(net, batch["images"])
 
-        def against(labels: Tensor) -> Tensor:
+        def against(labels: "Tensor") -> "Tensor":
             return functional.cross_entropy(
                 logits, labels, label_smoothing=self.smoothing, reduction="none"
             )
@@ -250,8 +362,10 @@ class ImageTask(ImageOptions):
             losses = batch["own"] * losses + (1 - batch["own"]) * against(batch["partners"])
         return losses
 
-    def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
+    def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
         """See Task; the loss is without smoothing."""
+        from torch.nn import functional
+
         logits, labels = self.logits(net, batch["images"]), batch["labels"]
         losses = functional.cross_entropy(logits, labels, reduction="none")
         return {"loss": losses, "top1": logits.argmax(dim=1) == labels}
@@ -264,8 +378,10 @@ class ImageTask(ImageOptions):
         """See Task."""
         return f"top-1 {metrics['top1']:.2%}, loss {metrics['loss']:.4f}"
 
-    def predict(self, net: Net, batch: Tensors) -> Mapping[str, Sequence[Any]]:
+    def predict(self, net: Net, batch: "Tensors") -> Mapping[str, Sequence[Any]]:
         """See Task; ``label`` is empty where an image has none."""
+        from motley.data.images import NO_LABEL
+
         best = self.logits(net, batch["images"]).softmax(dim=1).max(dim=1)
         known: list[int] = batch["labels"].tolist()
         labels = ["" if label == NO_LABEL else label for label in known]
@@ -277,9 +393,11 @@ class ImageTask(ImageOptions):
             said["predicted_name"] = [names[label] for label in predicted]
         return said
 
-    def noise(self, example: Tensors, count: int) -> Tensors:
+    def noise(self, example: "Tensors", count: int) -> "Tensors":
         """Random pixels: a GPU draws less power on images that are all alike, and computes faster
         than it would in training."""
+        import torch
+
         like = example["images"]
         dice = torch.Generator(like.device).manual_seed(0)
         return {

@@ -1,8 +1,5 @@
 """Text: a GPT from scratch, on bytes or characters of any file in any language, without a
 tokenizer. Or a language model of the transformers library, with its own tokens, whole or by LoRA.
-
-Source of the GPT: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, for
-the architecture; the initial weights too, those of projections into the residual stream by depth.
 """
 
 import json
@@ -11,15 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from motley.config.option import Decides, fraction, option, positive
-from motley.data.source import Source, Tensors
+from motley.config.option import Decides, above_zero, fraction, names, option, positive
 from motley.errors import MotleyError
 from motley.tasks.corpus import (
     KINDS,
@@ -32,97 +23,142 @@ from motley.tasks.corpus import (
     Windows,
     read_text,
 )
-from motley.tasks.hf_model import HfOptions, logits_of
-from motley.tasks.task import Net
+from motley.tasks.task import Net, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from motley.data.source import Source, Tensors
+    from motley.tasks.hf_model import HfModel
+
+MODEL, NUMBERS, SPEED, NOTHING = (
+    Decides.MODEL, Decides.NUMBERS, Decides.SPEED, Decides.NOTHING,
+)  # fmt: skip
+_OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # of the GPT here; a config.json has its own
+_IGNORED = -100  # a place that is only there to fill the row
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a GPT.
+class HfOptions(Task):
+    """A text task is one of these, besides what it has of its own."""
 
-    Attributes:
-        vocabulary: tokens that there are. length: that it sees. width: of a token.
-    """
+    compiles_whole = True  # logits are the largest tensor of all, and are not written so
 
-    vocabulary: int
-    length: int
-    depth: int
-    width: int
-    heads: int
-    dropout: float
+    hf_config: str | None = option(
+        "a model of the transformers library (GPT-2, GPT-Neo, Llama, ...) with random weights: its "
+        "config.json, or a folder with one (needs: pip install transformers)",
+        NOTHING, metavar="FILE|DIR",
+    )  # fmt: skip
+    pretrained: str | None = option(
+        "such a model with its weights: a folder with config.json, *.safetensors and the files of "
+        "its tokenizer; nothing is downloaded",
+        NUMBERS, metavar="DIR",
+    )  # fmt: skip
+    lora: int | None = option(
+        "train matrices of this rank beside the model's layers, which stay as they are: a small "
+        "part of the gradient to send (needs: pip install peft)",
+        MODEL | SPEED, read=positive, metavar="R",
+    )  # fmt: skip
+    lora_alpha: float | None = option(
+        "what they say counts A / R, default 1", MODEL, read=above_zero, metavar="A"
+    )
+    lora_targets: tuple[str, ...] | None = option(
+        "last words of the layers' names, as in q_proj,v_proj; default: peft's own for the kind of "
+        "model",
+        MODEL | SPEED, read=names, metavar="NAME,...",
+    )  # fmt: skip
 
+    @cached_property
+    def named(self) -> "HfModel | None":
+        """The model that ``--hf-config`` or ``--pretrained`` names."""
+        from motley.tasks.hf_model import HfModel
 
-class Block(nn.Module):
-    """Attention to what came before, then two layers for each token."""
+        if self.pretrained:
+            return HfModel(Path(self.pretrained), "--pretrained", with_weights=True)
+        if self.hf_config:
+            return HfModel(Path(self.hf_config), "--hf-config", with_weights=False)
+        return None
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, self._heads, self._dropout = shape.width, shape.heads, shape.dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(shape.dropout)
-        self.fused_attn = True  # motley.tasks.net.set_attention may say otherwise
+    def check_together(self, shape: Sequence[str], tokens: str | None) -> None:
+        """MotleyError for options that say nothing, or two things.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, length, width], in and out."""
-        x = x + self.drop(self.proj(self._attend(self.norm1(x))))
-        hidden = functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")
-        out: Tensor = x + self.drop(self.fc2(hidden))
-        return out
-
-    def _attend(self, x: Tensor) -> Tensor:
-        n, length, width = x.shape
-        query, key, value = (
-            self.qkv(x).view(n, length, 3, self._heads, width // self._heads).permute(2, 0, 3, 1, 4)
-        )
-        dropout = self._dropout if self.training else 0.0
-        if self.fused_attn:
-            seen = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, dropout_p=dropout
+        Args:
+            shape: options of the built-in model that were given. tokens: ``--tokens``.
+        """
+        if self.hf_config and self.pretrained:
+            raise MotleyError("--hf-config and --pretrained are two models; leave one out")
+        named = self.hf_config or self.pretrained
+        if named and shape:
+            raise MotleyError(
+                f"--{shape[0]} is of the GPT that is built in, and the config.json of {named} "
+                "says its own; leave one of them out"
             )
-        else:
-            ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-            scores = query @ key.transpose(-2, -1) / math.sqrt(width // self._heads)
-            weights = scores.masked_fill(ahead, -math.inf).softmax(dim=-1)
-            seen = functional.dropout(weights, dropout) @ value
-        merged: Tensor = seen.transpose(1, 2).reshape(n, length, width)
-        return merged
+        if tokens == TOKENIZER and not (named and Path(named).is_dir()):
+            raise MotleyError(
+                f"--tokens {TOKENIZER} is that of a model's folder; name it by --pretrained DIR or "
+                "--hf-config DIR"
+            )
+        if self.lora is None and (self.lora_alpha or self.lora_targets):
+            raise MotleyError(
+                f"--lora-{'alpha' if self.lora_alpha else 'targets'} is of --lora, which is not "
+                "given; add --lora 8"
+            )
 
+    def check_fits(self, model: "HfModel", length: int, corpus: Corpus) -> None:
+        """MotleyError for what the model cannot see or does not know."""
+        if model.longest is not None and length > model.longest:
+            raise MotleyError(
+                f"--length {length}: {model.said} sees {model.longest} tokens at most "
+                f"(max_position_embeddings, or n_positions); give --length {model.longest} or less"
+            )
+        if corpus.vocabulary > model.vocabulary:
+            raise MotleyError(
+                f"--tokens {corpus.kind}: there are {corpus.vocabulary} of them, and {model.said} "
+                f"knows {model.vocabulary} (vocab_size); choose other --tokens, or another model"
+            )
 
-class Gpt(nn.Module):
-    """Logits of each next token, [n, length, vocabulary], of tokens, int64 [n, length]."""
+    @property
+    def begins_with_weights(self) -> bool:
+        """See Task."""
+        return self.named is not None and self.named.with_weights
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.token = nn.Embedding(shape.vocabulary, shape.width)
-        self.position = nn.Embedding(shape.length, shape.width)
-        self.drop = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.head.weight = self.token.weight  # one matrix reads tokens and tells them
-        for name, part in self.named_modules():
-            if isinstance(part, nn.Linear | nn.Embedding):
-                residual = name.endswith(("proj", "fc2"))
-                std = 0.02 / math.sqrt(2 * shape.depth) if residual else 0.02
-                nn.init.normal_(part.weight, std=std)
-            if isinstance(part, nn.Linear) and part.bias is not None:
-                nn.init.zeros_(part.bias)
+    def pretrained_weights(self) -> "tuple[dict[str, Tensor], str] | None":
+        """See Task."""
+        if self.named is None or not self.named.with_weights:
+            return None
+        return self.named.weights(), str(self.named.path)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.token(tokens) + self.position(places))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+    def head(self, net: "nn.Module") -> tuple[str, ...]:
+        """See Task: what begins anew beside weights from elsewhere."""
+        from motley.tasks.hf_model import matrices
 
+        return matrices(net)
 
-MODEL, NUMBERS, SPEED = Decides.MODEL, Decides.NUMBERS, Decides.SPEED
-_OWN_SHAPE = ("vocabulary", "depth", "width", "heads")  # of the GPT here; a config.json has its own
-_IGNORED = -100  # a place that is only there to fill the row
+    def adapt(self, tensors: "dict[str, Tensor]", net: "nn.Module") -> "dict[str, Tensor]":
+        """See Task."""
+        from motley.tasks.hf_model import beside_lora
+
+        return beside_lora(tensors, net)
+
+    def save(self, net: "nn.Module", folder: Path) -> None:
+        """See Task: as transformers loads it, its tokenizer too; LoRA's matrices are added to the
+        layers that they stand beside."""
+        if self.lora is not None:
+            from motley.tasks.hf_model import merge_lora
+
+            merge_lora(net)
+        if self.named is None:
+            super().save(net, folder)
+            return
+        self.named.save(net, folder)
+
+    def with_lora(self, net: "nn.Module") -> "nn.Module":
+        """The network, as ``--lora`` wants it."""
+        if self.lora is None:
+            return net
+        from motley.tasks.hf_model import add_lora
+
+        return add_lora(net, self.lora, self.lora_alpha, self.lora_targets)
 
 
 @dataclass(frozen=True)
@@ -218,7 +254,7 @@ class TextTask(HfOptions):
         pieces = self._pieces[False]
         return float(pieces.sizes.mean()) if isinstance(pieces, Paragraphs) else float(self.length)
 
-    def model(self) -> nn.Module:
+    def model(self) -> "nn.Module":
         """See Task."""
         if self.named is not None:
             self.check_fits(self.named, self.length, self.corpus)
@@ -229,18 +265,20 @@ class TextTask(HfOptions):
                 f"--vocabulary {known}: the text has {self.corpus.vocabulary} different "
                 f"{self.tokens}; raise it, or leave it out"
             )
+        from motley.tasks.gpt import Gpt, Shape
+
         return self.with_lora(Gpt(
             Shape(known, self.length, self.depth, self.width, self.heads,
                   self.dropout)
         ))  # fmt: skip
 
-    def save(self, net: nn.Module, folder: Path) -> None:
+    def save(self, net: "nn.Module", folder: Path) -> None:
         """See Task; beside the GPT here, config.json has its shape and its vocabulary."""
         super().save(net, folder)
         if self.named is not None:
             return
         about = {
-            "architecture": "motley.tasks.builtin.text.Gpt", "vocabulary": self._known,
+            "architecture": "motley.tasks.gpt.Gpt", "vocabulary": self._known,
             "length": self.length, "depth": self.depth, "width": self.width,
             "heads": self.heads, "dropout": self.dropout,
             "tokens": self.tokens, "characters": self.corpus.alphabet,
@@ -253,33 +291,37 @@ class TextTask(HfOptions):
         """Tokens that the GPT here has."""
         return self.vocabulary or self.corpus.vocabulary
 
-    def data(self, held_out: bool) -> Source:
+    def data(self, held_out: bool) -> "Source":
         """See Task."""
         return self._pieces[held_out]
 
     def sample(self, item: Any, training: bool) -> Mapping[str, Any]:
         """See Task."""
+        import torch
+
         start = 0
         if training and not self.paragraphs:
             start = int(torch.randint(max(1, len(item) - self.length), ()))
-        piece = item[start : start + self.length + 1].astype(np.int64)
+        piece = item[start : start + self.length + 1].astype("int64")
         return {
             "tokens": torch.from_numpy(piece[:-1]), "targets": torch.from_numpy(piece[1:]),
             "bytes": self.corpus.bytes_of(piece[1:]),
         }  # fmt: skip
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Tensors:
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> "Tensors":
         """See Task: filled up to the longest."""
-        pad = nn.utils.rnn.pad_sequence
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
         return {
-            "tokens": pad([each["tokens"] for each in samples], batch_first=True),
-            "targets": pad(
+            "tokens": pad_sequence([each["tokens"] for each in samples], batch_first=True),
+            "targets": pad_sequence(
                 [each["targets"] for each in samples], batch_first=True, padding_value=_IGNORED
             ),
             "bytes": torch.tensor([each["bytes"] for each in samples]),
         }
 
-    def weights(self, batch: Tensors) -> Tensor | None:
+    def weights(self, batch: "Tensors") -> "Tensor | None":
         """See Task: tokens."""
         return (batch["targets"] != _IGNORED).sum(dim=1) if self.paragraphs else None
 
@@ -291,15 +333,19 @@ class TextTask(HfOptions):
         found: list[float] = pieces.sizes[list(indices)].astype(float).tolist()
         return found
 
-    def losses(self, net: Net, batch: Tensors) -> Tensor:
+    def losses(self, net: Net, batch: "Tensors") -> "Tensor":
         """See Task: nats."""
+        from torch.nn import functional
+
+        from motley.tasks.hf_model import logits_of
+
         logits, targets = logits_of(net(batch["tokens"])), batch["targets"]
         each = functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED
         )
         return each.view(targets.shape).sum(dim=1)
 
-    def scores(self, net: Net, batch: Tensors) -> Mapping[str, Tensor]:
+    def scores(self, net: Net, batch: "Tensors") -> "Mapping[str, Tensor]":
         """See Task."""
         return {"loss": self.losses(net, batch), "bytes": batch["bytes"]}
 
@@ -318,8 +364,10 @@ class TextTask(HfOptions):
             f"loss {metrics['loss']:.4f}"
         )
 
-    def noise(self, example: Tensors, count: int) -> Tensors:
+    def noise(self, example: "Tensors", count: int) -> "Tensors":
         """See Task: of the usual length."""
+        import torch
+
         device, length = example["tokens"].device, round(self.weight)
         dice = torch.Generator(device).manual_seed(0)
         most = self.corpus.vocabulary

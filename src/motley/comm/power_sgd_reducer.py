@@ -1,0 +1,273 @@
+"""The reducer of ``--wire powersgd``: torch's hook, given unequal shares, skipped steps and a loss
+scale that changes.
+
+After Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.futures import Future
+
+from motley.comm.collectives import leave_group
+from motley.comm.modes.power_sgd import PowerSgd
+from motley.comm.reducer import DTYPES, Bucket, Reducer, Sums, in_thread
+
+_LANES = 2  # a third was no faster
+_EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buckets
+
+
+class _Listening:
+    """What torch's hook may take for a process group: it remembers what this rank sent.
+
+    Attributes:
+        sent: by the address of what was summed, in place.
+    """
+
+    def __init__(self, sums: Sums, group: Any, dtype: torch.dtype) -> None:
+        self._sums, self._group, self._dtype = sums, group, dtype
+        self.sent: dict[int, Tensor] = {}
+
+    def size(self) -> int:
+        """Ranks."""
+        return dist.get_world_size(self._group)
+
+    def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
+        """Of one tensor, in place."""
+        (whole,) = tensors
+        if len(whole):  # what is empty has no address of its own
+            self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
+        summed = self._sums.begin(whole, self._dtype, self._group)
+        return _Work(summed.then(lambda future: [future.value()]))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An all-reduce under way; ``future`` is of a list of one tensor."""
+
+    future: Future[list[Tensor]]
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """See ``future``."""
+        return self.future
+
+
+class _Lane:
+    """Some of the buckets, one after another, through groups of its own.
+
+    The hook would send what is not worth two matrices, such as biases, before the first of them.
+    Over gloo it travels beside them, through another group (a group has two threads, and the hook
+    lets one wait for the other): where latency counts, a third of the time. And the second matrix
+    would be begun by gloo's threads, in another order on every rank; so a thread waits for each.
+
+    Attributes:
+        power: torch's memory of these buckets. group: None: the default one.
+        beside: the group of what is not compressed. dtype: of what travels.
+        thread: None: on a GPU, whose streams keep the order.
+    """
+
+    def __init__(self, number: int, mode: PowerSgd, device: torch.device, sums: Sums) -> None:
+        self._device, threaded = device, device.type != "cuda"
+        self.thread = ThreadPoolExecutor(1, "powersgd") if threaded else None
+        self.beside: Any = dist.new_group() if threaded else None
+        self.group: Any = dist.new_group() if number else None
+        self.dtype = DTYPES[mode.dtype]
+        self._heard = _Listening(sums, self.group, self.dtype)
+        self.power = PowerSGDState(
+            process_group=self._heard,
+            matrix_approximation_rank=mode.rank,
+            start_powerSGD_iter=_EXACT_AT_FIRST, orthogonalization_epsilon=1e-8,
+            compression_stats_logging_frequency=2**62,
+        )  # fmt: skip
+        self.keep()
+
+    def keep(self) -> None:
+        """Remember what :meth:`put_back` is to find."""
+        # The hook puts a new error in the old one's place, but writes into the Q's.
+        self._kept = (dict(self.power.error_dict), _copies(self.power.q_memory_dict))
+
+    def put_back(self) -> None:
+        """As if no step had been since :meth:`keep`."""
+        power = self.power
+        power.error_dict, power.q_memory_dict = self._kept
+        for place in set(power.p_memory_dict) - set(power.q_memory_dict):
+            del power.p_memory_dict[place]
+
+    def rescale(self, factor: float) -> None:
+        """Follow the loss scale, in whose unit the errors are."""
+        if factor != 1.0:
+            for error in self.power.error_dict.values():
+                error.mul_(factor)
+
+    def begin(self, bucket: Bucket) -> None:
+        """Make a bucket's first Q, if it has none, alike on all ranks. The hook would draw it from
+        torch's own generator, which other threads may be using."""
+        power, place = self.power, bucket.place
+        if place in power.p_memory_dict:
+            return
+        matrices = _matrices(bucket, power.matrix_approximation_rank)
+        numbers = sum(wide * rank for _, _, wide, rank in matrices)
+        noise = torch.randn(numbers, generator=torch.Generator().manual_seed(place))
+        power.q_memory_dict[place] = noise.to(self._device)
+        numbers = sum(high * rank for _, high, _, rank in matrices)
+        power.p_memory_dict[place] = torch.empty(numbers, device=self._device)
+
+    def own_error(self, bucket: Bucket) -> None:
+        """Make the error that the hook left what this rank's own matrices leave out of its part.
+
+        The hook subtracts the mean of all ranks from a rank's part. These differences sum up to
+        the same, but each grows for as long as the parts differ, by shares or by chance: sums of
+        ever larger numbers, of which rounding leaves ever less. With the orthogonal P that all
+        have, and Q the mean of the ranks' own q, (part - P Q^T) + P (Q - q)^T is part - P q^T.
+        """
+        if not bucket.grads:
+            return
+        power, place = self.power, bucket.place
+        p, q, error = (
+            each[place] for each in (power.p_memory_dict, power.q_memory_dict, power.error_dict)
+        )
+        self._heard.sent.pop(p.data_ptr())
+        own = self._heard.sent.pop(q.data_ptr())
+        others = q - own
+        _used_here(own)
+        for start, high, wide, rank in _matrices(bucket, power.matrix_approximation_rank):
+            thin_p, p = p[: high * rank].view(high, rank), p[high * rank :]
+            thin_q, others = others[: wide * rank].view(wide, rank), others[wide * rank :]
+            error[start : start + high * wide].view(high, wide).addmm_(thin_p, thin_q.T)
+
+    def close(self) -> None:
+        """Let go of its thread and groups."""
+        if self.thread is not None:
+            self.thread.shutdown()
+        for group in (self.beside, self.group):
+            if group is not None:
+                leave_group(group)
+
+
+class PowerSgdReducer(Reducer):
+    """Sends two thin matrices in place of each gradient matrix; what they leave out, the error,
+    is added to the next step's gradient.
+
+    torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
+    that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
+    scaled as the loss is; what a rank's own matrices leave out, rounded as it sends them.
+
+    A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
+    take turns in two lanes, so that a link is not idle in between.
+    """
+
+    def __init__(self, mode: PowerSgd, device: torch.device) -> None:
+        super().__init__()
+        self._ranks, self._device, self._mode = dist.get_world_size(), device, mode
+        lanes = 1 if device.type == "cuda" else _LANES
+        self._lanes = [_Lane(number, mode, device, self._sums) for number in range(lanes)]
+
+    def begin_at_once(self) -> None:
+        """See Reducer."""
+        for lane in self._lanes:
+            lane.power.iter = _EXACT_AT_FIRST
+
+    def send(self, bucket: Bucket) -> Future[Tensor]:
+        """See Reducer."""
+        lane = self._lanes[bucket.place % len(self._lanes)]
+        if lane.thread is None:
+            return self._sum(bucket, lane)
+        return in_thread(lane.thread, lambda: self._sum(bucket, lane).wait())
+
+    def _sum(self, bucket: Bucket, lane: _Lane) -> Future[Tensor]:
+        if lane.power.iter < _EXACT_AT_FIRST:
+            return self._sums.begin(bucket.flat, lane.dtype, lane.group)
+        thin = [grad for grad in bucket.grads if self._mode.thin(grad.shape)]
+        rest = [grad for grad in bucket.grads if not self._mode.thin(grad.shape)]
+        # One number more: where all is compressed there is still something to send.
+        whole = torch.cat([bucket.flat.new_zeros(1), *(grad.flatten() for grad in rest)])
+        beside = self._sums.begin(whole, lane.dtype, lane.beside)
+        bucket.flat.mul_(self._ranks)
+        matrices = replace(bucket, grads=thin, final=False)
+        lane.begin(matrices)
+        future = powerSGD_hook(lane.power, matrices)
+
+        def put_back(summed: Future[Tensor]) -> Tensor:
+            lane.own_error(matrices)
+            parts = torch.split(beside.wait()[1:], [grad.numel() for grad in rest])
+            for grad, part in zip(rest, parts, strict=True):
+                grad.copy_(part.view_as(grad))
+            return summed.value()
+
+        return future.then(put_back)
+
+    def after_step(self, taken: bool, factor: float) -> None:
+        """See Reducer."""
+        super().after_step(taken, factor)
+        for lane in self._lanes:
+            if taken:
+                lane.power.iter += 1  # the hook would know of its last bucket, were it one lane
+            else:
+                lane.put_back()
+            lane.rescale(factor)
+            lane.keep()
+
+    def close(self) -> None:
+        """See Reducer."""
+        super().close()
+        for lane in self._lanes:
+            lane.close()
+
+    def state(self) -> dict[str, Tensor]:
+        """See Reducer."""
+        state = {"iter": torch.tensor(self._lanes[0].power.iter)}
+        for power in (lane.power for lane in self._lanes):
+            for place in power.p_memory_dict:
+                for kind, memory in _memories(power).items():
+                    state[f"{kind}.{place}"] = memory[place].cpu()
+        return state
+
+    def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
+        """See Reducer. No step is taken: the first ones, which are exact, are counted."""
+        for power in (lane.power for lane in self._lanes):
+            power.iter = int(state.get("iter", 0))
+            for memory in _memories(power).values():
+                memory.clear()
+        for key, value in state.items():
+            kind, dot, place = key.partition(".")
+            if dot:
+                power = self._lanes[int(place) % len(self._lanes)].power
+                _memories(power)[kind][int(place)] = value.to(self._device)
+        for lane in self._lanes:
+            lane.rescale(factor)
+            lane.keep()
+
+
+def _memories(power: Any) -> dict[str, dict[int, Tensor]]:
+    """What torch's hook keeps from step to step, by bucket."""
+    return {"error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict}
+
+
+def _used_here(tensor: Tensor) -> None:
+    """Keep the memory of what was made in another stream until this one is done with it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _matrices(bucket: Bucket, most: int) -> list[tuple[int, int, int, int]]:
+    """Where each begins in its bucket, its height, its width, and its rank there, ``most`` at most;
+    in the order of the hook's memories, where those of a shape lie next to each other."""
+    start, found = bucket.flat.storage_offset(), []
+    for grad in bucket.grads:
+        high, wide = len(grad), grad.numel() // len(grad)
+        found.append((int(grad.storage_offset() - start), high, wide, min(high, wide, most)))
+    shapes = [sides for _, *sides in found]
+    return sorted(found, key=lambda each: shapes.index([*each[1:]]))
+
+
+def _copies(memory: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {place: tensor.clone() for place, tensor in memory.items()}

@@ -1,0 +1,230 @@
+"""Microsoft's Aurora: its construction, its usual values and its batches, and the errors of its
+forecasts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from motley.data.source import Tensors
+from motley.errors import MotleyError
+from motley.registry import import_extra
+from motley.tasks.states import AIR, INPUTS, STATIC, SURFACE, Grid, Usual
+from motley.tasks.task import Net
+
+_HEAD = 64  # numbers of a head of the backbone's attention; 32 of the encoder's and decoder's
+# What each variable counts in the loss, after https://arxiv.org/abs/2405.13063.
+_COUNTS = {"2t": 3.0, "10u": 0.77, "10v": 0.66, "msl": 1.5}
+_COUNTS_AIR = {"z": 2.8, "u": 0.87, "v": 0.6, "t": 1.7, "q": 0.78}
+_SURFACE_PART = 0.25
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an Aurora; the usual ones are those of its makers.
+
+    Attributes:
+        width: of a patch. depths: blocks of the encoder's stages; the decoder's are the reverse.
+        levels: latent ones. patch: degrees of the grid a side.
+    """
+
+    width: int
+    depths: tuple[int, ...]
+    levels: int = 4
+    patch: int = 4
+
+    def __post_init__(self) -> None:
+        if self.width % _HEAD:
+            raise MotleyError(
+                f"--embed-dim {self.width} is no multiple of {_HEAD}, the width of a head; take "
+                f"{max(1, round(self.width / _HEAD)) * _HEAD}"
+            )
+        if len(self.depths) < 2:
+            raise MotleyError(
+                f"--depths {','.join(map(str, self.depths))}: give the blocks of two stages or "
+                "more, as in 2,6,2"
+            )
+        if self.levels % 2:
+            raise MotleyError(
+                f"--latent-levels {self.levels} is odd; the backbone's windows are two levels high"
+            )
+
+
+def aurora() -> Any:
+    """The package.
+
+    Raises:
+        MotleyError: it is not installed.
+    """
+    import_extra("aurora.normalisation", "--task weather", "microsoft-aurora")
+    return import_extra("aurora", "--task weather", "microsoft-aurora")
+
+
+def build(shape: Shape, step: int) -> nn.Module:
+    """An Aurora with new weights.
+
+    No LoRA, which is for roll-outs of a trained one; nor Aurora's own autocast: which parts compute
+    in 16 bits is the task's to say.
+
+    Args:
+        step: hours that it looks ahead.
+    """
+    heads = tuple(shape.width // _HEAD * 2**stage for stage in range(len(shape.depths)))
+    net: nn.Module = aurora().Aurora(
+        surf_vars=SURFACE, atmos_vars=AIR, use_lora=False, timestep=timedelta(hours=step),
+        embed_dim=shape.width, num_heads=2 * heads[0], latent_levels=shape.levels,
+        patch_size=shape.patch, encoder_depths=shape.depths, encoder_num_heads=heads,
+        decoder_depths=shape.depths[::-1], decoder_num_heads=heads[::-1],
+    )  # fmt: skip
+    return net
+
+
+def known_levels() -> tuple[int, ...]:
+    """Those that Aurora has means and deviations of, hPa."""
+    names = aurora().normalisation.locations
+    numbers = (name.partition("_")[2] for name in names if name.startswith("t_"))
+    levels = (int(number) for number in numbers if number.isdecimal())
+    return tuple(sorted(lv for lv in levels if all(f"{name}_{lv}" in names for name in AIR)))
+
+
+def usual(levels: Sequence[int]) -> Usual:
+    """Means and deviations of what is on these levels and on the ground, as Aurora has them.
+
+    Raises:
+        MotleyError: a level is not among those.
+    """
+    known = known_levels()
+    if unknown := [level for level in levels if level not in known]:
+        raise MotleyError(
+            f"Aurora knows no level of {unknown[0]} hPa; give --levels of "
+            f"{','.join(map(str, known))}"
+        )
+    tables = aurora().normalisation.locations, aurora().normalisation.scales
+    surface = [[table[name] for name in SURFACE] for table in tables]
+    air = [[[table[f"{name}_{level}"] for level in levels] for name in AIR] for table in tables]
+    return Usual(np.array(surface, dtype=np.float32), np.array(air, dtype=np.float32))
+
+
+def as_batch(
+    surface: Tensor,
+    air: Tensor,
+    hours: Sequence[int],
+    places: tuple[Tensor, Tensor],
+    static: Mapping[str, Tensor],
+    levels: tuple[int, ...],
+) -> Any:
+    """Aurora's own kind of a batch.
+
+    Args:
+        surface: [n, times, 4, lat, lon]. air: [n, times, 5, levels, lat, lon].
+        hours: since 1970 of the last of the times. places: latitudes and longitudes.
+    """
+    package = aurora()
+    # With their zone: Aurora would take naive times as the host's own, and hosts may differ.
+    times = tuple(datetime.fromtimestamp(3600 * hour, UTC) for hour in hours)
+    return package.Batch(
+        surf_vars={name: surface[:, :, number] for number, name in enumerate(SURFACE)},
+        static_vars=dict(static),
+        atmos_vars={name: air[:, :, number] for number, name in enumerate(AIR)},
+        metadata=package.Metadata(*places, times, levels),
+    )
+
+
+@dataclass(frozen=True)
+class ForecastErrors:
+    """The errors of forecasts, with what is the same for all samples on a device. It holds no
+    buffers of the model, which DDP would send around and checkpoints would keep.
+
+    Attributes:
+        levels: hPa. area: of a row of the grid, 1 on average, [lat, 1].
+        places: latitudes and longitudes.
+        surface: mean, deviation, what it counts, [3, 4, 1, 1]; air: [3, 5, levels, 1, 1].
+    """
+
+    levels: tuple[int, ...]
+    area: Tensor
+    places: tuple[Tensor, Tensor]
+    static: dict[str, Tensor]
+    surface: Tensor
+    air: Tensor
+
+    @classmethod
+    def on(
+        cls, device: torch.device, grid: Grid, static: Mapping[str, Any], usual: Usual, patch: int
+    ) -> Self:
+        """Return those of a grid.
+
+        Args:
+            patch: points of the grid; latitudes that fill no patch are not told.
+        """
+
+        def there(values: Any) -> Tensor:
+            return torch.as_tensor(np.asarray(values, dtype=np.float32), device=device)
+
+        rows = len(grid.lat) // patch * patch
+        area = np.cos(np.deg2rad(grid.lat[:rows])).clip(0)
+        counts = [_COUNTS[name] for name in SURFACE]
+        counts_air = np.repeat([[_COUNTS_AIR[name]] for name in AIR], len(grid.levels), axis=1)
+        return cls(
+            grid.levels,
+            there(area / area.mean())[:, None],
+            (there(grid.lat), there(grid.lon)),
+            {name: there(static[name]) for name in STATIC},
+            there([*usual.surface, counts])[..., None, None],
+            there([*usual.air, counts_air])[..., None, None],
+        )
+
+    def losses(self, net: Net, batch: Tensors) -> Tensor:
+        """Return the mean absolute error of each sample by area, [n], each variable in its usual
+        deviations and by what it counts."""
+        return self._loss(*self._between(net, batch))
+
+    def scores(self, net: Net, batch: Tensors) -> dict[str, Tensor]:
+        """Return the loss, and squared errors by variable, of the air over all levels, [n]."""
+        surface, air = self._between(net, batch)
+        squares = [(each.square() * self.area).flatten(2).mean(dim=2) for each in (surface, air)]
+        named = zip((*SURFACE, *(f"air_{name}" for name in AIR)),
+                    torch.cat(squares, dim=1).unbind(dim=1), strict=True)  # fmt: skip
+        return {"loss": self._loss(surface, air), **dict(named)}
+
+    def noise(self, example: Tensors, count: int) -> Tensors:
+        """Return a batch of usual values, nothing alike."""
+        device = example["surface"].device
+        dice, made = torch.Generator(device).manual_seed(0), dict[str, Tensor]()
+        for name, (mean, deviation, _) in (("surface", self.surface), ("air", self.air)):
+            shape = (count, *example[name].shape[1:])
+            values = torch.randn(shape, device=device, generator=dice, dtype=example[name].dtype)
+            made[name] = values.mul_(deviation).add_(mean)
+        return {**made, "hour": example["hour"].new_zeros(count)}
+
+    def _between(self, net: Net, batch: Tensors) -> tuple[Tensor, Tensor]:
+        """Return what was told less what came: [n, 4, lat, lon], [n, 5, levels, lat, lon], in their
+        units."""
+        surface, air = batch["surface"], batch["air"]
+        known = as_batch(
+            surface[:, :INPUTS], air[:, :INPUTS], batch["hour"].tolist(), self.places,
+            self.static, self.levels,
+        )  # fmt: skip
+        told = net(known)
+        rows = len(self.area)
+        return (
+            _stacked(told.surf_vars, SURFACE) - surface[:, INPUTS, ..., :rows, :],
+            _stacked(told.atmos_vars, AIR) - air[:, INPUTS, ..., :rows, :],
+        )
+
+    def _loss(self, surface: Tensor, air: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+        for errors, (_, deviation, counts) in ((surface, self.surface), (air, self.air)):
+            each = (errors.abs() * self.area).mean(dim=(-2, -1), keepdim=True)
+            parts.append((each * counts / deviation).flatten(2).mean(dim=2).sum(dim=1))
+        surface_part, air_part = parts
+        return (_SURFACE_PART * surface_part + air_part) / (len(SURFACE) + len(AIR))
+
+
+def _stacked(told: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.stack([told[name][:, 0] for name in names], dim=1)

@@ -1,0 +1,96 @@
+"""A GPT: attention to earlier tokens, block by block.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, for the
+architecture; the initial weights too, those of projections into the residual stream by depth.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a GPT.
+
+    Attributes:
+        vocabulary: tokens that there are. length: that it sees. width: of a token.
+    """
+
+    vocabulary: int
+    length: int
+    depth: int
+    width: int
+    heads: int
+    dropout: float
+
+
+class Block(nn.Module):
+    """Attention to what came before, then two layers for each token."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, self._heads, self._dropout = shape.width, shape.heads, shape.dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(shape.dropout)
+        self.fused_attn = True  # motley.tasks.net.set_attention may say otherwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, length, width], in and out."""
+        x = x + self.drop(self.proj(self._attend(self.norm1(x))))
+        hidden = functional.gelu(self.fc1(self.norm2(x)), approximate="tanh")
+        out: Tensor = x + self.drop(self.fc2(hidden))
+        return out
+
+    def _attend(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        query, key, value = (
+            self.qkv(x).view(n, length, 3, self._heads, width // self._heads).permute(2, 0, 3, 1, 4)
+        )
+        dropout = self._dropout if self.training else 0.0
+        if self.fused_attn:
+            seen = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, dropout_p=dropout
+            )
+        else:
+            ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            scores = query @ key.transpose(-2, -1) / math.sqrt(width // self._heads)
+            weights = scores.masked_fill(ahead, -math.inf).softmax(dim=-1)
+            seen = functional.dropout(weights, dropout) @ value
+        merged: Tensor = seen.transpose(1, 2).reshape(n, length, width)
+        return merged
+
+
+class Gpt(nn.Module):
+    """Logits of each next token, [n, length, vocabulary], of tokens, int64 [n, length]."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.token = nn.Embedding(shape.vocabulary, shape.width)
+        self.position = nn.Embedding(shape.length, shape.width)
+        self.drop = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.token.weight  # one matrix reads tokens and tells them
+        for name, part in self.named_modules():
+            if isinstance(part, nn.Linear | nn.Embedding):
+                residual = name.endswith(("proj", "fc2"))
+                std = 0.02 / math.sqrt(2 * shape.depth) if residual else 0.02
+                nn.init.normal_(part.weight, std=std)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See the class."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.token(tokens) + self.position(places))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
