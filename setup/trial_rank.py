@@ -1,5 +1,5 @@
-"""One rank of the trial in motley.provision.keeper. The last rank is killed, and each other one
-prints a line if it lives on.
+"""One rank of the trial in motley.provision.keep_training. The last rank is killed, and each other
+one prints a line if it lives on.
 
     mpirun -np 3 ./entry_cn.sh setup/trial_rank.py
 """

@@ -200,6 +200,13 @@ def test_every_program_that_is_waited_for_has_a_time_limit() -> None:
     ] == []
 
 
+def test_each_door_of_setup_opens_a_module() -> None:
+    doors = [path for path in (ROOT / "setup").glob("*.sh") if "/door.sh" in path.read_text()]
+    assert len(doors) > 10
+    assert not [door.name for door in doors
+                if not (LIBRARY / "provision" / f"{door.stem}.py").exists()]  # fmt: skip
+
+
 def test_script_folders_are_no_packages() -> None:
     # A deepspeed/__init__.py would hide the package of that name.
     assert not [folder for folder in SCRIPTS if list((ROOT / folder).rglob("__init__.py"))]

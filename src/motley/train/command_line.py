@@ -286,7 +286,7 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     return task.recipes[asked.recipe].split()
 
 
-_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keeper"
+_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keep_training"
 _REPLACED = ("--run", "--resume", "--logs")
 _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: "torchrun"}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.provision.keep_returns import Asked
-from motley.provision.keeper import Keeper, Stop
+from motley.provision.keep_training import Keeper, Stop
 from motley.provision.launch_line import LaunchLine
 
 HOSTS = "a slots=2\nb\nc slots=2\n"

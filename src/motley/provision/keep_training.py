@@ -73,7 +73,7 @@ class Outcome(Enum):
 
 
 class Job(Protocol):
-    """Holder of the process that runs; see keeper.Stop."""
+    """Holder of the process that runs; see keep_training.Stop."""
 
     number: int
     job: subprocess.Popen[bytes] | None
