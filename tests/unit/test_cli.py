@@ -45,7 +45,7 @@ def test_each_door_of_the_clone_is_a_commands() -> None:
         for path in (ROOT / folder).iterdir()
         if path.suffix == ".py" or (path.suffix == ".sh" and "/door.sh" in path.read_text())
     }  # fmt: skip
-    own = {"own_python.py", "verify_env.py", "install_packages.py"}  # of a clone's environment
+    own = {"own_python.py", "install_packages.py"}  # of a clone's environment
     assert sorted(doors) == sorted(door for door in there if Path(door).name not in own)
 
 
@@ -189,4 +189,4 @@ def test_no_text_of_the_library_keeps_a_door_where_there_is_none() -> None:
     named = [text for text in texts if door.search(text)]
     assert len(named) > 60
     left = {found for text in named for found in door.findall(typed_command(text))}
-    assert left <= {"entry_cn.sh", "setup/verify_env.py", "setup/make_env.sh"}, left
+    assert left <= {"entry_cn.sh", "setup/make_env.sh"}, left

@@ -51,6 +51,7 @@ from motley.provision.setup_command import (
     print_troubles,
     read_hostfile,
     run,
+    run_python,
     table,
 )
 from motley.provision.sync_cn import differing, send, tracked_files
@@ -160,6 +161,7 @@ def describe_gpu(gpu: HostGpu) -> str:
     return f"{gpu.host}: {gpu.name} ({label}), driver {gpu.driver}"
 
 
+_VERIFY = "motley.provision.verify_env"
 LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 STAGE = VENV.with_name(f"{VENV.name}-parcels")  # on a host, until its environment is there
@@ -356,15 +358,14 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
 def verify(host: str) -> tuple[str, str]:
     """Import the packages and run a kernel on a host; versions and speeds, or HostTrouble."""
     with connect(host) as remote:
-        script = 'PYTHONPATH="$1/src" "$2/bin/python" "$1/setup/verify_env.py"'
-        done = remote.run(script, PLACE, VENV, limit=VERIFY_S)
+        done = run_python(remote, _VERIFY, limit=VERIFY_S)
     lines = done.output.splitlines()
     if done.code != 0 or not lines:
         last = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
         raise HostTrouble(
             "does not compute",
             f"{host}: {last.removeprefix('motley: ')}",
-            f"see all of it with: ssh -- {host} {VENV}/bin/python {PLACE}/setup/verify_env.py",
+            f"see all of it with: ssh -- {host} {VENV}/bin/python -m {_VERIFY}",
         )
     found = json.loads(lines[-1])
     return found["torch"], ", ".join(found["kernels"])
