@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by setup's scripts: prints the caller's own -h, then becomes the module of the same name
-# in motley.provision, by the Python of this machine's environment.
+# Sourced by setup's scripts: becomes the module of the caller's name in motley.provision, by the
+# Python of this machine's environment. Without that it prints the -h, the module's docstring.
 set -euo pipefail
 
-door=${BASH_SOURCE[1]}
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+name=$(basename -- "${BASH_SOURCE[1]}" .sh)
 for argument in "$@"; do
   case $argument in
-    -h | --help) sed -n '2,/^source /{/^source /d; s/^# \{0,1\}//p}' "$door"; exit 0 ;;
+    -h | --help) sed '1s/^"""//; /^"""$/,$d' "$root/src/motley/provision/$name.py"; exit 0 ;;
   esac
 done
 case $root in
@@ -29,6 +29,5 @@ if ! [ -x "$MOTLEY_VENV/bin/python" ]; then
 fi
 unset PYTHONHOME PYTHONPLATLIBDIR PYTHONOPTIMIZE PYTHONSAFEPATH # of another Python
 export PATH=$MOTLEY_VENV/bin:$PATH PYTHONPATH=$root/src PYTHONUNBUFFERED=1
-name=$(basename -- "$door" .sh)
 # -P: a module in the folder where this is typed is not meant.
 exec "$MOTLEY_VENV/bin/python" -P -m "motley.provision.$name" "$@"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["MotleyError", "Task", "plan_shares", "records", "train_model"]
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parents[1]  # of the repository: its scripts, and the files beside them
+# The clone that the package is in: its scripts, and the files beside them. None: pip installed it.
+ROOT = PACKAGE.parents[1] if (PACKAGE.parents[1] / "entry_cn.sh").is_file() else None
 __version__ = "0.1.0"
 _MODULES = {
     "MotleyError": "motley.errors", "Task": "motley.tasks.task",

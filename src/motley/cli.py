@@ -1,4 +1,4 @@
-"""The command ``motley``: what the doors of the repository do, wherever the package is installed.
+"""The command ``motley``: what the doors of a clone do, wherever the package is installed.
 
     mpirun -np 2 motley train --task mine.py --epochs 2
     mpirun -np 2 motley train --task mine.py --stage 3
@@ -6,19 +6,19 @@
     motley report logs
     motley watch --once
 
-Each rank of ``train``, ``run``, ``plan`` and ``infer`` gets the environment that entry_cn.sh gives,
-and becomes ``python -m motley.launch``. The other commands run in this process.
+Each rank of a command that ranks run becomes ``python -m motley.launch``, by
+motley.launch.environment, as with entry_cn.sh. The other commands run in this process.
 """
 
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley import PACKAGE, __version__
-from motley.text import RUN, did_you_mean
+from motley import __version__
+from motley.text import PINNED, RUN, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -28,36 +28,111 @@ class Command:
     Attributes:
         module: its ``main()`` reads ``sys.argv`` and returns an exit code, or None; empty for RUN.
         says: one line for ``-h``.
+        doors: scripts of a clone that do the same.
         is_launched: each rank runs it.
+        visits_hosts: its ``main(words)`` is for motley.provision.setup_command.
+        otherwise: what a user types where there is no clone, if the command needs one.
     """
 
     module: str
     says: str
+    doors: tuple[str, ...] = ()
     is_launched: bool = False
+    visits_hosts: bool = False
+    otherwise: str = ""
 
 
-COMMANDS = {
-    "train": Command("motley.train.train_model", "train a model on all ranks", True),
-    RUN: Command("", "run a script of your own on all ranks", True),
-    "plan": Command("motley.train.plan_vit", "split a batch and forecast its speed", True),
-    "infer": Command("motley.infer.infer_vit", "classify images with a trained model", True),
-    "export": Command("motley.infer.export_model", "write a trained model for timm or ONNX"),
-    "verify": Command("motley.checkpoint.verify_run", "compare a run's files with their hashes"),
-    "watch": Command("motley.plotting.watch", "follow a run in the terminal"),
-    "report": Command("motley.plotting.report", "write a page about a run, or about all runs"),
-    "verdict": Command("motley.plotting.run_verdict", "say where a run's time went"),
-    "publish": Command("motley.plotting.publish_run", "send a run to a tracker"),
-    "plot-training": Command("motley.plotting.plot_training", "draw a run's curves"),
-    "plot-gpu": Command("motley.plotting.plot_gpu", "draw the GPUs of a run"),
-    "plot-runs": Command("motley.plotting.plot_runs", "draw several runs beside each other"),
-    "plot-timeline": Command("motley.plotting.plot_timeline", "draw the steps of all ranks"),
-    "completion": Command("motley.completion", "complete commands and options in your shell"),
-    "traces": Command("motley.plotting.traces", "merge the profiler's traces"),
-}
+def _on_ranks(module: str, says: str, *doors: str) -> Command:
+    return Command(f"motley.{module}" if module else "", says, doors, is_launched=True)
+
+
+def _here(module: str, says: str, *doors: str) -> Command:
+    return Command(f"motley.{module}", says, doors)
+
+
+def _picture(name: str, says: str) -> Command:
+    return _here(f"plotting.{name}", says, f"plots/{name}.py")
+
+
+def _on_hosts(name: str, says: str, otherwise: str = "") -> Command:
+    doors = (f"setup/{name}.sh",)
+    return Command(f"motley.provision.{name}", says, doors, False, True, otherwise)
+
+
+GROUPS = {
+    "Train a model, and use it": {
+        "train": _on_ranks("train.train_model", "train a model on all ranks", *(
+            f"{folder}/{name}.py" for folder in ("torch_dist", "deepspeed")
+            for name in ("train_vit", "train")
+        )),
+        RUN: _on_ranks("", "run a script of your own on all ranks"),
+        "plan": _on_ranks(
+            "train.plan_vit", "split a batch and forecast its speed", "torch_dist/plan_vit.py"
+        ),
+        "infer": _on_ranks(
+            "infer.infer_vit", "classify images with a trained model", "torch_dist/infer_vit.py"
+        ),
+        "export": _here(
+            "infer.export_model", "write a trained model for timm or ONNX", "torch_dist/export.py"
+        ),
+        "verify": _here(
+            "checkpoint.verify_run", "compare a run's files with their hashes",
+            "torch_dist/verify.py",
+        ),
+        "baselines": _here(
+            "provision.baselines", "measure ways to train, one after the other",
+            "torch_dist/baseline_measure.py",
+        ),
+    },
+    "Look at runs": {
+        "watch": _picture("watch", "follow a run in the terminal"),
+        "report": _picture("report", "write a page about a run, or about all runs"),
+        "verdict": _here(
+            "plotting.run_verdict", "say where a run's time went", "plots/verdict.py"
+        ),
+        "publish": _here("plotting.publish_run", "send a run to a tracker", "plots/publish.py"),
+        "traces": _picture("traces", "merge the profiler's traces"),
+        "plot-training": _picture("plot_training", "draw a run's curves"),
+        "plot-gpu": _picture("plot_gpu", "draw the GPUs of a run"),
+        "plot-runs": _picture("plot_runs", "draw several runs beside each other"),
+        "plot-timeline": _picture("plot_timeline", "draw the steps of all ranks"),
+        "plot-baselines": _picture("plot_baselines", "draw a matrix of baselines"),
+    },
+    "Share the machines of hosts.txt": {
+        "keep": _on_hosts("keep_training", "start a training again when a machine is lost"),
+        "leave": _on_hosts("leave_cn", "have a host leave training after its step"),
+        "join": _on_hosts("join_cn", "call a host back"),
+        "clean": _on_hosts("clean_cn", "end your own leftover training processes"),
+        "slurm": _on_hosts("slurm_job", "write a batch script of Slurm's, and submit it"),
+    },
+    "Get these machines ready": {
+        "check": _on_hosts("test_cn_connection", "say what every host is, and what is wrong"),
+        "ssh": _on_hosts("passwordless_ssh", "get from a password to a key on every host"),
+        "shell": _on_hosts("change_cn_shell", "change your login shell on every host"),
+        "install": _on_hosts(
+            "install_cn", "make a clone's environment on every host",
+            f"pip install {PINNED}",
+        ),
+        "sync": _on_hosts("sync_cn", "bring a clone's files to every host", "scp"),
+        "stage": _on_hosts("stage_cn", "pack images into one file on each host's disk"),
+        "mpi": _on_hosts("test_mpi", "tell MPI which network the hosts share, and try it"),
+        "hello": _on_ranks(
+            "provision.hello_mpi", "have each rank say where it is", "setup/hello_mpi.py"
+        ),
+        "test-gpu": _on_ranks(
+            "provision.test_torch_gpu", "see whether each rank can compute",
+            "torch_dist/test_torch_gpu.py",
+        ),
+        "test-deepspeed": _on_ranks(
+            "provision.test_deepspeed", "see whether DeepSpeed works on all ranks",
+            "deepspeed/test_deepspeed.py",
+        ),
+        "completion": _here("completion", "complete commands and options in your shell"),
+    },
+}  # fmt: skip
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 EXAMPLE = "mpirun -np 2 motley train --epochs 1"
 _RUN_EXAMPLE = "mpirun -np 2 motley run mine.py"
-# Variables of another Python, which a module or .bashrc sets, would break the start of this one.
-_FOREIGN = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONOPTIMIZE", "PYTHONSAFEPATH", "PYTHONINSPECT")
 
 
 def main() -> None:
@@ -75,25 +150,32 @@ def main() -> None:
     if not COMMANDS[name].is_launched:
         sys.exit(run(name, words[1:]))
     begun = find_script(words[1:]) if name == RUN else ["-m", __name__, *words]
-    command = [sys.executable, "-P", "-m", "motley.launch", *begun]
-    # The rank stays the launcher's direct child: it asks the kernel to die with its parent.
-    os.execve(sys.executable, command, rank_environment(os.environ))
+    importlib.import_module("motley.launch.environment").start_rank(begun)
 
 
 def run(name: str, words: Sequence[str]) -> int:
     """Run a command in this process, as if it had been typed with these words; its exit code."""
     sys.argv = [f"motley {name}", *words]
-    return importlib.import_module(COMMANDS[name].module).main() or 0
+    command = COMMANDS[name]
+    main = importlib.import_module(command.module).main
+    if command.visits_hosts:
+        importlib.import_module("motley.provision.setup_command").run(main)
+    return main() or 0
 
 
 def usage() -> str:
-    """Return the text of ``motley -h``."""
+    """Return the text of ``motley -h``, which fits a screen of 40 lines."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.says}" for name, command in COMMANDS.items()]
+    lines = list[str]()
+    for title, group in GROUPS.items():
+        lines.append(f"{title}:")
+        drawn = [name for name in group if name.startswith("plot-")]
+        rows = {name: command.says for name, command in group.items() if name not in drawn}
+        lines += [f"  {name:<{width}}  {says}" for name, says in rows.items()]
+        lines += [f"  {', '.join(drawn)}: pictures"] * bool(drawn)
     return "\n".join([
         "usage: motley COMMAND [ARGS...]", "",
-        "Train one model on unequal machines, exactly, as fast as their sum.", "",
-        *lines, "",
+        "Train one model on unequal machines, exactly, as fast as their sum.", *lines, "",
         f"example: {EXAMPLE}",
         "motley COMMAND -h describes a command; motley --version prints the version.",
     ])  # fmt: skip
@@ -102,7 +184,7 @@ def usage() -> str:
 def explain(name: str) -> str:
     """Return the error for a missing or unknown command."""
     found = f"{name} is no command{did_you_mean(name, COMMANDS)}" if name else "no command is given"
-    return f"{found}; choose {', '.join(COMMANDS)}, as in: {EXAMPLE}"
+    return f"{found}; motley -h lists them, as in: {EXAMPLE}"
 
 
 def find_script(words: Sequence[str]) -> list[str]:
@@ -122,26 +204,6 @@ def find_script(words: Sequence[str]) -> list[str]:
         )  # fmt: skip
         sys.exit(2)
     return list(words)
-
-
-def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank, as entry_cn.sh sets them."""
-    found = {name: value for name, value in given.items() if name not in _FOREIGN}
-    # For how long a thread spins for the others before it sleeps; with OpenMP's own 300000 a rank
-    # beside other jobs spends its turns on the processor on waiting.
-    if not found.get("OMP_WAIT_POLICY"):
-        found.setdefault("GOMP_SPINCOUNT", "10000")
-    found["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), *filter(None, [found.get("PATH", "")])]
-    )
-    # Packages of another Python would come before the environment's: Python adds them last.
-    found.setdefault("MOTLEY_LAST_FOLDERS", found.get("PYTHONPATH", ""))
-    found.pop("PYTHONPATH", None)
-    if not PACKAGE.is_relative_to(sys.prefix):  # of a clone
-        found["PYTHONPATH"] = str(PACKAGE.parent)
-    found["PYTHONUNBUFFERED"] = "1"
-    found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return found
 
 
 if __name__ == "__main__":

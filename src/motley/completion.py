@@ -59,7 +59,7 @@ def whole_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPa
         if not command.module:  # a script, and its own words
             below.add_parser(name, help=command.says).add_argument("script").complete = shtab.FILE  # type: ignore[attr-defined]
             continue
-        own = parser_of(command.module)
+        own = parser_of(command.module, *([[]] if command.visits_hosts else []))
         for action in own._actions:
             if action.metavar in _FOLDERS:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
@@ -71,12 +71,16 @@ def whole_parser(commands: Mapping[str, Any], shtab: Any) -> argparse.ArgumentPa
     return whole
 
 
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """Return the parser of a command: the first one with ``-h`` that its ``main()`` parses by."""
+def parser_of(module: str, *given: list[str]) -> argparse.ArgumentParser:
+    """Return the parser of a command: the first one with ``-h`` that its ``main()`` parses by.
+
+    Args:
+        given: to ``main``.
+    """
     main = importlib.import_module(module).main
     with _caught():
         try:
-            main()
+            main(*given)
         except _FoundError as found:
             parser: argparse.ArgumentParser = found.args[0]
             return parser

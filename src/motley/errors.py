@@ -1,5 +1,7 @@
 """The errors that a user is meant to read."""
 
+from motley.text import typed_command
+
 
 class MotleyError(Exception):
     """Something the user can put right.
@@ -7,6 +9,10 @@ class MotleyError(Exception):
     The message says the cause, what was found and the fix, in that order. Scripts
     print it as one line without a traceback; every other exception keeps its own.
     """
+
+    def __init__(self, message: object = "") -> None:
+        """Write the commands in a message as a user types them here."""
+        super().__init__(typed_command(str(message)))
 
 
 class NoMemoryError(MotleyError):
@@ -32,5 +38,4 @@ class HostTrouble(MotleyError):  # noqa: N818 - a finding, as often as a fault
     def __init__(self, kind: str, found: str, fix: str) -> None:
         super().__init__(f"{found}; {fix}")
         self.kind = kind
-        self.found = found
-        self.fix = fix
+        self.found, self.fix = typed_command(found), typed_command(fix)

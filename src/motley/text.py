@@ -1,16 +1,27 @@
 """Words that users write and read: the nearest names, for errors about unknown ones; the first of
 many names; times, as 1h30m; steps, as they are counted; rates."""
 
+import importlib
 import io
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
-from motley import ROOT
+from motley import ROOT, __version__
 
 RUN = "run"  # the command of motley that runs a user's script
+PINNED = f"motley-train=={__version__}"  # as pip takes it
+# For a GPU that is older than PyPI's build of torch, where no script of a clone chooses one.
+INSTALL_TORCH = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126"
+# A rank's command in a clone, and a door there. What begins with no folder may be a user's own.
+_CLONE_COMMAND = re.compile(
+    r"\./entry_cn\.sh(?: (?P<script>[\w./-]+\.py|motley)\b)?"
+    r"|(?:\b(?:bash|python) )?(?<![\w./-])(?P<door>(?:the mpirun of )?(?:setup|plots|torch_dist|"
+    r"deepspeed)/\w+\.(?:sh|py)|\w+_\w+\.sh|baseline_measure\.py|\.venv/bin/pip|examples/my_task\.py)"
+)
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _MOST_S = 366 * 86400
 
@@ -29,19 +40,46 @@ def own_command() -> str:
     return name if program == "motley" else ""
 
 
-def typed_command(door: str) -> str:
-    """Return how a user types a command of Motley.
+def typed_command(text: str) -> str:
+    """Return a text with the commands in it as a user types them here.
 
     Args:
-        door: the repository's script, as in ``plots/plot_gpu.py``.
+        text: names commands as they are in a clone: ``python plots/plot_gpu.py``, ``bash
+            setup/clean_cn.sh``, ``./entry_cn.sh torch_dist/plan_vit.py``.
 
     Returns:
-        ``python plots/plot_gpu.py``; ``motley plot-gpu`` where the command runs this process, or
-        there is no clone.
+        The text as it is. Where the command ``motley`` runs this process, or there is no clone:
+        with ``motley plot-gpu``, ``motley clean`` and ``motley plan`` in these places.
     """
-    if own_command() or not (ROOT / door).exists():
-        return f"motley {Path(door).stem.replace('_', '-')}"
-    return f"python {door}"
+    return text if ROOT and not own_command() else _CLONE_COMMAND.sub(_replace_door, text)
+
+
+def _replace_door(match: re.Match[str]) -> str:
+    doors, door = _read_doors(), match["door"]
+    if door is None:  # of entry_cn.sh
+        script = match["script"]
+        return doors["torch_dist/train_vit.py"] if not script else doors.get(
+            script, script if script == "motley" else f"motley {RUN} {script}"
+        )  # fmt: skip
+    typed = doors.get(door, match[0])
+    # The option that chooses DeepSpeed is what a user of the same command has to leave out.
+    ends = not match.string[match.end() :].startswith(" -")
+    return f"{typed} without --stage" if door == "torch_dist/train_vit.py" and ends else typed
+
+
+@cache
+def _read_doors() -> dict[str, str]:
+    """Return what a user types in place of each script of a clone, by its path and name."""
+    found = dict[str, str]()
+    for name, command in importlib.import_module("motley.cli").COMMANDS.items():  # imports this
+        typed = command.otherwise if command.otherwise and not ROOT else f"motley {name}"
+        found |= dict.fromkeys(command.doors, typed)
+    if not ROOT:
+        found["setup/make_env.sh"] = f"pip install {PINNED}"
+        found["the mpirun of setup/make_env.sh"] = str(Path(sys.prefix, "bin", "mpirun"))
+        found[".venv/bin/pip"] = "pip"
+        found["examples/my_task.py"] = "python -m pydoc motley.Task"
+    return found | {Path(door).name: typed for door, typed in found.items()}
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 3) -> str:

@@ -1,11 +1,15 @@
 """.deepspeed_env files as people write them: each value is what its author meant."""
 
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from project import ROOT, environment
+from project import ROOT, environment, venv
 
+from motley.errors import MotleyError
+from motley.launch.environment import rank_environment
 from motley.provision.mpi_network import merge_settings
 
 FILES = Path(__file__).parent / "dsenv"
@@ -24,22 +28,11 @@ VALUES = {
 }
 
 
-def read_by_entry(folder: Path, **extra: str) -> "subprocess.CompletedProcess[bytes]":
-    """Run entry_cn.sh with a program in place of Python that prints its environment."""
-    python = folder / "bin" / "python"
-    python.parent.mkdir(exist_ok=True)
-    python.write_text("#!/bin/sh\nexec env -0\n")
-    python.chmod(0o755)
-    own = environment(MOTLEY_VENV=str(folder), HOME=str(folder), **extra)
-    own = {name: value for name, value in own.items() if len(name) > 2 and "NCCL" not in name}
-    return subprocess.run(["./entry_cn.sh"], cwd=ROOT, env=own, capture_output=True, check=False)
-
-
-def values(done: "subprocess.CompletedProcess[bytes]") -> dict[str, str]:
-    assert done.returncode == 0, done.stderr
-    pairs = (word.split("=", 1) for word in done.stdout.decode().split("\0") if word)
-    found = dict(pairs)
-    return {name: found[name] for name in found if len(name) == 2 or name == "NCCL_SOCKET_IFNAME"}
+def run(*words: object, cwd: Path, env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    command = [str(word) for word in words]
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_every_file_has_its_right_values() -> None:
@@ -52,14 +45,48 @@ def test_values_are_as_their_author_meant(
 ) -> None:
     """By the absolute path of DS_ENV_FILE, and by its own name in the home."""
     path = FILES / f"{name}.env"
-    assert values(read_by_entry(tmp_path, DS_ENV_FILE=str(path))) == expected
     (tmp_path / ".deepspeed_env").write_bytes(path.read_bytes())
-    assert values(read_by_entry(tmp_path)) == expected
+    for own in ({"DS_ENV_FILE": str(path)}, {"HOME": str(tmp_path)}):
+        found = rank_environment({"PATH": "/bin", **own})
+        assert {key: found[key] for key in found if len(key) == 2 or "NCCL" in key} == expected
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done = read_by_entry(tmp_path, DS_ENV_FILE="/nowhere/env")
-    assert done.returncode == 2 and b"DS_ENV_FILE is /nowhere/env, and there is no" in done.stderr
+def test_each_door_of_a_rank_reads_them_in_the_order_of_deepspeed(tmp_path: Path) -> None:
+    script, home, here = tmp_path / "say.py", tmp_path / "home", tmp_path / "here"
+    script.write_text("import os; print(os.environ['AA'], os.environ['BB'], os.environ['CC'])")
+    for folder, text in ((home, "AA=home\nBB=home"), (here, "AA=here")):
+        folder.mkdir()
+        (folder / ".deepspeed_env").write_text(f"{text}\nAA=late\n")
+    own = environment(MOTLEY_VENV=str(venv()), HOME=str(home), CC="set", PYTHONPATH="")
+    entry = run(ROOT / "entry_cn.sh", script, cwd=here, env=own)
+    assert entry.stdout == "home home set\n", entry.stderr  # this folder is not the clone
+    code = (
+        "import sys; from motley.launch import environment; environment.ROOT = None;"
+        "environment.start_rank(sys.argv[1:])"
+    )
+    sources = {**own, "PYTHONPATH": str(ROOT / "src")}
+    rank = run(sys.executable, "-c", code, script, cwd=here, env=sources)
+    assert rank.stdout == "here home set\n", rank.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, r"DS_ENV_FILE is .*/env, and there is no such file on"),
+        ("AA=1\nNCCL DEBUG=INFO\n", "has the line 'NCCL DEBUG=INFO'; write NAME=VALUE"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_and_status_2(
+    text: str | None, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "env"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(MotleyError, match=says):
+        rank_environment({"DS_ENV_FILE": str(path)})
+    own = environment(MOTLEY_VENV=str(venv()), DS_ENV_FILE=str(path))
+    done = run("./entry_cn.sh", cwd=ROOT, env=own)
+    assert done.returncode == 2 and re.search(f"motley: .*{says}", done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / "venv" / "etc").mkdir(parents=True)
         (folder / "venv" / "etc" / "prte-mca-params.conf").write_text("own = 1\n")
         monkeypatch.setattr(mpi_network, "VENV", folder / "venv")
-        monkeypatch.setattr(mpi_network, "ROOT", folder)
+        monkeypatch.setattr(mpi_network, "PLACE", folder)
         monkeypatch.setenv("HOME", made)
         yield folder
 

@@ -1,5 +1,6 @@
 """The package as pip installs it, outside of any clone."""
 
+import csv
 import shutil
 import subprocess
 import sys
@@ -43,15 +44,17 @@ def motley(installed: Path, tmp_path: Path) -> Command:
     shutil.copy2(ROOT / "examples" / "my_task.py", tmp_path / "mine.py")
     own = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
 
-    def run(*words: str, ranks: int = 0) -> str:
+    own["PATH"] = f"{installed.parent}:{own['PATH']}"
+
+    def run(*words: str, ranks: int = 0, fails: bool = False) -> str:
         launcher = ("mpirun", "-np", str(ranks)) if ranks else ()
         done = subprocess.run(
-            [*launcher, str(installed), *words], cwd=tmp_path, env=own, capture_output=True,
-            text=True, timeout=240, check=False,
+            [*launcher, "motley", *words], cwd=tmp_path, env=own, capture_output=True, text=True,
+            timeout=240, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == (2 if fails else 0), done.stdout + done.stderr
         assert "not this one" not in done.stderr, done.stderr
-        return done.stdout
+        return done.stderr if fails else done.stdout
 
     return run
 
@@ -76,3 +79,39 @@ def test_a_run_is_trained_watched_reported_and_continued(motley: Command, tmp_pa
     # Its configuration is in the wheel, and its checkpoint is any engine's.
     words = ("--config", "options.toml", "--max-steps", "7", "--run", "a", "--resume", "auto")
     assert "step 7/7" in motley("train", "--stage", "3", *words, ranks=2)
+
+
+def test_ways_to_train_are_measured_and_a_training_is_kept(motley: Command, tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text("localhost\n")
+    (tmp_path / "m.toml").write_text(
+        'steps = 6\noptions = ["--task", "mine.py"]\n[matrix]\nbatch = 16\n'
+    )
+    said = motley("baselines", "--matrix", "m.toml", "--repeats", "1")
+    assert "pictures: motley plot-baselines baselines/m" in said
+    with (tmp_path / "baselines/m/results.csv").open() as file:
+        assert [row["outcome"] for row in csv.DictReader(file)] == ["done", "done"]
+    line = ("mpirun", "-np", "2", "motley", "train", "--task", "mine.py", "--max-steps", "3")
+    kept = motley("keep", "--restarts", "1", *line, "--run", "kept")
+    assert "step 3/3" in kept
+    assert f"motley keep --restarts 1 {' '.join(line)} --run kept --resume auto" in kept
+
+
+def test_a_host_is_looked_at_and_what_needs_a_clone_says_so(
+    motley: Command, tmp_path: Path
+) -> None:
+    says = "motley: hosts.txt does not exist; write one host a line, as in: "
+    missing = motley("check", fails=True)
+    assert missing.startswith(says)
+    subprocess.run(missing.removeprefix(says), shell=True, cwd=tmp_path, check=True, timeout=9)
+    seen = motley("check")
+    assert "this folder    the same folder" in seen and "all is well" in seen
+    assert "would ask: localhost" in motley("check", "--dry-run")
+    assert "motley check --json" in motley("check", "-h")
+    for name, way in (("install", "/bin/pip install motley-train=="), ("sync", "with scp")):
+        for words, fails in (((), True), (("-h",), False)):
+            said = motley(name, *words, fails=fails)
+            assert f"{name} needs a clone" in said and way in said and said.count("\n") == 1
+    assert motley("clean").strip() == "nothing is left over"
+    assert "hello from rank 1 of 2" in motley("hello", ranks=2)
+    assert "which line? As in: motley keep mpirun" in motley("keep", fails=True)
+    assert "motley: no command is given; motley -h lists them" in motley(fails=True)

@@ -3,10 +3,10 @@
 import subprocess
 from pathlib import Path
 
-from baseline_measure import known_cells, known_options
 from forked import run_script
 from project import environment
 
+from motley.provision.baselines import known_cells, known_options
 from motley.sweep.matrix import Known
 
 KNOWN = Known(known_cells(), known_options())

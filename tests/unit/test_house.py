@@ -200,6 +200,25 @@ def test_every_program_that_is_waited_for_has_a_time_limit() -> None:
     ] == []
 
 
+def test_each_door_of_setup_opens_a_module() -> None:
+    doors = [path for path in (ROOT / "setup").glob("*.sh") if "/door.sh" in path.read_text()]
+    assert len(doors) > 10
+    assert not [door.name for door in doors
+                if not (LIBRARY / "provision" / f"{door.stem}.py").exists()]  # fmt: skip
+
+
+# These make an environment, or find one, before there is a package.
+FIRST = {"door.sh", "get_python.sh", "make_env.sh", "quickstart.sh", "install_packages.py",
+         "own_python.py"}  # fmt: skip
+
+
+def test_what_pip_does_not_install_are_doors() -> None:
+    scripts = [path for folder in ("setup", "torch_dist", "deepspeed", "plots")
+               for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".sh")]  # fmt: skip
+    assert [path.name for path in scripts if len(path.read_text().splitlines()) > 20
+            and path.name not in FIRST] == []  # fmt: skip
+
+
 def test_script_folders_are_no_packages() -> None:
     # A deepspeed/__init__.py would hide the package of that name.
     assert not [folder for folder in SCRIPTS if list((ROOT / folder).rglob("__init__.py"))]

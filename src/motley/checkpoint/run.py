@@ -368,7 +368,7 @@ def versions() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """The commit of this source tree, with "+" if it has changes; None outside of git."""
-    if not (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
+    if not ROOT or not (ROOT / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", "-C", os.fspath(ROOT)]
     fix = "the run's record names no commit"

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from motley import ROOT
 from motley.errors import MotleyError
+from motley.text import typed_command
 
 # Names reach ssh and mpirun, so nothing but a real host name may pass: RFC 1123
 # labels (an underscore is tolerated, labs use it), which can hold neither a leading
@@ -105,10 +107,12 @@ def read_hosts(path: str | Path) -> tuple[Host, ...]:
     try:
         text = Path(path).read_bytes().decode()
     except FileNotFoundError:
-        raise MotleyError(
-            f"{path} does not exist; write one host a line, as hosts.example.txt does: localhost "
-            "slots=5"
-        ) from None
+        to = shlex.quote(str(path))
+        example = (
+            f"hosts.example.txt does: cp {ROOT}/hosts.example.txt {to}" if ROOT else
+            f"in: echo localhost slots=2 >{to}"
+        )  # fmt: skip
+        raise MotleyError(f"{path} does not exist; write one host a line, as {example}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MotleyError(f"{path} cannot be read: {error}") from None
     if found := foreign_marks(text):
@@ -214,7 +218,7 @@ def idle_nodes(machines: int, environ: Mapping[str, str] = os.environ) -> str:
         return ""  # who has to know them says so
     if len(nodes) <= machines:
         return ""
-    return (
+    return typed_command(
         f"Slurm has given {len(nodes)} nodes, and ranks run on {machines} of them: start it with "
         f"srun --mpi=none --nodes={len(nodes)} --ntasks-per-node=1 ./entry_cn.sh (or as many tasks "
         "as a node has GPUs)"

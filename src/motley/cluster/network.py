@@ -3,12 +3,21 @@ each network, which opens connections and measures the slowest one's rate.
 
 In the trial each host opens a port on each network, and sends to the next host in a ring. A
 connection begins with the receiver's token, or is dropped. Needs neither MPI nor any package.
+
+python -m motley.cluster.network listen ADDRESS...   # prints a port for each, and a token
+python -m motley.cluster.network connect             # prints "NAME ok", or "NAME why not"
+python -m motley.cluster.network measure             # prints bytes a second, or why there are none
+
+To connect and measure, stdin has JSON: [[NAME, ADDRESS, PORT, TOKEN], ...].
 """
 
 import hmac
+import json
 import secrets
+import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -323,3 +332,32 @@ def pick_network(
         )
     others = [word for number, word in enumerate(words) if number != best]
     return best, f"network {words[best]}" + (f"; not taken: {'; '.join(others)}" if others else "")
+
+
+def main(words: Sequence[str]) -> None:
+    """Listen until this process is ended, measure, or connect to all at once."""
+    if words[0] == "listen":
+        with Receiver(words[1:]) as receiver:
+            print(*receiver.ports, receiver.token, flush=True)
+            signal.pause()
+    peers = json.load(sys.stdin)
+    if words[0] == "measure":
+        targets = [(address, port) for _, address, port, _ in peers]
+        print(json.dumps(measure(targets, peers[0][-1])))
+        return
+    threads = [threading.Thread(target=_try_peer, args=peer) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _try_peer(name: str, address: str, port: int, token: str) -> None:
+    """Print how a connection to a host fares."""
+    found = connect(address, port, token)
+    result = found if isinstance(found, str) else "ok"
+    print(f"{name} {result}\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -149,13 +149,16 @@ def _own_processes() -> dict[int, dict[str, Any]]:
 
 
 def _line(each: Mapping[str, Any]) -> list[str] | None:
-    """Return the words of a rank: a script of this repository, as entry_cn.sh runs it, or the
-    command ``motley``, and what comes after; None for another process."""
+    """Return the words of a rank: a script of this clone, as entry_cn.sh runs it, or the command
+    ``motley``, and what comes after; without a clone any script. None for another process."""
     words = each["cmdline"] or []
     for at in range(len(words) - 2):
         if words[at : at + 4] == ["-m", _BEGIN, "-m", _COMMAND]:
             return ["motley", *words[at + 4 :]]
         if words[at : at + 2] == ["-m", _BEGIN]:
+            if not ROOT:  # by this environment's Python: then it is any script of the user's
+                own = Path(words[0]).is_relative_to(sys.prefix)
+                return words[at + 2 :] if own else None
             path = (Path(each["cwd"] or "/") / words[at + 2]).resolve()
             own = path.is_relative_to(ROOT)
             return [str(path.relative_to(ROOT)), *words[at + 3 :]] if own else None

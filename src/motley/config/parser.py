@@ -25,7 +25,7 @@ from motley.config.option import NONE, Option, flag_of, options_of
 from motley.config.options import GONE, GROUPS, Config
 from motley.errors import MotleyError
 from motley.launch.process import launched_rank, stop_usage
-from motley.text import did_you_mean
+from motley.text import did_you_mean, typed_command
 
 _COLUMN = 27  # at which the words begin
 
@@ -38,6 +38,10 @@ class OneVoice(argparse.ArgumentParser):
     """
 
     all_of_it = "-h"
+
+    def format_help(self) -> str:
+        """Return the text of -h, with commands as a user types them here."""
+        return typed_command(super().format_help())
 
     def print_help(self, file: object = None) -> None:
         """Print on the first rank alone."""
@@ -170,7 +174,7 @@ class OptionParser(OneVoice):
         screen.end_section()
         rest = len(told) - len(shown)
         screen.add_text(f"{self.prog} --help-all tells of these and {rest} more.")
-        print(screen.format_help(), end="", flush=True)
+        print(typed_command(screen.format_help()), end="", flush=True)
 
     def _add_group(
         self, group: type, registered: Mapping[str, Mapping[str, Any]], title: str

@@ -66,7 +66,7 @@ class ZeroOptions:
         usual="what ranks share out: 0 (default) nothing, 3 all", per_launch=True,
     )  # fmt: skip
     deepspeed_config: str | None = option(
-        "default: deepspeed/zero<stage>.json", Decides.PLAN, metavar="FILE", per_launch=True
+        "default: Motley's zero<stage>.json", Decides.PLAN, metavar="FILE", per_launch=True
     )
     offload: str = option(
         "keep in the host's memory: the optimizer (stage 1 to 3), or the parameters too (stage 3); "

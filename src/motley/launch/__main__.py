@@ -21,8 +21,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-LAST_FOLDERS = "MOTLEY_LAST_FOLDERS"  # set by entry_cn.sh: the user's PYTHONPATH
-
 
 def report_failed_import(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -30,11 +28,14 @@ def report_failed_import(
     """Print an exception that nothing has caught, and name the host of an import that failed."""
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, ImportError):
+        from motley.text import typed_command
+
         where = f" (found at {error.path})" if error.path else ""
+        again = typed_command("bash setup/make_env.sh")
         print(
             f"motley: {error.name or 'a package'} cannot be imported on {os.uname().nodename}"
             f"{where}: {error}; if it is one of the environment's own, {sys.prefix}, make that "
-            "again there with: bash setup/make_env.sh",
+            f"again there with: {again}",
             file=sys.stderr,
             flush=True,
         )
@@ -82,6 +83,7 @@ def main() -> None:
         leave_default_binding,
     )
     from motley.errors import MotleyError
+    from motley.launch.environment import LAST_FOLDERS
     from motley.launch.process import (
         die_with_parent,
         end_at_once,
@@ -90,10 +92,11 @@ def main() -> None:
     )
     from motley.launch.ranks import finalize_mpi
     from motley.launch.start_watch import watch_imports
-    from motley.text import escape_unprintable
+    from motley.text import escape_unprintable, typed_command
 
     if len(sys.argv) < 2:
-        sys.exit("motley: no script is given; as in: ./entry_cn.sh torch_dist/train_vit.py -h")
+        example = typed_command("./entry_cn.sh torch_dist/train_vit.py -h")
+        sys.exit(f"motley: no script is given; as in: {example}")
     if sys.argv[1] != "-m" and sys.flags.safe_path:
         sys.path.insert(0, "")  # the place of the script's folder
     escape_unprintable()

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from motley.cluster.account import cache_folder, is_lasting
 from motley.cluster.launcher import launch_of
 from motley.errors import MotleyError
+from motley.text import typed_command
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # mallopt(3)
@@ -119,7 +120,7 @@ def compiled_below(environ: Mapping[str, str]) -> tuple[str, ...]:
 def stop_usage(message: str) -> NoReturn:
     """Print a usage error once, whatever the number of ranks, and exit with status 2."""
     if launched_rank() == 0:
-        print(f"motley: {message}", file=sys.stderr, flush=True)
+        print(f"motley: {typed_command(message)}", file=sys.stderr, flush=True)
     else:
         time.sleep(_FIRST_SAYS_S)
     sys.exit(2)

@@ -123,7 +123,7 @@ def check_same(found: Sequence[Any]) -> None:
 
 def _fix(files: str) -> str:
     """Return how a user makes the code of all hosts the same."""
-    if PACKAGE.is_relative_to(sys.prefix):
+    if not ROOT:
         return "install one version of motley-train on all of them with pip"
     return f"bring {files} to all with: bash setup/sync_cn.sh"
 
@@ -165,7 +165,7 @@ def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
         if path.is_file():  # an editor's lock of an unsaved file is a link to nowhere
             yield f"src/motley/{str(path)[before:]}", path
     near = [script, *_loaded(script)]
-    if script.parent.is_relative_to(ROOT):  # else it is a home, full of other things
+    if ROOT and script.parent.is_relative_to(ROOT):  # else it is a home, full of other things
         near += [path for path in script.parent.glob("*") if path.suffix in _SUFFIXES]
     for path in near:
         if path.is_file():
@@ -178,7 +178,7 @@ def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
 def _loaded(script: Path) -> Iterator[Path]:
     """The user's own modules: of no package that is installed, and not Motley's."""
     places = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    own = [script.parent, ROOT, *(Path(place).resolve() for place in places)]
+    own = [script.parent, ROOT or script.parent, *(Path(place).resolve() for place in places)]
     installed = [Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), PACKAGE]
     known = (f"{PACKAGE}/", f"{Path(os.__file__).parent}/")  # Motley's and Python's
     for module in list(sys.modules.values()):

@@ -42,6 +42,7 @@ from motley.cluster.processes import ticks
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
 from motley.membership.reaper import reap_after_this_process, sessions_of
+from motley.text import typed_command
 
 _SHOWN_S = 0.05
 
@@ -277,7 +278,7 @@ def _end(pid: int, seconds: float) -> None:
     line = words(here, local, launch.size, os.uname().nodename, hosts, seconds)
     die_with_parent(0)  # from here on this process outlives the rank
     with contextlib.suppress(OSError):
-        print(f"motley: {line}", file=sys.stderr, flush=True)
+        print(f"motley: {typed_command(line)}", file=sys.stderr, flush=True)
     time.sleep(0.2)  # let the launcher pass it on
     reap_after_this_process(launcher)
     for sibling in here:

@@ -44,6 +44,7 @@ from motley.launch.same_code import compare_code
 from motley.launch.start_watch import StartClock, StartWatch
 from motley.membership.supervisor import Supervisor
 from motley.membership.survivors import SURVIVES, GroupPlace, SupervisedRanks, Survivors
+from motley.text import typed_command
 
 
 def why_not_free(port: int) -> str:
@@ -93,7 +94,7 @@ def words(host: str, pids: list[int]) -> str:
     """What to say of processes that were left."""
     many = len(pids) > 1
     shown = ", ".join(map(str, pids[:8])) + (", ..." if len(pids) > 8 else "")
-    return (
+    return typed_command(
         f"  {host} still has {len(pids)} rank{'s' * many} of earlier runs (process{'es' * many} "
         f"{shown}), which may hold its GPU; end {'them' if many else 'it'} with: bash "
         "setup/clean_cn.sh"

@@ -340,7 +340,7 @@ def left_s(lead: Track, steps: int) -> float | None:
 
 def elsewhere(followed: RunFollower) -> tuple[str, ...]:
     """Return a sentence on each host of which no file is here, or none that can be read."""
-    usual = f"{typed_command('plots/watch.py')} --collect reads them by ssh"
+    usual = f"{typed_command('python plots/watch.py')} --collect reads them by ssh"
     absent = (
         f"{host}: its own records are not here; {followed.troubles.get(host, usual)}"
         for host in hosts_elsewhere(followed)

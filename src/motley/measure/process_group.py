@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from motley import ROOT
 from motley.cluster.launcher import bind_process, choose_node, memory_nodes
 from motley.comm.collectives import leave_group
 from motley.engines.out_of_memory import uuid_of
@@ -27,6 +28,7 @@ from motley.plan.precision import (
 )
 from motley.records.gpu_logger import GpuLogger, Progress
 from motley.records.run_folder import RunFolder
+from motley.text import INSTALL_TORCH
 
 _FASTER = 1.3  # than fp32: below it a lower precision is not worth its rounding
 
@@ -72,10 +74,11 @@ def find_worker(own: Rank, device: torch.device, wanted: str) -> Rank:
     speed = kernel_speed(device, precision, seconds=0.02)
     if speed.tflops is None:
         able = [p for p in PRECISIONS if kernel_speed(device, p, seconds=0.02).tflops is not None]
+        other = "bash setup/install_cn.sh chooses" if ROOT else f"{INSTALL_TORCH} installs"
         fix = (
             f"it can do {', '.join(able)}: choose one with --precision for rank {own.group_rank}"
             if able
-            else "this torch has no kernels for it: bash setup/install_cn.sh chooses one that has"
+            else f"this torch has no kernels for it: {other} one that has"
         )
         raise MotleyError(f"{own.host}, {name}: a {precision} kernel fails ({speed.error}); {fix}")
     return replace(own, device=name, uuid=uuid, precision=precision, why=why, maker=maker)

@@ -26,6 +26,7 @@ import psutil
 
 from motley.cluster.gpus import read_gpu_processes, user_of
 from motley.errors import MotleyError
+from motley.text import typed_command
 
 _TYPED_S = 300.0  # at a text console: so long ago is idle
 _LIMIT_S = 4.0  # for an answer of logind's
@@ -111,7 +112,7 @@ class Away:
         """As "leaves as asked (leave_cn.sh, until 14:20)", which follows on its name."""
         if self.polite:
             return f"gives way ({self.polite})"
-        return f"leaves as asked (leave_cn.sh{self.until_words()})"
+        return f"leaves as asked ({typed_command('leave_cn.sh')}{self.until_words()})"
 
     def until_words(self) -> str:
         """As in ", until 14:20"; empty where there is no end."""

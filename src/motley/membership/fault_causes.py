@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from motley.faults import MOST_DETAILS, Fault, FaultKind
 from motley.records.run_folder import RunFolder
+from motley.text import typed_command
 
 _STOPPED = (FaultKind.STOPPED, FaultKind.LEFT, FaultKind.PAUSED)
 
@@ -80,8 +81,11 @@ def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
     names = " and ".join(hosts)
     return Fault(
         rank, hosts[0], step, who,
-        f"continue with --resume auto, without {names} in hosts.txt or after: bash "
-        f"setup/join_cn.sh {' '.join(hosts)}", kind=FaultKind.LEFT,
+        typed_command(
+            f"continue with --resume auto, without {names} in hosts.txt or after: bash "
+            f"setup/join_cn.sh {' '.join(hosts)}"
+        ),
+        kind=FaultKind.LEFT,
     )  # fmt: skip
 
 
@@ -149,8 +153,10 @@ def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
     return Fault(
         rank, host, step,
         f"the link between {host} and {other} is dead, though the head hears both",
-        "look for a cable, switch or firewall between them, with bash setup/test_mpi.sh; continue "
-        "with --resume auto, if need be without one of them",
+        typed_command(
+            "look for a cable, switch or firewall between them, with bash setup/test_mpi.sh; "
+            "continue with --resume auto, if need be without one of them"
+        ),
         kind=FaultKind.LINK_LOST,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from motley.faults import Fault
 from motley.membership import messages
 from motley.membership.detector import Heartbeat
 from motley.membership.survivors import Survivors
+from motley.text import typed_command
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,8 @@ def decode(content: Mapping[str, Any]) -> Message | None:
             _reported.add(name)
             print(
                 f"motley: a message of the unknown kind {name[:40]!r} is dropped: some rank runs "
-                "another version of Motley; compare them with: bash setup/test_cn_connection.sh",
+                "another version of Motley; compare them with: "
+                + typed_command("bash setup/test_cn_connection.sh"),
                 file=sys.stderr, flush=True,
             )  # fmt: skip
         return None

@@ -7,7 +7,7 @@ from typing import Any
 from motley.plan.forecast import Choice, Forecast, arrange, choose_machines, rates_of
 from motley.plan.speeds import Links, SpeedTable
 from motley.plan.wire import AllReduceCost, EngineTraits, WireMode
-from motley.text import rate_in_words
+from motley.text import rate_in_words, typed_command
 
 _WORTH_A_WORD = 0.1  # of a step, that what a user did not ask for would save
 _BEATS = 1.1  # times the best machine alone: what a lab should at least be
@@ -178,7 +178,7 @@ def bound_by_input(
         names: of the ranks' hosts. counts: samples of each in a step.
         packs: the samples are image files, which ``--dataset packed`` reads sooner.
     """
-    packed = "--dataset packed reads images sooner (see setup/stage_cn.sh -h)"
+    packed = typed_command("--dataset packed reads images sooner (see setup/stage_cn.sh -h)")
     found = {}
     for name, speed, n in zip(names, speeds, counts, strict=True):
         if not n or speed.waits_s(n) < _WAITS * speed.seconds_of(n):

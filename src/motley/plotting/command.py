@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motley.errors import MotleyError
-from motley.text import escape_unprintable
+from motley.text import escape_unprintable, typed_command
 
 if TYPE_CHECKING:  # of what draws; watch.py begins sooner without it
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def run_script(
     """
     escape_unprintable()
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=typed_command(doc), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     where = "folders that hold records at any depth, default: logs"
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("logs")], help=where)

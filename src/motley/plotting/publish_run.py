@@ -24,7 +24,7 @@ from motley.plotting.command import add_collect, warn
 from motley.publish.publisher import Publisher, Told
 from motley.publish.trackers import Tracker, trackers
 from motley.records.run_folder import open_run
-from motley.text import escape_unprintable
+from motley.text import escape_unprintable, typed_command
 
 PROJECT = "motley"
 
@@ -32,7 +32,8 @@ PROJECT = "motley"
 def parse(kinds: dict[str, type[Tracker]]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=typed_command(str(__doc__)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="trackers:\n" + "\n".join(f"  {kind.name:13}{kind.says}" for kind in kinds.values()),
     )  # fmt: skip
     parser.add_argument("run", type=Path, help="its folder, as logs/RUN")

@@ -36,7 +36,7 @@ from motley.live.snapshot import Snapshot
 from motley.plotting import watch_page
 from motley.plotting.command import TRAIN, add_collect, warn
 from motley.plotting.watch_screen import ASCII, BLOCKS, Signs, Sort, View, runs_screen, screen
-from motley.text import escape_unprintable
+from motley.text import escape_unprintable, typed_command
 
 
 class Key(Enum):
@@ -224,7 +224,8 @@ def after(view: View, key: Key, now: Snapshot | None, runs: Runs) -> View:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=typed_command(str(__doc__)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "path", nargs="?", type=Path, default=Path("logs"),

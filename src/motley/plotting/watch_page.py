@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from motley.errors import MotleyError
 from motley.live.runs import GLANCE_S, Collector, Runs
+from motley.text import typed_command
 
 _PAGE = Path(__file__).with_name("watch.html")
 _MOST_VIEWERS, _REQUEST_S = 32, 30.0
@@ -132,7 +133,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.viewers = threading.BoundedSemaphore(_MOST_VIEWERS)
-        self.page = _PAGE.read_bytes()
+        self.page = typed_command(_PAGE.read_text()).encode()
         self.policy = _policy(self.page.decode())
 
     def server_bind(self) -> None:

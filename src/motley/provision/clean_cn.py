@@ -1,4 +1,31 @@
-"""Ends the user's leftover training processes; the .sh beside it says how to call it."""
+"""Find your own training processes that nobody waits for any more, on all hosts
+of hosts.txt at once, and end them after your yes. Whose other processes hold
+GPU memory is shown beside.
+
+  bash setup/clean_cn.sh
+  bash setup/clean_cn.sh --dry-run      # only look
+  bash setup/clean_cn.sh --yes          # end leftovers without asking
+  bash setup/clean_cn.sh --running      # and what still runs, or may
+
+A process is ours if it is yours and runs a script of this repository as
+entry_cn.sh does (or is that one's data worker, MPI daemon or mpirun). It is
+  leftover   its mpirun is gone
+  running    its mpirun lives
+  unknown    its mpirun was on a host that was not asked, or somebody's hand
+             started it
+Each is ended by its pid and the time it started: SIGTERM, after 3 s SIGKILL.
+Processes of others, and yours that are not of this repository, are never
+touched.
+
+Options:
+  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --running         end what runs, or may, too
+  --yes             ask nothing
+  --dry-run         print every change, do none
+
+Exit status: 0 nothing is left over (or --dry-run), 1 something is or some
+host could not be asked, 2 nothing was begun.
+"""
 
 import json
 import textwrap
@@ -10,8 +37,7 @@ from motley.cluster.orphans import Found, Survey, state, survey_from_json
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble
 from motley.provision import setup_command
-from motley.provision.host_module import run_module
-from motley.provision.host_report import printable
+from motley.provision.setup_command import printable, run_module
 
 LIMIT_S = 12.0  # to connect, look, and wait twice for what does not end
 
@@ -122,7 +148,7 @@ def end_all(rows: Sequence[Row]) -> dict[str, HostTrouble]:
 
 def main(words: Sequence[str]) -> int:
     """Look, show, ask, end."""
-    parser = setup_command.Parser("clean_cn")
+    parser = setup_command.Parser("clean_cn", __doc__)
     parser.add_argument("--running", action="store_true")
     parser.add_argument("--yes", action="store_true")
     options = parser.parse_args(words)

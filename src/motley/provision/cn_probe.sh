@@ -2,10 +2,11 @@
 # Not for you to run: motley.provision.host_report sends it to a host, which prints what it is as key=value
 # lines. POSIX sh and the tools that every Linux has; nothing is left changed.
 #
-#   $1 repository   $2 environment   $3 token file   $4 name for a file   $5 host to ssh to
+#   $1 repository, or this folder   $2 environment   $3 token file   $4 name for a file
+#   $5 host to ssh to   $6 sources of the library; empty: the environment has it
 
 printf 'clock=%s\n' "$(date +%s.%N)" # first: the sooner it comes, the less it is in doubt
-root=$1 venv=$2 token=$3 mine=$4 next=$5
+root=$1 venv=$2 token=$3 mine=$4 next=$5 sources=$6
 # This machine's own environment is on PATH when the head asks itself.
 PATH=$(printf %s "$PATH" | tr : '\n' | grep -vxF "$venv/bin" | paste -sd : -):/usr/sbin:/sbin
 
@@ -62,7 +63,7 @@ temporary=${TMPDIR:-/tmp}
 say temporary "$temporary"
 try temporary_write "$temporary"
 
-if [ -d "$root/setup" ]; then
+if [ -d "$root${sources:+/setup}" ]; then
   say tree "$(stat -Lc '%d %i' "$root" 2>/dev/null) $(cat "$root"/setup/*.sh "$root"/setup/*.py 2>/dev/null | sha256sum | cut -d ' ' -f 1)"
   [ -z "$token" ] || { [ -e "$root/$token" ] && echo token=seen; }
 fi
@@ -93,7 +94,7 @@ python=$venv/bin/python
 if [ -x "$python" ]; then
   # Each line as soon as it is known: a package that is broken does not hide the others.
   {
-    if why=$(PYTHONPATH=$root/src within 8 "$python" -c 'import json, platform
+    if why=$(PYTHONPATH=$sources within 8 "$python" -P -c 'import json, platform
 from importlib.metadata import distributions
 print("environment=" + platform.python_version(), flush=True)
 found = ((each.metadata["Name"], each.version) for each in distributions())

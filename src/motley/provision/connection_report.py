@@ -4,17 +4,20 @@ properties are rows, hosts are columns.
 
 import itertools
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from motley import ROOT
 from motley.cluster.gpus import DeviceFacts
 from motley.cluster.network import Network, choose_networks
 from motley.errors import HostTrouble, MotleyError
 from motley.plan.precision import best_precision
 from motley.provision.host_report import HostReport
 from motley.provision.setup_command import table
+from motley.text import INSTALL_TORCH
 
 CLOCK_S = 1.0  # records are merged by time; a step of a lab takes about a second
 DISK_MIB = 1024  # a checkpoint of ViT-B/16 with its optimizer takes 1 GB
@@ -105,11 +108,17 @@ def judge_machine(report: HostReport, here: Here) -> Iterator[Finding]:
             f"its processor is {report.machine}, this machine's {here.machine}",
             "no package serves both: leave it out of hosts.txt",
         )
-    if not report.repository:
+    if not report.repository and ROOT:
         yield Finding(
             "no repository",
             f"{here.root} is not there",
             "copy it with: bash setup/sync_cn.sh",
+        )
+    elif not report.repository:
+        yield Finding(
+            "no folder",
+            f"{here.root} is not there, where ranks start and write logs/",
+            f"make it with: ssh -- {report.host} mkdir -p {shlex.quote(str(here.root))}",
         )
 
 
@@ -248,7 +257,8 @@ def judge_gpus(report: HostReport, slots: int) -> Iterator[Finding]:
                 "torch too new",
                 f"its torch is built for CUDA 13, which has nothing for the {each.name} "
                 f"(compute capability {each.capability[0]}.{each.capability[1]})",
-                "choose a build for the oldest GPU with: bash setup/install_cn.sh",
+                "choose a build for the oldest GPU with: "
+                + ("bash setup/install_cn.sh" if ROOT else INSTALL_TORCH),
             )
 
 
@@ -347,7 +357,7 @@ def describe(report: HostReport, network: Network | None, here: Here) -> dict[st
         "/dev/shm free": _of(report.shm_free_mib, report.shm_total_mib),
         "disk free": _of(report.disk_free_mib, report.disk_total_mib),
         "Python": ".".join(map(str, python.version)) + unfit if python else "none",
-        "repository": _repository(report),
+        "repository" if ROOT else "this folder": _repository(report),
         "environment": _environment(report, here),
         "GPU": _each(report, lambda gpu: gpu.name) or "none",
         "capability": _each(report, _capability),

@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from motley import ROOT
 from motley.cluster.facts import Interface, node_from_json
 from motley.cluster.gpus import DeviceFacts
 from motley.cluster.login import Finished
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble
-from motley.provision.setup_command import VENV, ask_all
+from motley.provision.setup_command import PLACE, SOURCES, VENV, ask_all, printable
 
 _SMI = re.compile(r"(\d+), *(\S+), *([^,]+), *([^,]+), *([^,]+), *([^,]*), *(.+)")
 
@@ -62,7 +61,7 @@ class HostReport:
         place_write, home_write, temporary_write: "yes", or why no file can be written there, in
             the system's words: "No space left on device", "Permission denied", "Read-only file
             system".
-        repository: there is one at the path that it has here.
+        repository: there is one at the path that it has here; without one here: this folder.
         same_folder: that is the very folder that this machine has; None where nobody knows.
         pythons: those >= 3.11, best first. newest_python: of any version.
         environment: version of the Python of the environment, which is at the path that it
@@ -133,11 +132,6 @@ class Asked:
     told: float
     token: str
     tree: str
-
-
-def printable(text: str) -> str:
-    """One line without what a terminal would act on."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def parse(text: str, chatter: str, asked: Asked) -> HostReport:
@@ -275,11 +269,11 @@ _SCRIPT = Path(__file__).with_name("cn_probe.sh")
 
 @contextlib.contextmanager
 def token_file() -> Iterator[str]:
-    """An empty file in the repository while we ask: who sees it has the same folder.
+    """An empty file in the folder of the runs while we ask: who sees it has the same one.
 
     Yields its name; "" where this user may not write.
     """
-    path = ROOT / f".motley-token-{secrets.token_hex(8)}"
+    path = PLACE / f".motley-token-{secrets.token_hex(8)}"
     try:
         path.touch(exist_ok=False)
     except OSError:
@@ -311,7 +305,7 @@ def probe(remote: Remote, *, token: str = "", next_host: str = "", limit: float 
     sent = time.time()
     name = f".motley-probe-{secrets.token_hex(8)}"
     done = remote.run(
-        _SCRIPT.read_text(), ROOT, VENV, token, name, next_host, limit=limit, tell=tell
+        _SCRIPT.read_text(), PLACE, VENV, token, name, next_host, SOURCES, limit=limit, tell=tell
     )
     try:
         asked = Asked(remote.host, remote.here, sent, first[0], token, _own_tree())
@@ -332,8 +326,8 @@ def _last(done: Finished) -> str:
 
 @functools.cache
 def _own_tree() -> str:
-    """As cn_probe.sh tells it: device, inode, hash of the scripts in setup/."""
-    setup, status = ROOT / "setup", ROOT.stat()
+    """As cn_probe.sh tells it: device, inode, hash of the scripts in setup/, if any."""
+    setup, status = PLACE / "setup", PLACE.stat()
     content = hashlib.sha256()
     for path in [*sorted(setup.glob("*.sh")), *sorted(setup.glob("*.py"))]:
         content.update(path.read_bytes())

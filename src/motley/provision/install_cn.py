@@ -1,7 +1,30 @@
-"""The command of setup/install_cn.sh, whose -h explains it; and the choice of the build of torch
-that runs on every GPU of a lab.
+"""Make the same environment, with the same versions, at the same path on every
+host of hosts.txt.
 
-All hosts need the same torch and NCCL, so the oldest GPU and the lowest driver decide.
+  bash setup/install_cn.sh
+  bash setup/install_cn.sh --dry-run            # what each host lacks
+  bash setup/install_cn.sh --python-archive cpython-3.12-install_only.tar.gz
+  .venv/bin/pip download uv -r .venv/requirements.lock -d wheels  # with a network
+  bash setup/install_cn.sh --offline wheels     # hosts without one
+
+This machine's environment (setup/make_env.sh) is the model. torch's build is
+chosen by the oldest GPU and the lowest driver of all hosts
+(src/motley/provision/install_cn.py), and replaced here if it does not run on them. Hosts
+that share this folder need nothing more; the others get the files that git
+tracks, a standalone Python where theirs is not the same 3.X (from the
+network, or the archive given), and the versions of .venv/requirements.lock: 6
+GB and some minutes, all at once. At the end each host imports the packages
+and runs a kernel. Cut short, the same command goes on where it was. Changed
+are the repository's folder, the environment and pip's cache, nothing else.
+
+Options:
+  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --python-archive FILE   an install_only archive of python-build-standalone
+                    for hosts that need a Python and have no network
+  --offline FOLDER  install from its wheels alone; by pip if uv is not among them
+  --dry-run         print every change, do none
+
+Exit status: 0 all hosts are ready, 1 some host is not, 2 nothing was begun.
 """
 
 import argparse
@@ -17,20 +40,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from motley import ROOT
 from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 from motley.provision.host_report import HostReport, probe_all, token_file
 from motley.provision.setup_command import (
+    PLACE,
     VENV,
     Parser,
     many,
     print_troubles,
     read_hostfile,
     run,
+    run_python,
     table,
 )
 from motley.provision.sync_cn import differing, send, tracked_files
+from motley.text import PINNED
 
 PYPI = "PyPI's"
 
@@ -136,6 +161,7 @@ def describe_gpu(gpu: HostGpu) -> str:
     return f"{gpu.host}: {gpu.name} ({label}), driver {gpu.driver}"
 
 
+_VERIFY = "motley.provision.verify_env"
 LOCK = VENV / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 STAGE = VENV.with_name(f"{VENV.name}-parcels")  # on a host, until its environment is there
@@ -175,10 +201,11 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options, checked before anything begins."""
-    parser = Parser("install_cn")
+    instead = f"make {VENV} on each host, and there: {VENV}/bin/pip install {PINNED}"
+    parser = Parser("install_cn", __doc__, instead=instead)
     parser.add_argument("--python-archive", type=Path)
     parser.add_argument("--offline", type=Path)
-    options = parser.parse_args(words)
+    options = parser.read(words)
     if not LOCK.exists():
         raise MotleyError(f"{LOCK} is missing; complete this machine first: bash setup/make_env.sh")
     if options.python_archive and not options.python_archive.is_file():
@@ -224,7 +251,7 @@ def choose_torch(reports: Iterable[HostReport], options: argparse.Namespace) -> 
             f"again with the {build} build first, and its wheels after: rm -rf {VENV}; bash "
             f"setup/make_env.sh{'' if build == PYPI else f' --torch {build}'}"
         )
-    command = ["bash", str(ROOT / "setup/make_env.sh"), "--torch", build]
+    command = ["bash", str(PLACE / "setup/make_env.sh"), "--torch", build]
     if options.dry_run:
         print(f"would run: {' '.join(command)}")
     elif not _ends_well(command):
@@ -276,7 +303,7 @@ def prepare(host: str, reports: dict[str, HostReport], options: argparse.Namespa
         return
     with connect(host) as remote:
         if options.dry_run:
-            missing = differing(remote, ROOT, tracked_files(), ROOT)
+            missing = differing(remote, PLACE, tracked_files(), PLACE)
             print(f"{host}: would send {many(len(missing), 'file')}, then")
             print(f"{host}: would run: {shlex.join(make_env(report, options))}")
         else:
@@ -287,7 +314,7 @@ def make_env(report: HostReport, options: argparse.Namespace) -> list[str]:
     """The command that makes the environment on a host."""
     python = _python_of(report)
     words = ["env", f"MOTLEY_VENV={VENV}", f"PYTHON={python or PYTHON}", "bash",
-             f"{ROOT}/setup/make_env.sh", "--lock", f"{STAGE}/{LOCK.name}"]  # fmt: skip
+             f"{PLACE}/setup/make_env.sh", "--lock", f"{STAGE}/{LOCK.name}"]  # fmt: skip
     if options.python_archive and not python:
         words += ["--python-archive", f"{STAGE}/{options.python_archive.name}"]
     if options.offline:
@@ -304,7 +331,7 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
         with _printing:
             print(f"{remote.host}: {line}")
 
-    sent = send(remote, ROOT, tracked_files(), ROOT)
+    sent = send(remote, PLACE, tracked_files(), PLACE)
     tell(f"{many(len(sent), 'file')} sent" if sent else "files are already the same")
     send(remote, VENV, [LOCK.name], STAGE)
     plain = make_env(report, argparse.Namespace(python_archive=None, offline=None))
@@ -331,15 +358,14 @@ def bring(remote: Remote, report: HostReport, options: argparse.Namespace) -> No
 def verify(host: str) -> tuple[str, str]:
     """Import the packages and run a kernel on a host; versions and speeds, or HostTrouble."""
     with connect(host) as remote:
-        script = 'PYTHONPATH="$1/src" "$2/bin/python" "$1/setup/verify_env.py"'
-        done = remote.run(script, ROOT, VENV, limit=VERIFY_S)
+        done = run_python(remote, _VERIFY, limit=VERIFY_S)
     lines = done.output.splitlines()
     if done.code != 0 or not lines:
         last = (done.errors.strip().splitlines() or ["it said nothing"])[-1]
         raise HostTrouble(
             "does not compute",
             f"{host}: {last.removeprefix('motley: ')}",
-            f"see all of it with: ssh -- {host} {VENV}/bin/python {ROOT}/setup/verify_env.py",
+            f"see all of it with: ssh -- {host} {VENV}/bin/python -m {_VERIFY}",
         )
     found = json.loads(lines[-1])
     return found["torch"], ", ".join(found["kernels"])

@@ -1,15 +1,31 @@
-"""Has hosts take part in training again; the .sh beside it says how to call it."""
+"""Have a host that was away take part in training again; see leave_cn.sh.
+
+  bash setup/join_cn.sh ecetesla1
+  bash setup/join_cn.sh ecetesla1 ecetesla3 --dry-run
+
+A run under setup/keep_training.sh asks once a minute, and takes the host back at a step
+boundary when what is left to train gains more by that than the new start costs. Other
+runs take it when they are started anew.
+
+Options:
+  --hostfile FILE   the hosts that there are; default: hosts.txt in the
+                    repository (motley: in this folder)
+  --dry-run         say who is away, and change nothing
+
+Exit status: 0 all take part, 1 some host could not be asked, 2 nothing was begun.
+"""
 
 from collections.abc import Sequence
 
 from motley.cluster.ssh import split
 from motley.provision import setup_command
 from motley.provision.leave_cn import ASK_S, chosen, tell
+from motley.text import typed_command
 
 
 def main(words: Sequence[str]) -> int:
     """Remove the marks, and say which there were."""
-    parser = setup_command.Parser("join_cn")
+    parser = setup_command.Parser("join_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     options = parser.parse_args(words)
     order = "ranks" if options.dry_run else "join"
@@ -22,7 +38,8 @@ def main(words: Sequence[str]) -> int:
         elif options.dry_run:
             print(f"{host} is away{answer['away']['words']}; would have it take part again")
         else:
-            print(f"{host} takes part again: a run under keep_training.sh asks once a minute")
+            keep = typed_command("keep_training.sh")
+            print(f"{host} takes part again: a run under {keep} asks once a minute")
     setup_command.print_troubles(troubles)
     return int(bool(troubles))
 

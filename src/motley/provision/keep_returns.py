@@ -17,9 +17,10 @@ from typing import Any
 from motley.cluster.hostfile import Host
 from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble, MotleyError
-from motley.provision.host_module import run_module
 from motley.provision.leave_cn import ASK_S, tell, words_of
+from motley.provision.setup_command import run_module
 from motley.records.run_folder import RunFolder
+from motley.text import typed_command
 
 
 def step_with(batch: int, step_s: float, rates: Sequence[float]) -> float:
@@ -150,14 +151,14 @@ def be_polite(hosts: Sequence[Host]) -> None:
 def _be_polite(host: str) -> None:
     while True:
         try:
-            run_module(host, "motley.membership.away", "polite", QUIET_S, limit=_NO_END_S)
+            run_module(host, "motley.membership.host_agent", "polite", QUIET_S, limit=_NO_END_S)
         except HostTrouble:
             time.sleep(_AGAIN_S)
 
 
 def say(text: str) -> None:
     """To the user, at once."""
-    print(f"keep_training: {text}", file=sys.stderr, flush=True)
+    print(f"keep_training: {typed_command(text)}", file=sys.stderr, flush=True)
 
 
 _FEW = 4  # steps, of which no usual time is known

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from motley.cluster.hostfile import Host, allocated_nodes, check_name, expand_nodes, read_hosts
 from motley.errors import MotleyError
+from motley.text import RUN
 
 _TASKS, _NODES, _LIST = ("-n", "--ntasks"), ("-N", "--nodes"), ("-w", "--nodelist")
 _PER_NODE = ("--ntasks-per-node",)
@@ -114,7 +115,7 @@ class LaunchLine:
             raise MotleyError(
                 f"{line[0]} is no launcher ({', '.join(_LAUNCHERS)}); as in: {_EXAMPLE}"
             )
-        if not any(Path(word).name == _ENTRY for word in line):
+        if not _find_rank_words(line):
             raise MotleyError(
                 f"the line has no ./{_ENTRY}, which starts each rank; as in: {_EXAMPLE}"
             )
@@ -139,7 +140,7 @@ class LaunchLine:
     @property
     def _entry(self) -> int:
         """Where the ranks' own words begin."""
-        return next(n for n, word in enumerate(self.words) if Path(word).name == _ENTRY) + 1
+        return _find_rank_words(self.words)
 
     @property
     def under_slurm(self) -> bool:
@@ -160,9 +161,11 @@ class LaunchLine:
         """Return the line with --save-every, unless the user has given one."""
         return self if self.save_every else self._with_option("--save-every", interval)
 
-    def trial(self, script: str) -> tuple[str, ...]:
-        """Return the words that start another script on the same ranks."""
-        return (*self.words[: self._entry], script)
+    def trial(self) -> tuple[str, ...]:
+        """Return the words that start the same ranks for a trial of what one leaves behind."""
+        *start, last = self.words[: self._entry]
+        program = (last, "setup/hello_mpi.py") if Path(last).name == _ENTRY else ("hello",)
+        return (*start, *program, "--lose-one")
 
     def named(self, usual: str) -> "LaunchLine":
         """The same, with a name for the run's folder."""
@@ -211,8 +214,7 @@ class LaunchLine:
     def _on(self, hosts: Sequence[Host], ranks: int, hostfile: Path) -> "LaunchLine":
         own = list(self.words[: self._entry])
         if self.under_slurm:
-            own = [*on_hosts(own[:-1], hosts), own[-1]]
-            return replace(self, words=(*own, *self.words[self._entry :]))
+            return replace(self, words=(*on_hosts(own, hosts), *self.words[self._entry :]))
         named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         for flags, value in ((_HOSTFILES, str(hostfile)), (_LISTS, named), (_RANKS, str(ranks))):
             for at, word in enumerate(own):
@@ -251,9 +253,19 @@ class LaunchLine:
 
     def _with_script(self) -> "LaunchLine":
         """The same, with the name of its script, which may be left out only without options."""
-        if len(self.words) > self._entry:
+        if len(self.words) > self._entry or Path(self.words[-1]).name != _ENTRY:
             return self
         return replace(self, words=(*self.words, "torch_dist/train_vit.py"))
+
+
+def _find_rank_words(words: Sequence[str]) -> int:
+    """Return where the ranks' own words begin: behind entry_cn.sh or ``motley train``; or 0."""
+    for at, word in enumerate(words, 1):
+        if Path(word).name == _ENTRY:
+            return at
+        if Path(word).name == "motley" and " ".join(words[at : at + 1]) in ("train", RUN):
+            return at + 1
+    return 0
 
 
 def _hosts_of_list(text: str) -> tuple[Host, ...]:

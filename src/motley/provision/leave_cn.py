@@ -1,4 +1,30 @@
-"""The command of setup/leave_cn.sh: hosts leave training after their step."""
+"""Have a host leave training after the step that it is in, since somebody needs it.
+
+  bash setup/leave_cn.sh ecetesla1              # until: bash setup/join_cn.sh ecetesla1
+  bash setup/leave_cn.sh ecetesla1 --for 2h     # or 30m, 1d, 90s, 1h30m
+  bash setup/leave_cn.sh ecetesla1 ecetesla3 --dry-run
+
+Type it on any host that reaches the named ones by ssh, or on one of them. All training
+of yours there ends after its current step, and nothing of it is lost: what was trained
+is saved first, by all ranks together. A run under setup/keep_training.sh goes on with
+its other hosts, and takes this one back when it has come back; any other run ends, and
+says how to continue it. Until then no run takes the host: a mark in /tmp/motley-UID
+there says so, which also goes when the host is booted.
+
+The kernel lets nobody but you, and root, send the signal that this takes. What else
+runs there, of you or of others, is not touched.
+
+Refused, and nothing is done: a host that no hostfile names, one where no training of
+yours runs, and all hosts of a run, which would end it.
+
+Options:
+  --for TIME        come back by itself after this time; default: stay away
+  --hostfile FILE   the hosts that there are; default: hosts.txt in the
+                    repository (motley: in this folder)
+  --dry-run         say what would leave, and change nothing
+
+Exit status: 0 they have left, 1 some host has not, 2 nothing was begun.
+"""
 
 import argparse
 import json
@@ -12,9 +38,8 @@ from motley.cluster.ssh import run_on_all, split
 from motley.errors import HostTrouble, MotleyError
 from motley.membership.host_agent import WAIT_S
 from motley.provision import setup_command
-from motley.provision.host_module import run_module
-from motley.provision.host_report import printable
-from motley.text import did_you_mean, seconds_of
+from motley.provision.setup_command import printable, run_module
+from motley.text import did_you_mean, seconds_of, typed_command
 
 ASK_S = 15.0  # in which a host answers, or ssh has given up
 
@@ -41,12 +66,12 @@ def is_here_by_name(name: str) -> bool:
 
 
 def tell(host: str, *words: object, limit: float = ASK_S) -> dict[str, Any]:
-    """Return the answer of a host's ``motley.membership.away WORDS...``.
+    """Return the answer of a host's ``motley.membership.host_agent WORDS...``.
 
     Raises:
         HostTrouble: there is none.
     """
-    return read(run_module(host, "motley.membership.away", *words, limit=limit))
+    return read(run_module(host, "motley.membership.host_agent", *words, limit=limit))
 
 
 def read(output: str) -> dict[str, Any]:
@@ -71,7 +96,7 @@ def words_of(hosts: Sequence[str]) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Ask, refuse or tell, and say what came of it."""
-    parser = setup_command.Parser("leave_cn")
+    parser = setup_command.Parser("leave_cn", __doc__)
     parser.add_argument("hosts", nargs="+", metavar="HOST")
     parser.add_argument("--for", dest="time")
     options = parser.parse_args(words)
@@ -103,10 +128,10 @@ def _leave(order: Sequence[object], host: str) -> dict[str, Any]:
 
 def said(host: str, answer: Mapping[str, Any]) -> str:
     """What has come of it on a host."""
-    back = f"; it takes part again after: bash setup/join_cn.sh {host}"
+    back = typed_command(f"; it takes part again after: bash setup/join_cn.sh {host}")
     if answer["left"]:
         pids = ", ".join(map(str, answer["left"]))
-        return (
+        return typed_command(
             f"{host}: process {pids} has not ended within {answer['seconds']:.0f} s; it will after "
             f"its step, or end it with: bash setup/clean_cn.sh --running"
         )

@@ -2,9 +2,9 @@
 and its subnet, told to MPI, NCCL and DeepSpeed on every host.
 
 Written are the environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf, between
-two marks, and .deepspeed_env in the repository, whose other lines stay. The user's own parameter
-files go before those of the environment. They are changed only where the environment belongs to
-another user: then these lines go there, between the same marks.
+two marks, and .deepspeed_env in the folder of the runs, whose other lines stay. The user's own
+parameter files go before those of the environment. They are changed only where the environment
+belongs to another user: then these lines go there, between the same marks.
 """
 
 import contextlib
@@ -19,14 +19,12 @@ from motley.cluster.account import home_folder
 from motley.cluster.network import Answer, Network, list_networks, next_in_ring, pick_network
 from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble
+from motley.launch.environment import SETTINGS, split_setting
 from motley.provision.host_report import HostReport
-from motley.provision.setup_command import VENV
+from motley.provision.setup_command import PLACE, VENV, run_python
 
 LISTEN_S, TRIAL_S = 20.0, 60.0
-_TALK = """
-python=$1/bin/python talk=$2/setup/cn_talk.py
-PYTHONPATH=$2/src; export PYTHONPATH; shift 2; "$python" "$talk" "$@"
-"""
+_TALK = "motley.cluster.network"
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,9 @@ Peer = tuple[str, str, int, str]  # name, address, port and token
 
 
 def talk(remote: Remote, work: str, peers: Sequence[Peer]) -> str:
-    """Return what cn_talk.py prints on a host that connects to these."""
+    """Return what motley.cluster.network prints on a host that connects to these."""
     told = json.dumps(peers).encode()
-    return remote.run(_TALK, VENV, ROOT, work, payload=told, limit=TRIAL_S).output
+    return run_python(remote, _TALK, work, payload=told, limit=TRIAL_S).output
 
 
 @contextlib.contextmanager
@@ -70,7 +68,7 @@ def listen_on(
             ready.release()
 
         with contextlib.suppress(HostTrouble, ValueError):  # it is ended from here
-            remote.run(_TALK, VENV, ROOT, "listen", *addresses[host], limit=TRIAL_S, tell=tell)
+            run_python(remote, _TALK, "listen", *addresses[host], limit=TRIAL_S, tell=tell)
         ready.release()
 
     connected = run_on_all(addresses, connect, LISTEN_S)
@@ -233,19 +231,14 @@ def merge_settings(text: str, ours: Sequence[str]) -> list[str]:
         text: of the file as it is.
         ours: NAME=VALUE.
     """
-    lines = text.splitlines()
-    written = [line.partition("=")[2].split(",") for line in lines if _variable(line) == _OURS]
+    lines = [(line, *split_setting(line)) for line in text.splitlines()]
+    written = [value.split(",") for _, name, value in lines if name == _OURS]
     old = {_OURS, *(name.strip() for names in written for name in names)}
-    kept = [line for line in lines if _variable(line) not in old]
-    users = {_variable(line) for line in kept}
-    new = [line for line in ours if _variable(line) not in users]
-    names = ",".join(_variable(line) for line in new)
+    kept = [line for line, name, _ in lines if name not in old]
+    users = {name for _, name, _ in lines} - old
+    new = [line for line in ours if split_setting(line)[0] not in users]
+    names = ",".join(split_setting(line)[0] for line in new)
     return [*kept, *new, *([f"{_OURS}={names}"] if names else [])]
-
-
-def _variable(line: str) -> str:
-    """Return the name that a line of .deepspeed_env sets, as entry_cn.sh reads it."""
-    return line.partition("=")[0].removeprefix("\ufeff").strip().removeprefix("export ").strip()
 
 
 def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write: bool) -> str:
@@ -254,7 +247,7 @@ def settle(remote: Remote, lines: tuple[list[str], list[str], list[str]], write:
     Raises:
         HostTrouble: it cannot be written there.
     """
-    path = ROOT / ".deepspeed_env"
+    path = PLACE / SETTINGS
     own, _, settings = remote.run(_READ, path).output.partition("--\n")
     if write:
         parts = (*lines[:2], merge_settings(settings, lines[2]))
@@ -276,12 +269,14 @@ def _not_written(host: str, output: str, errors: str) -> HostTrouble:
         return HostTrouble(
             "not written",
             f"MPI's parameters cannot be written on {host} ({why})",
-            f"see to it: ssh -- {host} df -h {folder or ROOT}",
+            f"see to it: ssh -- {host} df -h {folder or PLACE}",
         )
     way = "bash setup/make_env.sh, bash setup/install_cn.sh, then this"
+    venv = f"{home_folder()}/motley-env"
     own = (
-        f"an environment of your own (export MOTLEY_VENV={home_folder()}/motley-env; {way})"
-        if os.access(ROOT, os.W_OK) else f"a copy of this repository of your own (in it: {way})"
+        f"an environment of your own (python3 -m venv {venv}, and there: bash setup/make_env.sh)"
+        if not ROOT else f"an environment of your own (export MOTLEY_VENV={venv}; {way})"
+        if os.access(PLACE, os.W_OK) else f"a copy of this repository of your own (in it: {way})"
     )  # fmt: skip
     return HostTrouble(
         "not written",

@@ -1,4 +1,5 @@
-"""The frame of a setup command: its options, all hosts at once, a table, a question, and the end.
+"""The frame of a setup command: its options, all hosts at once, a table, a question, and the end;
+and runs of a module of the library on a host, in the environment there.
 
 Each command visits all hosts of a hostfile at once, prints one table, and for each host that is
 not well what was found and the fix. Exit status: 0 all is well, 1 some host is not, 2 nothing was
@@ -20,27 +21,113 @@ from typing import NoReturn, Protocol, TypeVar
 
 from motley import ROOT
 from motley.cluster.hostfile import Host, read_hosts
-from motley.cluster.ssh import run_on_all, split
+from motley.cluster.login import Finished
+from motley.cluster.ssh import Remote, connect, run_on_all, split
 from motley.errors import HostTrouble, MotleyError
-from motley.text import escape_unprintable
+from motley.text import escape_unprintable, own_command, typed_command
 
 T = TypeVar("T")
 
-VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv"))
+# The environment, and the folder that ranks start in: both are at one path on all hosts.
+VENV = Path(os.environ.get("MOTLEY_VENV", ROOT / ".venv")) if ROOT else Path(sys.prefix)
+PLACE = ROOT or Path.cwd()
+SOURCES = str(ROOT / "src") if ROOT else ""  # of the library, where no environment has it
 TRIES = 3  # for a password
+_NO_PYTHON = 66
+_PYTHON = f"""
+python=$1/bin/python sources=$2 module=$3; shift 3
+[ -x "$python" ] || exit {_NO_PYTHON}
+PYTHONPATH=$sources "$python" -P -m "$module" "$@"
+"""
 
 
 class Parser(argparse.ArgumentParser):
-    """The options that every script has; its -h is the head of the .sh beside it."""
+    """The options that every command has.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the door in setup/, without its ending.
+        doc: the docstring of the command's module, which -h prints.
+        visits: it has a hostfile of its own.
+        instead: the way where there is no clone, which the command is about.
+    """
+
+    def __init__(self, name: str, doc: str | None, visits: bool = True, instead: str = "") -> None:
         super().__init__(prog=f"{name}.sh", allow_abbrev=False, add_help=False)
-        self.add_argument("--hostfile", type=Path, default=ROOT / "hosts.txt")
-        self.add_argument("--dry-run", action="store_true")
+        self._doc, self._refusal = typed_command(str(doc)).strip(), ""
+        if instead and not ROOT:
+            self._refusal = f"{own_command()} needs a clone, and pip has installed this: {instead}"
+        self.add_argument("-h", "--help", action="help", help="print this text")
+        self.add_argument("--dry-run", action="store_true", help="print every change, do none")
+        if visits:
+            usual = (Path() if own_command() else PLACE) / "hosts.txt"
+            self.add_argument("--hostfile", type=Path, default=usual)
+
+    def format_help(self) -> str:
+        """Return what -h prints."""
+        return f"{self._refusal or self._doc}\n"
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the options; raise MotleyError for wrong ones, and where a clone is missing."""
+        options = self.parse_args(words)
+        if self._refusal:
+            raise MotleyError(self._refusal)
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Raise MotleyError."""
         raise MotleyError(f"{message}; see bash setup/{self.prog} -h")
+
+
+def run_python(
+    remote: Remote,
+    module: str,
+    *words: object,
+    limit: float,
+    payload: bytes | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Finished:
+    """Run ``python -m MODULE WORDS...`` in the environment of a host; see :meth:`Remote.run`."""
+    return remote.run(
+        _PYTHON, VENV, SOURCES, module, *words, payload=payload, limit=limit, tell=tell
+    )
+
+
+def run_module(
+    host: str,
+    module: str,
+    *words: object,
+    limit: float,
+    tell: Callable[[str], None] | None = None,
+) -> str:
+    """Return the output of ``python -m MODULE WORDS...`` on a host.
+
+    Args:
+        limit: seconds that it may take. tell: called with each line as it comes.
+
+    Raises:
+        HostTrouble: the host does not answer, or has no environment, or that fails.
+    """
+    with connect(host) as remote:
+        done = run_python(remote, module, *words, limit=limit, tell=tell)
+    if done.code == _NO_PYTHON:
+        raise HostTrouble(
+            "no environment",
+            f"there is no environment at {VENV} to look with",
+            "make it with: bash setup/install_cn.sh",
+        )
+    if done.code:
+        last = (done.errors.strip().splitlines() or ["no message"])[-1]
+        raise HostTrouble(
+            "cannot look",
+            f"the environment there fails: {printable(last)}",
+            "see what is wrong with: bash setup/test_cn_connection.sh",
+        )
+    return done.output
+
+
+def printable(text: str) -> str:
+    """Return one line without what a terminal would act on."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def read_hostfile(options: argparse.Namespace) -> tuple[Host, ...]:
@@ -88,7 +175,7 @@ def print_troubles(troubles: Mapping[str, Trouble]) -> None:
         said = said if named else f"{names}: {said}"
         if sys.stdout.isatty():
             said = textwrap.fill(said, width(), break_long_words=False, break_on_hyphens=False)
-        print(f"\n{said}\n  {trouble.fix}")
+        print(typed_command(f"\n{said}\n  {trouble.fix}"))
 
 
 def _named(host: str) -> str:

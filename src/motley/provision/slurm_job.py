@@ -1,5 +1,40 @@
-"""The command of setup/slurm_job.sh: writes a batch script of Slurm's and submits it, also as an
-array over a matrix of torch_dist/baseline_measure.py, a task for each cell.
+"""Write a batch script of Slurm's for a training, and submit it.
+
+  bash setup/slurm_job.sh --nodes 2 --time 4:00:00 ./entry_cn.sh --epochs 90 --run vit
+  bash setup/slurm_job.sh --nodes 2 --time 1:00:00 --submit --requeue ./entry_cn.sh --epochs 5
+  bash setup/slurm_job.sh --nodes 2 --array --submit torch_dist/baseline_measure.py --matrix full
+  bash setup/slurm_job.sh                       # which partitions there are
+
+The line is what srun is to start, from the repository. Partition, cores and GPUs of a
+node and the longest time are asked of sinfo; more than there is, is refused before
+anything waits in a queue. Each GPU gets a rank, or each node of a partition without.
+
+Some minutes before the end of the allocation Slurm tells all ranks, which save after the
+step that they are in. The job then ends; the next one that is submitted with the same
+line, or with --requeue this one itself, goes on from there: no step is lost or done twice.
+
+With --array the line is baseline_measure.py's, and each cell of its matrix is a task of the
+job, with nodes of its own; each task writes the table of what has ended by then. The same
+line again submits what is left. Figures are comparable as far as the nodes are alike.
+
+Options, before the line:
+  --nodes N          default 1
+  --gpus N           of a node; default: all that its nodes have; 0: none
+  --ranks N          of a node without GPUs, default 1
+  --time TIME        as Slurm writes it, 30, 4:00:00 or 1-12; default: the partition's own
+  --partition NAME   default: the cluster's own; --account NAME: who pays
+  --mem, --qos, --constraint, --gres, --exclude   as sbatch takes them
+  --sbatch=OPTION    any other option of sbatch, as in --sbatch=--mail-type=END; may be repeated
+  --run-before CMD   a command before srun, as in --run-before "module load cuda"; may be repeated
+  --before SECONDS   of the end that the ranks are told, default 180
+  --requeue          go on in the same job, until the training has finished
+  --array            a task for each cell of a matrix; --at-once K: no more at a time
+  --container IMAGE  run the ranks in an Apptainer image
+  --mpi KIND         of srun's, default none: the ranks meet by themselves
+  --submit           with sbatch; default: write the script and say how
+  --dry-run          print the script, write nothing; also where there is no Slurm
+
+Exit status: 0 written or submitted, 2 nothing was.
 """
 
 import argparse
@@ -12,19 +47,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from motley import ROOT
 from motley.cluster.hostfile import Partition, partitions, seconds_of_slurm, srun_words
 from motley.cluster.processes import run_child
 from motley.errors import MotleyError
 from motley.faults import FaultKind
 from motley.provision import setup_command
 from motley.provision.launch_line import LaunchLine
-from motley.provision.setup_command import many
+from motley.provision.setup_command import PLACE, many
 from motley.text import did_you_mean
 
 PREPARE_LIMIT_S = 600.0  # to read the matrix and what is measured of it
 _MATRIX_SCRIPT = "baseline_measure.py"
-_EXAMPLE = "slurm_job.sh --array torch_dist/baseline_measure.py --matrix strategies"
+_EXAMPLE = "setup/slurm_job.sh --array torch_dist/baseline_measure.py --matrix strategies"
 
 
 @dataclass(frozen=True)
@@ -50,13 +84,15 @@ class Array:
         """Make the folder of the results ready for tasks on so many nodes, of so many ranks each.
 
         Args:
-            line: as the user wrote it, from baseline_measure.py on.
+            line: as the user wrote it, from baseline_measure.py or ``motley baselines`` on.
             dry_run: make nothing.
 
         Raises:
             MotleyError: it is no such line, its matrix is wrong, or all is measured.
         """
-        if Path(line[0]).name != _MATRIX_SCRIPT:
+        if [Path(line[0]).name, *line[1:2]] == ["motley", "baselines"]:
+            line = ["-P", "-m", "motley.cli", *line[1:]]
+        elif Path(line[0]).name != _MATRIX_SCRIPT:
             raise MotleyError(
                 f"--array is for torch_dist/{_MATRIX_SCRIPT}, not for {line[0]}; {_EXAMPLE}"
             )
@@ -65,7 +101,7 @@ class Array:
         words = (sys.executable, *line[:at], "--nodes", f"{nodes}x{ranks}", "--mpirun", start)
         rest = tuple(line[at:])
         asks = [*words, "--prepare", *(["--dry-run"] if dry_run else []), *rest]
-        done = run_child(asks, PREPARE_LIMIT_S, "see whether its disk answers", ROOT)
+        done = run_child(asks, PREPARE_LIMIT_S, "see whether its disk answers", PLACE)
         print(done.stderr, end="", file=sys.stderr)
         if done.returncode:  # it has said why
             raise MotleyError(f"{_MATRIX_SCRIPT} cannot measure this matrix; nothing is submitted")
@@ -165,7 +201,7 @@ def main(words: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    path = ROOT / "logs" / f"{job.name}.sbatch"
+    path = PLACE / "logs" / f"{job.name}.sbatch"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script)
     print(f"{job.name}: {said(job)}; written to {path}")
@@ -186,7 +222,7 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """The options, and the line after them."""
-    parser = setup_command.Parser("slurm_job")
+    parser = setup_command.Parser("slurm_job", __doc__)
     numbers = (("nodes", 1), ("gpus", None), ("ranks", 1), ("before", 180), ("at-once", None))
     for name, usual in numbers:
         parser.add_argument(f"--{name}", type=int, default=usual)
@@ -343,7 +379,7 @@ def chosen(name: str | None, found: Sequence[Partition]) -> Partition:
 
 def text_of(job: Job) -> str:
     """The batch script."""
-    logs, number = ROOT / "logs", "%A_%a" if job.array else "%j"
+    logs, number = PLACE / "logs", "%A_%a" if job.array else "%j"
     settings = {
         "job-name": job.name, "partition": job.partition or None,
         "nodes": job.nodes, "ntasks-per-node": job.ranks, "cpus-per-task": job.cores or None,
@@ -358,10 +394,10 @@ def text_of(job: Job) -> str:
     inside = ()
     if job.container:
         nv = ("--nv",) if job.gpus else ()
-        inside = ("apptainer", "exec", *nv, "--bind", str(ROOT), str(job.container.absolute()))
+        inside = ("apptainer", "exec", *nv, "--bind", str(PLACE), str(job.container.absolute()))
     ranks = shlex.join((*srun_words(job.mpi), *inside, *job.line))
     return _SCRIPT.format(
-        settings="\n".join(lines), root=shlex.quote(str(ROOT)),
+        settings="\n".join(lines), root=shlex.quote(str(PLACE)),
         before="".join(f"{command}\n" for command in job.run_before),
         line=job.array.command() if job.array else ranks,
         after=_REQUEUE.format(paused=_PAUSED) if job.requeue and not job.array else "",

@@ -15,8 +15,7 @@ from typing import IO
 from motley.cluster.login import Finished
 from motley.cluster.ssh import Remote, connect
 from motley.errors import HostTrouble, MotleyError
-from motley.provision.host_report import printable
-from motley.provision.setup_command import VENV
+from motley.provision.setup_command import VENV, printable
 
 BLOCK = 8 << 20  # bytes that are hashed, and copied again, together
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -1,5 +1,20 @@
-"""The command of setup/sync_cn.sh: brings files of this machine to hosts with folders of their
-own, as far as they differ.
+"""Bring this repository's files to every host of hosts.txt that has a folder of
+its own.
+
+  bash setup/sync_cn.sh
+  bash setup/sync_cn.sh --dry-run         # what differs, and where
+  bash setup/sync_cn.sh --hostfile my_hosts.txt
+
+Sent to the same path is what git tracks and differs there; a host that shares
+this folder (NFS) needs nothing. What only the host has stays. An edit made on
+a host is overwritten.
+
+Options:
+  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --dry-run         print every change, do none
+
+Exit status: 0 all hosts have the same files, 1 some host has not, 2 nothing
+was begun.
 """
 
 import contextlib
@@ -11,12 +26,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from motley import ROOT
 from motley.cluster.processes import run_child
 from motley.cluster.ssh import Remote, connect, split
 from motley.errors import HostTrouble
 from motley.provision.host_report import probe, token_file
 from motley.provision.setup_command import (
+    PLACE,
     Parser,
     ask_all,
     many,
@@ -47,18 +62,18 @@ _UNPACK = 'mkdir -p -- "$1" && cd -- "$1" && tar -xf -'
 def tracked_files() -> list[str]:
     """The repository's files, relative to it: hosts.txt and what git tracks, else all but what is
     made."""
-    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"]
+    git = ["git", "-c", f"safe.directory={PLACE}", "-C", str(PLACE), "ls-files", "-z"]
     listed = None
     with contextlib.suppress(OSError):  # a machine without git
-        listed = run_child(git, GIT_LIMIT_S, f"see whether the disk of {ROOT} answers")
+        listed = run_child(git, GIT_LIMIT_S, f"see whether the disk of {PLACE} answers")
     if listed is not None and listed.returncode == 0:
         listing = dict.fromkeys([*listed.stdout.split("\0"), "hosts.txt"])
-        return [name for name in listing if name and (ROOT / name).is_file()]
+        return [name for name in listing if name and (PLACE / name).is_file()]
     found = []
-    for folder, below, names in os.walk(ROOT):
-        made = _MADE | (_MADE_AT_ROOT if Path(folder) == ROOT else set())
+    for folder, below, names in os.walk(PLACE):
+        made = _MADE | (_MADE_AT_ROOT if Path(folder) == PLACE else set())
         below[:] = [name for name in below if name not in made]
-        found += [str((Path(folder) / name).relative_to(ROOT)) for name in names]
+        found += [str((Path(folder) / name).relative_to(PLACE)) for name in names]
     return sorted(found)
 
 
@@ -113,7 +128,8 @@ LIMIT_S = 600
 
 def main(words: Sequence[str]) -> int:
     """Send what differs; 1 if some host could not be brought up to date."""
-    options = Parser("sync_cn").parse_args(words)
+    instead = "bring files of your own to the same path on all hosts with scp"
+    options = Parser("sync_cn", __doc__, instead=instead).read(words)
     names = tracked_files()
 
     def one(host: str) -> str:
@@ -121,16 +137,16 @@ def main(words: Sequence[str]) -> int:
             if probe(remote, token=token).same_folder:
                 return "this machine" if remote.here else "shares this folder"
             if options.dry_run:
-                missing = differing(remote, ROOT, names, ROOT)
+                missing = differing(remote, PLACE, names, PLACE)
                 return f"would send {_count(missing)}" if missing else "already the same"
-            sent = send(remote, ROOT, names, ROOT)
+            sent = send(remote, PLACE, names, PLACE)
             return f"sent {_count(sent)}" if sent else "already the same"
 
     with token_file() as token:
         found = ask_all([host.name for host in read_hostfile(options)], one, LIMIT_S)
     troubles = split(found)[1]
     rows = [(h, each.kind if isinstance(each, HostTrouble) else each) for h, each in found.items()]
-    print(table(("host", f"files of {ROOT}"), rows))
+    print(table(("host", f"files of {PLACE}"), rows))
     print_troubles(troubles)
     return 1 if troubles else 0
 

@@ -1,14 +1,30 @@
-"""Asks every host whether it is ready to train; the .sh beside it says how to call it.
+"""Ask every host of hosts.txt, at once and within 10 s, whether it is ready to
+train: one table of what each is, and what is wrong with which fix.
 
-With --json one object is printed. ``hosts`` has, for each host, either its ``trouble`` or
-the fields of host_report.HostReport (unknown is null); ``findings`` is what is wrong, or with
-``wrong`` false worth a note:
+  bash setup/test_cn_connection.sh
+  bash setup/test_cn_connection.sh --hostfile my_hosts.txt
+  bash setup/test_cn_connection.sh --json > lab.json
 
-    {"well": false,
-     "hosts": {"ecetesla0": {"trouble": null, "node": "ecetesla0", "cores": 8, ...},
-               "ecetesla1": {"trouble": {"kind": "no answer", "found": "..."}}},
-     "findings": [{"hosts": ["ecetesla0"], "kind": "disk full", "found": "...",
-                   "fix": "...", "wrong": true}]}
+Nothing stays changed: on each host one small file is written to the
+repository's folder and one to your home, and removed at once, to see whether
+that works.
+
+Options:
+  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --json            one JSON object instead, as shown below
+  --dry-run         say which hosts would be asked, and ask none
+
+Exit status: 0 all is well, 1 some host is not, 2 no host was asked.
+
+In the object of --json "hosts" has for each host its trouble, or the fields of
+motley.provision.host_report.HostReport, where unknown is null; "findings" is
+what is wrong, or with "wrong" false worth a note:
+
+  {"well": false,
+   "hosts": {"ecetesla0": {"trouble": null, "node": "ecetesla0", "cores": 8, ...},
+             "ecetesla1": {"trouble": {"kind": "no answer", "found": "..."}}},
+   "findings": [{"hosts": ["ecetesla0"], "kind": "disk full", "found": "...",
+                 "fix": "...", "wrong": true}]}
 """
 
 import contextlib
@@ -22,7 +38,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, distributions, requires
 from pathlib import Path
 
 from motley import ROOT
@@ -43,6 +59,8 @@ from motley.provision.connection_report import (
 )
 from motley.provision.host_report import HostReport, probe_all, token_file
 from motley.provision.mpi_network import try_networks
+from motley.provision.setup_command import PLACE
+from motley.text import typed_command
 
 _HERE = "this machine"
 LIMIT_S = 8.8  # what is left of 10 s, Python's own start taken off
@@ -59,25 +77,26 @@ def this_machine() -> Here:
         packages={name: each.version for name, each in installed.items()},
         needed=needed_packages(installed),
         venv=setup_command.VENV,
-        root=ROOT,
+        root=PLACE,
     )
 
 
 def needed_packages(installed: Mapping[str, Distribution]) -> frozenset[str]:
-    """Normal names of what requirements.txt asks for, and of what that needs."""
-    left = _names((ROOT / "requirements.txt").read_text().splitlines())
+    """Normal names of the packages that Motley asks for, and of what these need."""
+    asked = (ROOT / "requirements.txt").read_text().splitlines() if ROOT else None
+    left = _names(asked or requires("motley-train") or ())
     seen: set[str] = set()
     while left:
         name = normal(left.pop())
         if name in installed and name not in seen:  # others: for another system or Python
             seen.add(name)
-            requires = installed[name].requires or []
-            left += _names(line for line in requires if "extra ==" not in line)
+            left += _names(installed[name].requires or ())
     return frozenset(seen)
 
 
 def _names(requirements: Iterable[str]) -> list[str]:
-    found = (re.match(r"[\w.-]+", line) for line in requirements)
+    """Return the packages that requirements name, but for those of an extra."""
+    found = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
     return [match[0] for match in found if match]
 
 
@@ -111,7 +130,7 @@ def judge_keys(hosts: Iterable[str]) -> Iterator[Finding]:
 def as_json(
     results: Mapping[str, HostReport | HostTrouble], groups: Mapping[Finding, list[str]], well: bool
 ) -> str:
-    """The object that the docstring of this file shows."""
+    """Return the object that -h shows."""
     return json.dumps(
         {
             "well": well,
@@ -121,7 +140,10 @@ def as_json(
                 else {"trouble": None, **asdict(result)}
                 for host, result in results.items()
             },
-            "findings": [{"hosts": hosts, **asdict(finding)} for finding, hosts in groups.items()],
+            "findings": [
+                {"hosts": hosts, **asdict(finding), "fix": typed_command(finding.fix)}
+                for finding, hosts in groups.items()
+            ],
         },
         indent=1,
     )
@@ -141,14 +163,14 @@ def try_all(
 
 def main(words: Sequence[str]) -> int:
     """Ask, show, judge."""
-    parser = setup_command.Parser("test_cn_connection")
+    parser = setup_command.Parser("test_cn_connection", __doc__)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(words)
     slots = {host.name: host.slots for host in setup_command.read_hostfile(options)}
     names = list(slots)
     if options.dry_run:
         print(f"would ask: {', '.join(names)}")
-        print(f"would write and remove a file in {ROOT} and in ~, there and here")
+        print(f"would write and remove a file in {PLACE} and in ~, there and here")
         return 0
     start = time.monotonic()
     with token_file() as token:

@@ -1,4 +1,25 @@
-"""The door of setup/test_mpi.sh; its -h explains it."""
+"""See that MPI works over all hosts of hosts.txt, and make the plain mpirun line
+work there.
+
+  bash setup/test_mpi.sh
+  bash setup/test_mpi.sh --dry-run        # what would be written, and where
+  bash setup/test_mpi.sh --hostfile my_hosts.txt
+
+Tries each subnet that the hosts share and writes the fastest, on every host, into the
+environment's own etc/openmpi-mca-params.conf and etc/prte-mca-params.conf,
+and into .deepspeed_env. Your own ~/.openmpi, ~/.prte and ~/.pmix go before
+these, and are changed only where the environment belongs to another user: the
+lines then go there, between two marks. Then each host opens a connection to
+each other, and a rank for each slot says hello: in C (where there is a
+compiler here), and in Python through entry_cn.sh, which also measures what
+the links carry and names one that is slow, busy or broken.
+
+Options:
+  --hostfile FILE   default: hosts.txt in the repository (motley: in this folder)
+  --dry-run         print every change, do none
+
+Exit status: 0 every host answered, 1 some host did not, 2 nothing was begun.
+"""
 
 import argparse
 import os
@@ -10,6 +31,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from motley import ROOT
 from motley.cluster.account import home_folder
@@ -27,17 +49,26 @@ from motley.provision.mpi_network import (
     talk,
     try_networks,
 )
-from motley.provision.setup_command import VENV, Parser, print_troubles, read_hostfile, run, table
+from motley.provision.setup_command import (
+    PLACE,
+    VENV,
+    Parser,
+    print_troubles,
+    read_hostfile,
+    run,
+    table,
+)
 from motley.provision.sync_cn import send
 
 LIMIT_S = 60
 MPI_LIMIT_S, EACH_LIMIT_S = 60, 8  # links that drop large packets take 8 s for each host
+_HELLO = Path(__file__).with_name("hello_mpi.c")
 HELLO = "bin/motley_hello_mpi"  # in the environment, which is at one path on all hosts
 
 
 def main(words: Sequence[str]) -> int:
     """Settle MPI's parameters, then try pairs of hosts, then MPI."""
-    options = Parser("test_mpi").parse_args(words)
+    options = Parser("test_mpi", __doc__).parse_args(words)
     home_folder()  # without one, mpirun fails with a code of its own
     hosts = read_hostfile(options)
     with token_file() as token:
@@ -69,7 +100,8 @@ def main(words: Sequence[str]) -> int:
         return 0
 
     silent = try_pairs(reports, shared)
-    answers = {"Python": say_hello(hosts, options, ["./entry_cn.sh", "setup/hello_mpi.py"])}
+    hello = ["./entry_cn.sh", "setup/hello_mpi.py"] if ROOT else [str(VENV / "bin/motley"), "hello"]
+    answers = {"Python": say_hello(hosts, options, hello)}
     if make_hello(reports):
         answers["C"] = say_hello(hosts, options, [str(VENV / HELLO)])
     rows = [
@@ -183,7 +215,7 @@ def make_hello(reports: Mapping[str, HostReport]) -> bool:
         if not made.exists():
             print(f"{made.parent} is not yours to write: hello_mpi.c is not tried")
         return made.exists()  # its owner has brought it to all hosts
-    compiler = [str(VENV / "bin/mpicc"), "-o", str(made), str(ROOT / "setup/hello_mpi.c")]
+    compiler = [str(VENV / "bin/mpicc"), "-o", str(made), str(_HELLO)]
     done = run_child(compiler, LIMIT_S, f"see whether the disk of {VENV} answers")
     if done.returncode != 0:
         raise MotleyError(f"hello_mpi.c does not compile: {done.stderr.strip()}")
@@ -211,11 +243,11 @@ class Answer:
 def say_hello(hosts: Sequence[Host], options: argparse.Namespace, program: list[str]) -> Answer:
     """Start a rank for every slot, and count who answers: mpirun's own status tells nothing."""
     asked = sum(host.slots for host in hosts)
-    where = [] if VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
+    where = [] if not ROOT or VENV == ROOT / ".venv" else ["-x", "MOTLEY_VENV"]
     command = ["mpirun", "-np", str(asked), "--hostfile", str(options.hostfile.resolve())]
     print(f"mpirun -np {asked} --hostfile {options.hostfile} {' '.join(program)}")
     job = subprocess.Popen(
-        [*command, *where, *program], cwd=ROOT, start_new_session=True, text=True,
+        [*command, *where, *program], cwd=PLACE, start_new_session=True, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     limit = MPI_LIMIT_S + EACH_LIMIT_S * len(hosts)

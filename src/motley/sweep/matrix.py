@@ -130,7 +130,10 @@ def shorter(matrix: Matrix, only: str) -> Matrix:
 
 
 DDP = "torch_dist/train_vit.py"  # whose fp32 runs others are compared with
-PRESETS = ("strong", "weak", "precision", "strategies", "full", "weather")
+PRESETS = {
+    name: Path(__file__).with_name("presets") / f"{name}.toml"
+    for name in ("strong", "weak", "precision", "strategies", "full", "weather")
+}
 _PRECISIONS = ("auto", *PRECISIONS)
 _AXES: Mapping[str, Any] = {  # and what stands where the file says nothing
     "strategy": "ddp", "precision": "auto", "checkpointing": False, "batch": 128, "hosts": None,

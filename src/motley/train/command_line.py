@@ -286,7 +286,7 @@ def add_task(parser: OptionParser, arguments: Sequence[str] | None = None) -> li
     return task.recipes[asked.recipe].split()
 
 
-_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keeper"
+_ENTRY, _COMMAND, _KEEPER = "entry_cn.sh", "motley", "motley.provision.keep_training"
 _REPLACED = ("--run", "--resume", "--logs")
 _STARTERS = {Launcher.MPI: "mpirun", Launcher.SLURM: "srun", Launcher.TORCHRUN: "torchrun"}
 
@@ -300,11 +300,10 @@ def make_resume_line(folder: RunFolder) -> str:
     if at is not None:
         begin, words = shlex.join(line[:at]), line[at:]
     else:  # rank 0 is on another host than its launcher
-        in_clone = (ROOT / _ENTRY).exists()
-        typed = _COMMAND if command else f"./{_ENTRY}" if in_clone else f"{_COMMAND} {RUN}"
+        typed = _COMMAND if command else f"./{_ENTRY}" if ROOT else f"{_COMMAND} {RUN}"
         starter = _STARTERS.get(launch_of().by)
         begin = f"{starter} ... {typed}" if starter else typed
-        script = os.path.relpath(sys.argv[0], ROOT if in_clone else None)
+        script = os.path.relpath(sys.argv[0], ROOT)
         words = [command or script, *sys.argv[1:]]
     logs = folder.path.parent
     place = [] if logs == Path("logs") else ["--logs", str(logs)]
@@ -345,6 +344,8 @@ def _launcher_line() -> list[str]:
             names = [Path(word).name for word in words]
             if _KEEPER in names:  # its mpirun may have a hostfile that is gone afterwards
                 return ["bash", "setup/keep_training.sh", *words[names.index(_KEEPER) + 1 :]]
+            if _COMMAND in names and words[names.index(_COMMAND) + 1 :][:1] == ["keep"]:
+                return words[names.index(_COMMAND) :]
             if parent.name() in MPIRUN and not line:
                 # Open MPI 5 becomes prterun, Open MPI 4 is a link to orterun.
                 first = "mpirun" if names[0].endswith("terun") else words[0]

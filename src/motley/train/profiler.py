@@ -170,10 +170,11 @@ class StepProfiler:
         names = f"rank{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"
         if self._asked == SLOWEST:
             names += ", the slowest"
+        join = typed_command("python plots/traces.py")
         self._recorder.note(
             "profile",
             f"profiled steps {first} to {last} of {names}: see where the time went, and put it "
-            f"into one picture, with: {typed_command('plots/traces.py')} {self._folder.path}",
+            f"into one picture, with: {join} {self._folder.path}",
             ranks=chosen,
         )
 

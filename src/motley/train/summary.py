@@ -101,7 +101,7 @@ def print_verdict(run: Run) -> None:
         return
     for sentence in run_verdict(training, co2_per_kwh=None).sentences():
         print(f"  {sentence}")
-    report = typed_command("plots/report.py")
+    report = typed_command("python plots/report.py")
     print(f"  all of it: {report} {shlex.quote(str(run.folder.path))}", flush=True)
 
 

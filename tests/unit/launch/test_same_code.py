@@ -111,6 +111,6 @@ def test_an_older_motley_that_sends_something_else_is_said() -> None:
 
 
 def test_an_installed_package_is_made_the_same_with_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_code, "PACKAGE", Path(sys.prefix) / "lib" / "motley")
+    monkeypatch.setattr(same_code, "ROOT", None)
     text = refusal(code("a"), code("b", {ORDER: "1"}), code("c"))
     assert text.endswith("install one version of motley-train on all of them with pip")

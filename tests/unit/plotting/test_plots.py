@@ -25,7 +25,7 @@ from motley.plotting.plot_gpu import read_folder
 from motley.records.costs import read_training
 from motley.records.run_folder import RunFolder
 from motley.records.training import others_ready
-from motley.sweep.matrix import read_matrix
+from motley.sweep.matrix import PRESETS, read_matrix
 from motley.sweep.results import BaselineFolder
 from motley.sweep.table import read_rows
 
@@ -185,7 +185,7 @@ print(json.dumps({
 
 def test_baselines_are_drawn_and_what_failed_is_shown(tmp_path: Path) -> None:
     hosts = (Host("a"), Host("b"))
-    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts, KNOWN)
+    matrix = read_matrix(PRESETS["strong"], hosts, KNOWN)
     folder = BaselineFolder(tmp_path / "strong")
     folder.claim(matrix)
     for cell in (*matrix.references, *matrix.cells):

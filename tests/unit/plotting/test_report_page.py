@@ -8,12 +8,11 @@ import pytest
 from chromium import Chromium
 from forked import run_script
 from matrices import KNOWN
-from project import ROOT
 from small_runs import START, write_gpu_log, write_run
 
 from motley.cluster.hostfile import Host
 from motley.plan.advice import Advice
-from motley.sweep.matrix import read_matrix
+from motley.sweep.matrix import PRESETS, read_matrix
 from motley.sweep.results import BaselineFolder
 
 
@@ -22,7 +21,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a matrix of which a cell failed, and of two runs."""
     root = tmp_path_factory.mktemp("page")
     hosts = (Host("a"), Host("b"))
-    matrix = read_matrix(ROOT / "torch_dist" / "presets" / "strong.toml", hosts, KNOWN)
+    matrix = read_matrix(PRESETS["strong"], hosts, KNOWN)
     folder = BaselineFolder(root / "strong")
     folder.claim(matrix)
     for cell in (*matrix.references, matrix.cells[0]):

@@ -10,7 +10,8 @@ from motley.cluster.gpus import DeviceFacts
 from motley.errors import HostTrouble
 from motley.provision.connection_report import Here, judge, judge_networks
 from motley.provision.host_report import Asked, HostReport, parse
-from motley.provision.setup_command import print_troubles
+from motley.provision.leave_cn import tell
+from motley.provision.setup_command import print_troubles, run_module
 
 # -- judges
 
@@ -126,3 +127,11 @@ def test_hosts_of_which_the_same_is_to_be_said_share_a_line(
         "\nMPI's file cannot be written on cn1, cn2 (cn10 has it)\n  ask anna\n"
         "\ncn3 did not answer\n  ssh -- cn3\n\ncn4 did not answer\n  ssh -- cn4\n"
     )
+
+
+def test_a_hosts_own_agent_answers(tmp_path: Path) -> None:
+    assert not tell("localhost", "ask", tmp_path)["sees"]
+    (tmp_path / "run.json").write_text("{}")
+    assert tell("localhost", "ask", tmp_path)["sees"]
+    with pytest.raises(HostTrouble, match=r"the environment there fails: .*no_module"):
+        run_module("localhost", "motley.no_module", limit=20)

@@ -4,7 +4,7 @@ import pytest
 
 from motley.cluster.launcher import WITHOUT_MPI
 from motley.launch.ranks import SECRET_VARIABLE
-from motley.provision.keeper import Outcome, loss_warning, read_outcome, survive_environment
+from motley.provision.keep_training import Outcome, loss_warning, read_outcome, survive_environment
 from motley.provision.launch_line import LaunchLine
 
 

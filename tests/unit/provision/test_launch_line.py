@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from motley.errors import MotleyError
 from motley.provision.keep_returns import Asked
-from motley.provision.keeper import Keeper, Stop
+from motley.provision.keep_training import Keeper, Stop
 from motley.provision.launch_line import LaunchLine
 
 HOSTS = "a slots=2\nb\nc slots=2\n"
@@ -112,7 +112,26 @@ def test_what_is_no_training_is_refused(words: list[str], says: str) -> None:
 
 def test_a_trial_has_the_launchers_words_alone(tmp_path: Path) -> None:
     line = parsed(tmp_path, "torch_dist/train_vit.py", "--shares", "5,4,3,2,1")
-    assert line.trial("try.py") == (*line.words[:6], "try.py")
+    assert line.trial() == (*line.words[:6], "setup/hello_mpi.py", "--lose-one")
+    for command in ("train", "run"):
+        line = LaunchLine.parse(["mpirun", "-np", "2", "/env/bin/motley", command, "x.py"])
+        assert line.trial() == (*line.words[:4], "hello", "--lose-one")
+
+
+def test_a_line_of_the_command_motley_is_changed_as_one_of_entry_cn(tmp_path: Path) -> None:
+    (tmp_path / "hosts.txt").write_text(HOSTS)
+    begin = ["mpirun", "--wdir", "/home/me/motley", "--hostfile", str(tmp_path / "hosts.txt")]
+    line = LaunchLine.parse([*begin, "motley", "train", "--shares", "5,4,3,2,1"]).named("now")
+    assert line.words[-2:] == ("--run", "now") and line.folder == Path("logs/now")
+    left = line.with_hosts([host for host in line.hosts if host.name != "b"], tmp_path / "left")
+    assert left.words == (
+        *begin[:-1], str(tmp_path / "left"), "motley", "train", "--shares", "5,4,2,1", "--run",
+        "now",
+    )  # fmt: skip
+    alone = LaunchLine.parse(["srun", "-n", "2", "motley", "train"]).named("now")
+    assert alone.words == ("srun", "-n", "2", "motley", "train", "--run", "now")
+    with pytest.raises(MotleyError, match=r"no \./entry_cn\.sh"):
+        LaunchLine.parse(["mpirun", "motley", "report"])
 
 
 def test_the_users_own_interval_between_checkpoints_stays(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def written(*words: str) -> str:
 
 
 def test_a_place_with_spaces_is_one_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_job, "ROOT", slurm_job.ROOT / "my lab")
+    monkeypatch.setattr(slurm_job, "PLACE", slurm_job.PLACE / "my lab")
     script = written("--account", "team-1")
-    assert f'--output="{slurm_job.ROOT}/logs/a.b_c-1.%j.out"\n' in script
-    assert f"cd '{slurm_job.ROOT}'\n" in script and "--account=team-1\n" in script
+    assert f'--output="{slurm_job.PLACE}/logs/a.b_c-1.%j.out"\n' in script
+    assert f"cd '{slurm_job.PLACE}'\n" in script and "--account=team-1\n" in script
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import baseline_measure
 import pytest
 from matrices import KNOWN, matrix_file, measure
 from project import ROOT
@@ -15,14 +14,14 @@ from project import ROOT
 from motley.cluster.hostfile import Host
 from motley.errors import MotleyError, NoMemoryError, NotFiniteError
 from motley.faults import Fault, FaultKind, fault_of
+from motley.provision import baselines
 from motley.records.costs import joules, leak
 from motley.records.run_folder import RunFolder
-from motley.sweep.matrix import read_matrix
+from motley.sweep.matrix import PRESETS, read_matrix
 from motley.sweep.results import BaselineFolder, judge
 from motley.sweep.table import markdown, read_rows
 
 HOSTS = (Host("a", 2), Host("b"), Host("c"))
-PRESETS = ROOT / "torch_dist" / "presets"
 
 
 @pytest.fixture
@@ -33,10 +32,11 @@ def refused(
 
     def say(*words: object) -> str:
         monkeypatch.setattr(sys, "argv", ["baseline_measure.py", *map(str, words)])
-        with pytest.raises((MotleyError, SystemExit)) as error:
-            baseline_measure.main()
-        assert isinstance(error.value, MotleyError) or error.value.code == 2
-        return str(error.value) + capsys.readouterr().err
+        try:
+            assert baselines.main() == 2
+        except SystemExit as error:  # argparse's
+            assert error.code == 2
+        return capsys.readouterr().err
 
     return say
 
@@ -65,9 +65,9 @@ def test_a_matrix_is_multiplied_out_and_each_kind_of_sample_has_one_reference(
 
 
 def test_the_presets_can_be_read_and_weak_scaling_grows_with_the_hosts() -> None:
-    for path in PRESETS.glob("*.toml"):
+    for path in PRESETS.values():
         assert read_matrix(path, HOSTS, KNOWN).cells
-    cells = read_matrix(PRESETS / "weak.toml", HOSTS, KNOWN).cells
+    cells = read_matrix(PRESETS["weak"], HOSTS, KNOWN).cells
     assert [(cell.hosts, cell.batch, round(cell.fraction, 3)) for cell in cells] == [
         (1, 64, 0.333), (2, 128, 0.667), (3, 192, 1.0),
     ]  # fmt: skip
@@ -234,7 +234,7 @@ def test_energy_is_that_of_the_gpus_that_trained(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
-    matrix = read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN)
+    matrix = read_matrix(PRESETS["strong"], HOSTS, KNOWN)
     held = BaselineFolder(tmp_path / "b").claim(matrix)
     with pytest.raises(MotleyError, match="is in use by another"):
         BaselineFolder(tmp_path / "b").claim(matrix)
@@ -242,11 +242,11 @@ def test_a_folder_is_one_commands_at_a_time(tmp_path: Path) -> None:
     BaselineFolder(tmp_path / "b").claim(matrix).close()
     others = (Host("a", 2), Host("b"), Host("d"))
     with pytest.raises(MotleyError, match="another matrix, which differs in hosts"):
-        BaselineFolder(tmp_path / "b").claim(read_matrix(PRESETS / "strong.toml", others, KNOWN))
+        BaselineFolder(tmp_path / "b").claim(read_matrix(PRESETS["strong"], others, KNOWN))
 
 
 def test_several_measure_each_a_cell_of_their_own(tmp_path: Path) -> None:
-    matrix = read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN)
+    matrix = read_matrix(PRESETS["strong"], HOSTS, KNOWN)
     folder, first, second = BaselineFolder(tmp_path / "b"), *matrix.all_cells[:2]
     with pytest.raises(MotleyError, match=r"not made ready for tasks.*slurm_job.sh --array"):
         folder.join(matrix)
@@ -266,7 +266,7 @@ def test_several_measure_each_a_cell_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_table_is_written_by_one_at_a_time(tmp_path: Path) -> None:
-    matrix = read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN)
+    matrix = read_matrix(PRESETS["strong"], HOSTS, KNOWN)
     folder = BaselineFolder(tmp_path / "b")
     folder.claim(matrix).close()
     code = (
@@ -333,4 +333,4 @@ def test_the_table_says_what_failed(tmp_path: Path) -> None:
         read_rows(BaselineFolder(tmp_path))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(MotleyError, match="something else"):
-        BaselineFolder(tmp_path).claim(read_matrix(PRESETS / "strong.toml", HOSTS, KNOWN))
+        BaselineFolder(tmp_path).claim(read_matrix(PRESETS["strong"], HOSTS, KNOWN))

@@ -37,7 +37,7 @@ subprocess.run([sys.executable, "-c", code, "my logs/a run"], check=True)
 @pytest.mark.parametrize(
     ("name", "words", "line"),
     [
-        ("motley.provision.keeper",
+        ("motley.provision.keep_training",
          "--restarts 2 mpirun -np 2 ./entry_cn.sh --text 'a b' --resume=x --run old --lr 1",
          "bash setup/keep_training.sh --restarts 2 mpirun -np 2 ./entry_cn.sh --text 'a b' --lr 1"),
         ("other.py", "", "./entry_cn.sh -c 'my logs/a run'"),  # nobody's: the process's own words

@@ -29,6 +29,7 @@ from motley.engines.zero_config import (
 from motley.errors import MotleyError
 from motley.plan.memory import WIDE, GatheredMemory, ModelSize
 from motley.plan.wire import Addition, EngineTraits
+from motley.text import typed_command
 
 if TYPE_CHECKING:
     from motley.engines.protocol import Engine, EngineContext
@@ -86,7 +87,7 @@ def _traits(config: Config) -> EngineTraits:
         f"{say} {n}, if memory allows," if n < stage else f"{say} {n}": traits
         for n, traits in enumerate(TRAITS) if n != stage
     }  # fmt: skip
-    others["torch_dist/train_vit.py"] = EngineTraits()
+    others[typed_command("torch_dist/train_vit.py")] = EngineTraits()
     return replace(TRAITS[stage], others=others, state_in_host=state_in_host(own))
 
 

@@ -73,7 +73,8 @@ def task_class(name: str) -> type[Task]:
             f"--task {name} is unknown{did_you_mean(name, known)}; choose {', '.join(known)}, or "
             "name a file with a task of your own, as in examples/my_task.py"
         )
-    path = next((path for path in (Path(name), ROOT / name) if path.is_file()), None)
+    places = [Path(), ROOT] if ROOT else [Path()]
+    path = next((place / name for place in places if (place / name).is_file()), None)
     if path is None:
         raise MotleyError(f"--task {name}: there is no such file")
     return _only_task(name, _load(name, path))

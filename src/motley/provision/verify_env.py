@@ -1,6 +1,6 @@
 """See that this machine's environment works: import its packages, run a kernel on each device.
 
-    .venv/bin/python setup/verify_env.py
+    .venv/bin/python -m motley.provision.verify_env
 
 The last line is JSON: {"torch": "2.15.0+cu132", "kernels": ["cpu fp32 0.1 TFLOP/s"]}
 """

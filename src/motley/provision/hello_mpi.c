@@ -1,6 +1,7 @@
 /* Each rank says where it is, and hears from all others; see setup/test_mpi.sh.
  *
- *   .venv/bin/mpicc -o hello_mpi setup/hello_mpi.c && mpirun -np 5 --hostfile hosts.txt ./hello_mpi
+ *   .venv/bin/mpicc -o hello_mpi src/motley/provision/hello_mpi.c
+ *   mpirun -np 5 --hostfile hosts.txt ./hello_mpi
  */
 #include <mpi.h>
 #include <stdio.h>

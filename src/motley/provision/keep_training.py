@@ -1,9 +1,53 @@
-"""The keeper of a training: starts a launch line, and starts it again with the hosts that there
-are, after a trial of the line: do the other ranks live on when one is killed?
+"""Keep a training alive over lost machines: run an mpirun line, and run it again
+with the machines that are left when one of them dies.
 
-Each launcher has its own option for that, and any configuration file, module or container may set
-another. So the keeper sets the options of all launchers that it has, as variables, and then starts
-the line once with a small script in place of the training.
+  bash setup/keep_training.sh mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
+  bash setup/keep_training.sh --restarts 3 mpirun -np 2 ./entry_cn.sh torch_dist/train.py --lr 1e-3
+  bash setup/keep_training.sh --dry-run mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
+  bash setup/keep_training.sh --polite mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh
+
+The line is what you would type; what follows ./entry_cn.sh may be any training
+script and its options. Before each start all hosts are asked by ssh, at once, and
+who does not answer is left out: its ranks go, and their places in --shares,
+--precision and --micro-batch. When the run ends by a lost rank or host, it goes on
+from the last finished step, which those that were left have saved, with the same
+batches and samples.
+
+Ranks can save, or go on, only where the launcher leaves them alive. This script sets the options
+of Open MPI 4.1, Open MPI 5 and srun for that, as variables; your own options and variables go
+before them. Before the first start it tries the line for some seconds, and kills one rank. Where
+the launcher then ends the others, the script prints what a lost rank costs, and the run saves
+every 50 s, unless the line has --save-every.
+
+A host that somebody needs leaves after its step (setup/leave_cn.sh). Who is missing,
+away or lost, is asked again once a minute. Whoever is back is taken back at a step
+boundary when the forecast says that what is left gains more by it than the new start
+costs, by the steps and starts of this very run; else from the next start on. Where all
+hosts are away, or none that is left sees the checkpoints, it waits.
+
+With --polite a host gives way by itself, as with leave_cn.sh, within seconds of
+  somebody at its console: a session at a local seat that logind calls active, not idle
+    and not locked; without logind a text console typed on in the last 5 minutes, or a
+    graphical login. Whoever is there by ssh is at no console
+  a process of another user's that holds memory of one of its GPUs
+and may come back once it has seen nobody for 5 minutes. It is an option of this script,
+for only this one can go on without a host, and take it back. It watches with a small
+process on each host, which ends with this one.
+
+It gives up, and says why, where going on makes no sense: a wrong option, a loss
+that is not finite, or faults again and again without a step in between. Ctrl-C
+ends it at once.
+
+Within an allocation of Slurm's the line may be one of srun, whose nodes are asked through
+Slurm; it needs salloc or sbatch with --no-kill, for a job without it ends with its first node:
+  salloc --no-kill -N 3 bash setup/keep_training.sh srun --mpi=pmix -n 3 ./entry_cn.sh
+
+Options, before the line:
+  --restarts N   faults in a row without progress before it gives up; default 3
+  --polite       hosts give way to others by themselves
+  --dry-run      say which line would be run, and with whom; run nothing
+
+Exit status: that of the last run; 2 nothing was begun.
 """
 
 import argparse
@@ -22,7 +66,7 @@ from enum import Enum
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from motley.cluster.launcher import WITHOUT_MPI
 from motley.cluster.processes import ignores_hangup
@@ -42,11 +86,10 @@ from motley.provision.keep_returns import (
     until_asked_s,
 )
 from motley.provision.launch_line import NODE_COUNTS, LaunchLine
-from motley.provision.setup_command import run
+from motley.provision.setup_command import Parser, run
 from motley.records.run_folder import RunFolder, is_free, take_folder
 from motley.text import seconds_of
 
-TRIAL = "setup/trial_rank.py"
 SAVE_EVERY = "50s"  # and some seconds to write it: a minute
 _MINUTE_S = 60
 _LIMIT_S = 60.0  # for the trial; it takes 3 s
@@ -62,6 +105,11 @@ _KEEPALIVE = {
 _SAID = re.compile(r"trial: rank (\d+) of (\d+) (began|lives on)")
 
 
+# Each launcher has its own option for ranks that outlive another, and any configuration file,
+# module or container may set another. So the options of all launchers are set here, as variables,
+# and the line is started once with a small program in place of the training.
+
+
 class Outcome(Enum):
     """Result of a trial, as the user reads it."""
 
@@ -73,7 +121,7 @@ class Outcome(Enum):
 
 
 class Job(Protocol):
-    """Holder of the process that runs; see keeper.Stop."""
+    """Holder of the process that runs; see keep_training.Stop."""
 
     number: int
     job: subprocess.Popen[bytes] | None
@@ -100,7 +148,7 @@ def try_line(line: LaunchLine, environ: Mapping[str, str], stop: Job) -> Outcome
         stop: holds the launcher meanwhile, for signals.
     """
     job = subprocess.Popen(
-        line.trial(TRIAL), env={**environ, "MOTLEY_START_TIMEOUT": f"{_LIMIT_S / 2:.0f}"},
+        line.trial(), env={**environ, "MOTLEY_START_TIMEOUT": f"{_LIMIT_S / 2:.0f}"},
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=ignores_hangup(),
         preexec_fn=partial(die_with_parent, signal.SIGTERM),
@@ -444,20 +492,11 @@ class Keeper:
             self._figures.read()
 
 
-class Options(argparse.ArgumentParser):
-    """Those before the line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise MotleyError."""
-        raise MotleyError(f"{message}; see bash setup/keep_training.sh -h")
-
-
 def main(words: Sequence[str]) -> int:
     """Run the line until it has ended well, or going on makes no sense."""
-    parser = Options(prog="keep_training.sh", allow_abbrev=False, add_help=False)
+    parser = Parser("keep_training", __doc__, visits=False)
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--polite", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("line", nargs=argparse.REMAINDER)
     options = parser.parse_args(words)
     if options.restarts < 0:

@@ -1,0 +1,143 @@
+"""The environment of a rank, by the command ``motley`` and by entry_cn.sh alike, and its start.
+
+Settings are NAME=VALUE lines of .deepspeed_env, which DeepSpeed reads too: in the clone, or without
+one in the current folder, and in the user's home. ``DS_ENV_FILE`` is another name, or a whole path.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from motley import PACKAGE, ROOT
+from motley.errors import MotleyError
+
+SETTINGS = ".deepspeed_env"
+LAST_FOLDERS = "MOTLEY_LAST_FOLDERS"  # the user's PYTHONPATH, for motley.launch
+# Variables of another Python, which a module or .bashrc sets, would break the start of this one.
+_FOREIGN = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONOPTIMIZE", "PYTHONSAFEPATH", "PYTHONINSPECT")
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK", "MPI_LOCALRANKID")
+# A shell that srun --pty has started has these variables of a rank, and so has all that runs in it.
+_OF_PTY = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "PMI")
+_QUOTED = re.compile(r"""("[^"]*"|'[^']*')(\s+#.*)?""")
+
+
+def start_rank(words: Sequence[str]) -> NoReturn:
+    """Become ``python -m motley.launch WORDS...`` with the variables of a rank."""
+    try:
+        environ = rank_environment(os.environ)
+    except MotleyError as error:
+        print(f"motley: {error}", file=sys.stderr)
+        sys.exit(2)
+    # The rank stays the launcher's direct child: it asks the kernel to die with its parent. -P: a
+    # folder named motley where the user stands is not the package.
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "motley.launch", *words], environ)
+
+
+def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank, and print notes on those that are left out.
+
+    Args:
+        given: of this process. What is set there stays.
+
+    Raises:
+        MotleyError: the file of DS_ENV_FILE is missing, or a line of one is no NAME=VALUE.
+    """
+    found = dict(given)
+    for path in _settings_files(given):
+        found = {**read_settings(path), **found}
+    _leave_out_foreign(found)
+    _leave_out_shell(found)
+    # For how long a thread spins for the others before it sleeps. With OpenMP's own 300000, some
+    # milliseconds, a rank beside other jobs spends its turns on the processor on waiting.
+    if not found.get("OMP_WAIT_POLICY"):
+        found["GOMP_SPINCOUNT"] = found.get("GOMP_SPINCOUNT") or "10000"
+    folders = [str(Path(sys.executable).parent), *filter(None, [found.get("PATH", "")])]
+    found["PATH"] = os.pathsep.join(folders)
+    # Packages of another Python would come before the environment's: Python adds these last.
+    others = found.pop("PYTHONPATH", "")
+    found[LAST_FOLDERS] = found.get(LAST_FOLDERS) or others
+    if not PACKAGE.is_relative_to(sys.prefix):  # of a clone
+        found["PYTHONPATH"] = str(PACKAGE.parent)
+    found["PYTHONUNBUFFERED"] = "1"
+    # Its warnings are of hosts without a name in DNS and the like; errors are still said.
+    found["TORCH_CPP_LOG_LEVEL"] = found.get("TORCH_CPP_LOG_LEVEL") or "ERROR"
+    return found
+
+
+def _settings_files(given: Mapping[str, str]) -> Iterator[Path]:
+    """Yield the files of settings that there may be; those of the first one count more."""
+    name = given.get("DS_ENV_FILE") or SETTINGS
+    if not name.startswith("/"):
+        yield (ROOT or Path()) / name
+        if home := given.get("HOME"):
+            yield Path(home) / name
+    elif Path(name).is_file():
+        yield Path(name)
+    else:
+        raise MotleyError(
+            f"DS_ENV_FILE is {name}, and there is no such file on {os.uname().nodename}; put it "
+            "there, or unset DS_ENV_FILE"
+        )
+
+
+def read_settings(path: Path) -> dict[str, str]:
+    """Read a file of NAME=VALUE lines, blank lines and comments; empty where there is none.
+
+    Raises:
+        MotleyError: a line is none of these.
+    """
+    found = dict[str, str]()
+    if not path.is_file():
+        return found
+    for line in path.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
+        plain = line.removeprefix("\ufeff").strip()
+        if not plain or plain.startswith("#"):
+            continue
+        name, value = split_setting(plain)
+        if "=" not in plain or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise MotleyError(
+                f"{path} on {os.uname().nodename} has the line {plain!r}; write NAME=VALUE"
+            )
+        quoted = _QUOTED.fullmatch(value)
+        value = quoted[1][1:-1] if quoted else re.split(r"\s#", value, maxsplit=1)[0].strip()
+        found.setdefault(name, value if quoted or not value.startswith("#") else "")
+    return found
+
+
+def split_setting(line: str) -> tuple[str, str]:
+    """Return the name that a line sets, and what follows its ``=``."""
+    name, _, value = line.removeprefix("\ufeff").partition("=")
+    return re.sub(r"^export\s", "", name.strip()).strip(), value.strip()
+
+
+def _leave_out_foreign(found: dict[str, str]) -> None:
+    speaks = next((found[name] for name in _LOCAL_RANKS if found.get(name)), "0") == "0"
+    for name in [name for name in _FOREIGN if name in found]:
+        if speaks:  # for all ranks of its machine
+            print(
+                f"motley: {name}={found[name]} on {os.uname().nodename} is left out: the "
+                f"environment has a Python of its own; find what sets it with: grep -n {name} "
+                "~/.bashrc ~/.profile /etc/profile.d/*",
+                file=sys.stderr,
+            )
+        del found[name]
+
+
+def _leave_out_shell(found: dict[str, str]) -> None:
+    is_rank = found.get("OMPI_COMM_WORLD_RANK") or found.get("ROLE_RANK")
+    if not found.get("SLURM_PTY_PORT") or is_rank:
+        return
+    comm = Path(f"/proc/{os.getppid()}/comm")
+    if comm.exists() and comm.read_text().strip() == "slurmstepd":
+        return
+    for name in [name for name in found if name.startswith(_OF_PTY)]:
+        del found[name]
+    print(
+        "motley: this shell is one of srun --pty, so this is a process of its own; for several "
+        "ranks put mpirun -np N before it, or start it with srun --mpi=none from outside of that "
+        "shell",
+        file=sys.stderr,
+    )

@@ -1,0 +1,396 @@
+"""Measure many ways to train, one after the other, and say which is best here.
+
+    python torch_dist/baseline_measure.py --matrix precision --steps 10 --repeats 1
+    python torch_dist/baseline_measure.py --matrix strategies -- --model vit_base_patch16_224 \\
+        --dataset synthetic
+    python torch_dist/baseline_measure.py --matrix my.toml --dry-run
+
+Each cell is an mpirun of its own, on the first so many hosts of hosts.txt, and ends by itself, by
+its failure or by its time limit: none can hurt the next. Repeats are interleaved (A B C, C B A).
+An fp32 run of the same samples comes first; each cell's loss is compared with it, so that a fast
+wrong one shows. What has ended stays, and the same command goes on after a break. What follows
+``--`` is given to every run. motley/sweep/matrix.py shows the form of a matrix file, and presets/
+beside it has the presets. On a cluster, setup/slurm_job.sh --array gives each cell a job.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from motley import ROOT
+from motley.cluster.hostfile import Host, allocated_nodes, read_hosts, srun_words
+from motley.cluster.processes import handle_end
+from motley.config.option import flag_of, options_of
+from motley.config.options import GROUPS
+from motley.engines.strategies import TORCH, ZERO, StrategyOptions, engines_of, known_strategies
+from motley.errors import MotleyError
+from motley.launch.process import die_with_parent
+from motley.provision.setup_command import PLACE, table
+from motley.sweep.matrix import PRESETS, Cell, Known, Matrix, first_hosts, read_matrix, shorter
+from motley.sweep.results import DONE, BaselineFolder
+from motley.sweep.table import HEAD, Row, read_rows, shown, write_rows
+from motley.text import RUN, clock, did_you_mean, escape_unprintable, typed_command
+from motley.train.command_line import read_config, training_parser
+
+_START_S = 15.0  # that a run takes at least before its first step, for an estimate
+_TASK_S = 60.0  # of a task besides its runs
+_EVAL_IMAGES = 512  # of a run: what counts is its training, and a limit is for that
+_GRACE_S = 10.0  # for a job that was told to stop
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What starts ranks.
+
+    Attributes:
+        words: the command with its own options.
+        slurm: it is srun, on nodes of the allocation that this process is in.
+    """
+
+    words: tuple[str, ...]
+    slurm: bool
+
+    @classmethod
+    def of(cls, command: str | None, slurm: bool) -> "Launcher":
+        """As the user wrote it; None: the usual one."""
+        usual = srun_words() if slurm else ["mpirun"]
+        words = usual if command is None else shlex.split(command)
+        return cls(tuple(words) or ("",), slurm)
+
+    def check(self) -> None:
+        """MotleyError if it cannot start anything here."""
+        if shutil.which(self.words[0]) is None:
+            raise MotleyError(
+                f"there is no {self.words[0]!r} on PATH; put "
+                f"{'.venv/bin' if ROOT else Path(sys.executable).parent} there, or name it with "
+                "--mpirun"
+            )
+        if self.slurm and not allocated_nodes():
+            raise MotleyError(
+                "--nodes is of Slurm's allocation, and this is in none; submit the line with "
+                "setup/slurm_job.sh --array"
+            )
+
+    def line(self, hosts: Sequence[Host], hostfile: Path) -> list[str]:
+        """The words before the ranks' own.
+
+        Args:
+            hostfile: is written, where it is of use.
+        """
+        ranks = sum(host.slots for host in hosts)
+        if self.slurm:
+            each = hosts[0].slots
+            places = [f"--nodes={len(hosts)}", f"--ntasks={ranks}", f"--ntasks-per-node={each}"]
+            return [*self.words, *places]
+        hostfile.write_text("".join(f"{host.name} slots={host.slots}\n" for host in hosts))
+        return [*self.words, "-np", str(ranks), "--hostfile", str(hostfile.absolute())]
+
+
+def main() -> int:
+    """Measure as the command line asks; 2 for what the user can put right."""
+    escape_unprintable()
+    try:
+        return measure(arguments())
+    except MotleyError as error:
+        print(f"motley: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run what has not ended yet, show the table; 0 if every cell is done, 1 if some failed."""
+    matrix = read_matrix(
+        matrix_file(options.matrix), options.nodes or read_hosts(options.hostfile),
+        Known(known_cells(), known_options()),
+        repeats=options.repeats, steps=options.steps, limit_s=options.limit, options=options.rest,
+    )  # fmt: skip
+    if options.only:
+        matrix = shorter(matrix, options.only)
+    for cell in matrix.all_cells:
+        if not (PLACE / cell.script).is_file() and (ROOT or cell.script not in (TORCH, ZERO)):
+            raise MotleyError(f"cell {cell.name}: there is no script {cell.script}")
+        check_options(cell, matrix.options)
+    folder = BaselineFolder(options.out or Path("baselines") / Path(options.matrix).stem)
+    todo = order(matrix, folder, options.retry)
+    if options.prepare:
+        if not options.dry_run:
+            folder.claim(matrix).close()
+        print(json.dumps(tasks_of(matrix, folder, todo)))
+        return 0
+    if options.dry_run:
+        show_plan(matrix, folder, todo)
+        return 0
+    launcher = Launcher.of(options.mpirun, bool(options.nodes))
+    if todo:
+        launcher.check()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        handle_end(number, lambda number, _: sys.exit(128 + number))
+    if options.task is not None:
+        return run_task(matrix, folder, launcher, options.task, todo)
+    with folder.claim(matrix):
+        run_all(matrix, folder, launcher, todo)
+    return 0 if all(row.outcome == DONE for row in tell(matrix, folder)) else 1
+
+
+def tell(matrix: Matrix, folder: BaselineFolder) -> list[Row]:
+    """Write the table of all that has ended, and show it."""
+    with folder.writing_table():
+        rows = read_rows(folder)
+        paths = write_rows(folder, rows)
+    print()
+    print(table(HEAD, map(shown, rows)))
+    for row in rows:
+        if row.outcome != DONE:
+            print(f"{row.name}: {row.outcome}{f' ({row.when})' if row.when else ''}: {row.error}")
+    if left := dict.fromkeys(cell.name for cell, _ in order(matrix, folder, retry=False)):
+        print(f"not measured yet: {', '.join(left)}")
+    draw = typed_command("python plots/plot_baselines.py")
+    print(f"\n{paths[0]}, {paths[1]}; pictures: {draw} {folder.path}")
+    return rows
+
+
+def tasks_of(
+    matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]
+) -> dict[str, Any]:
+    """What setup/slurm_job.sh asks Slurm for: a task for each cell that is left, by its number, and
+    seconds that one may take; ``{"tasks": [0, 2], "seconds": 1860.0, "folder": "baselines/full"}``.
+    """
+    left = Counter(cell for cell, _ in todo)
+    most = max((runs * (cell.limit_s or matrix.limit_s) for cell, runs in left.items()), default=0)
+    numbers = [number for number, cell in enumerate(matrix.all_cells) if cell in left]
+    return {"tasks": numbers, "seconds": most + _TASK_S, "folder": str(folder.path)}
+
+
+def run_task(
+    matrix: Matrix,
+    folder: BaselineFolder,
+    launcher: Launcher,
+    number: int,
+    todo: Sequence[tuple[Cell, int]],
+) -> int:
+    """Measure one cell, and write the table of what has ended by then; 0 if the cell is done."""
+    folder.join(matrix)
+    if number >= len(matrix.all_cells):
+        raise MotleyError(f"--task {number}: the matrix has {len(matrix.all_cells)} cells")
+    own = matrix.all_cells[number]
+    run_all(matrix, folder, launcher, [turn for turn in todo if turn[0] == own])
+    ended = {row.name: row.outcome for row in tell(matrix, folder)}
+    return 0 if ended.get(own.name) == DONE else 1
+
+
+def order(matrix: Matrix, folder: BaselineFolder, retry: bool) -> list[tuple[Cell, int]]:
+    """What is still to be run: cells and numbers of repeats, every other round backwards.
+
+    Args:
+        retry: what failed, too.
+    """
+    turns = [(cell, 0) for cell in matrix.references]
+    for repeat in range(matrix.repeats):
+        turns += [(cell, repeat) for cell in matrix.cells[:: -1 if repeat % 2 else 1]]
+    ended = {turn: folder.outcome(*turn) for turn in turns}
+    return [turn for turn, outcome in ended.items()
+            if outcome is None or (retry and outcome.kind != DONE)]  # fmt: skip
+
+
+def show_plan(matrix: Matrix, folder: BaselineFolder, todo: Sequence[tuple[Cell, int]]) -> None:
+    """The cells, and how long they should take."""
+    left = {cell: sum(turn[0] == cell for turn in todo) for cell in matrix.all_cells}
+    print(table(
+        ("cell", "hosts", "batch", "runs left", "what runs"),
+        ((cell.name, cell.hosts, cell.batch, runs, typed_command(shlex.join(cell.words)))
+         for cell, runs in left.items()),
+    ))  # fmt: skip
+    known = [outcome.seconds for cell in left for _, outcome in folder.repeats(cell)]
+    each = sum(known) / len(known) if known else _START_S
+    so_far = "as long as those that have ended" if known else "each, before its first step"
+    print(
+        f"\n{len(todo)} runs of {matrix.steps} steps: {clock(each * len(todo))}"
+        f"{'' if known else ' or more'} ({each:.0f} s {so_far}), at most "
+        f"{clock(sum(cell.limit_s or matrix.limit_s for cell, _ in todo))}"
+    )
+
+
+def run_all(
+    matrix: Matrix, folder: BaselineFolder, launcher: Launcher, todo: Sequence[tuple[Cell, int]]
+) -> None:
+    """Run what is left, a line each."""
+    started = time.monotonic()
+    for number, (cell, repeat) in enumerate(todo, start=1):
+        print(f"[{number}/{len(todo)}] {cell.name}, repeat {repeat + 1}: ", end="", flush=True)
+        with folder.take_cell(cell):
+            status, seconds = run_one(matrix, cell, repeat, folder, launcher)
+            outcome = folder.end(cell, repeat, status, seconds)
+        said = f"{outcome.seconds:.0f} s"
+        if outcome.kind != DONE:
+            said = f"{outcome.kind}, {said}: {outcome.error}"
+        left = (time.monotonic() - started) / number * (len(todo) - number)
+        print(said + (f"; {clock(left)} left" if number < len(todo) else ""), flush=True)
+
+
+def run_one(
+    matrix: Matrix, cell: Cell, repeat: int, folder: BaselineFolder, launcher: Launcher
+) -> tuple[int | None, float]:
+    """One run, ended with all its processes if it takes too long.
+
+    Returns:
+        Its exit status, None if it was ended; and its seconds.
+    """
+    hosts, _ = first_hosts(cell, matrix.hosts)
+    attempt = folder.attempt(cell, repeat)
+    if attempt.path.exists():  # of a break in the middle of it
+        shutil.rmtree(attempt.path)
+    script, *words = cell.words
+    command = [
+        *launcher.line(hosts, folder.path / f"hosts.{cell.hosts}.txt"), *rank_words(script),
+        "--eval-samples", str(_EVAL_IMAGES), *matrix.options, *words,
+        "--max-steps", str(matrix.steps), "--seed", "0",
+        "--logs", str(folder.cells.absolute()), "--run", attempt.path.name,
+    ]  # fmt: skip
+    start = time.monotonic()
+    with folder.output(cell, repeat).open("w") as output:
+        print(shlex.join(command), file=output, flush=True)
+        job = subprocess.Popen(
+            command, cwd=PLACE, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )  # fmt: skip
+        status: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = job.wait(cell.limit_s or matrix.limit_s)
+        finally:
+            _end(job)
+    return status, time.monotonic() - start
+
+
+def rank_words(script: str) -> list[str]:
+    """Return the words that start a rank with the script of a cell."""
+    if ROOT:
+        return ["./entry_cn.sh", script]
+    motley = str(Path(sys.executable).with_name("motley"))  # the same on all hosts
+    return [motley, "train"] if script in (TORCH, ZERO) else [motley, RUN, script]
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Stop a job, with all that is left of it on this host; its ranks elsewhere end with it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(_GRACE_S)
+            return
+
+
+def check_options(cell: Cell, shared: Sequence[str]) -> None:
+    """What no run of the cell could take is said before the first one starts.
+
+    Args:
+        shared: options of all cells.
+    """
+
+    def wrong(message: str) -> NoReturn:
+        raise MotleyError(message)
+
+    def refuse(message: str) -> NoReturn:
+        wrong(f"cell {cell.name}: {message}")
+
+    strategies = known_strategies(known_cells()[cell.strategy][0])
+    parser = training_parser(cell.script, strategies)
+    parser.error = wrong  # type: ignore[method-assign]
+    try:
+        # A script may know more.
+        config = read_config(parser, [*cell.words[1:], *shared], strict=False)
+        traits = engines_of(config, strategies).traits
+    except MotleyError as error:
+        refuse(str(error))
+    if config.wire is not None and not traits.can(config.wire):
+        refuse(f"--wire {config.wire} is for ddp, not for {cell.strategy}; choose another one")
+
+
+def known_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What a matrix calls each strategy; the script that trains so, and its options."""
+    return {
+        name: (strategy.script, words)
+        for strategy in known_strategies().values()
+        for name, words in strategy.named_cells().items()
+    }
+
+
+def known_options() -> dict[str, str]:
+    """Options of any training script that are a cell's to set, and how a matrix says them."""
+    own = {group for strategy in known_strategies().values() for group in strategy.options}
+    return {
+        flag: declared.cell
+        for group in (*GROUPS, StrategyOptions, *own)
+        for declared in options_of(group).values() if declared.cell
+        for flag in (flag_of(declared), declared.short) if flag
+    }  # fmt: skip
+
+
+def matrix_file(name: str) -> Path:
+    """A preset's file, or one of the user's."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise MotleyError(
+            f"--matrix {name} is no preset{did_you_mean(name, PRESETS)} and no file; the presets "
+            f"are {', '.join(PRESETS)}"
+        )
+    return path
+
+
+def read_nodes(text: str) -> tuple[Host, ...]:
+    """Of ``2x4``, two nodes of four ranks; which nodes these are, differs from job to job."""
+    nodes, _, ranks = text.partition("x")
+    if not all(word.isdecimal() and 0 < int(word[:5]) == int(word) for word in (nodes, ranks)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give nodes and ranks of each, as in 2x4")
+    return tuple(Host(f"node{number}", int(ranks)) for number in range(1, int(nodes) + 1))
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; ``rest``: what follows ``--``."""
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=typed_command(str(__doc__)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    named = f"{', '.join(PRESETS)}, or a file"
+    parser.add_argument("--matrix", required=True, metavar="PRESET|FILE.toml", help=named)
+    parser.add_argument("--hostfile", default="hosts.txt", metavar="FILE", help="default hosts.txt")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: baselines/<matrix>")
+    usual = "default: as the matrix says, or "
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"{usual}3")
+    parser.add_argument("--steps", type=int, metavar="K", help=f"of each run, {usual}30")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=f"of each run, {usual}600")
+    parser.add_argument("--only", default="", metavar="WORDS", help="cells with this in their name")
+    with_options = "with its own options, as in 'mpirun --mca btl_tcp_if_include eno1'"
+    parser.add_argument("--mpirun", metavar="COMMAND", help=with_options)
+    of_slurm = "of this Slurm allocation, with ranks each, in place of a hostfile; by srun"
+    parser.add_argument("--nodes", type=read_nodes, metavar="NODESxRANKS", help=of_slurm)
+    parser.add_argument("--task", type=int, metavar="K", help="measure the cell of this number")
+    ready = "make the folder ready for such tasks, and say which there are"
+    parser.add_argument("--prepare", action="store_true", help=ready)
+    parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--dry-run", action="store_true", help="show the cells, run nothing")
+    options = parser.parse_args(words[:at])
+    options.rest = tuple(words[at + 1 :])
+    for name, least in (("repeats", 1), ("steps", 6), ("limit", 1), ("task", 0)):
+        value = getattr(options, name)
+        if value is not None and not value >= least:
+            parser.error(f"--{name} {value}: give {least} or more")
+    return options

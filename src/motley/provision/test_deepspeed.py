@@ -1,0 +1,147 @@
+"""Does DeepSpeed work on all ranks? A distributed matrix product that checks its answer.
+
+    mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py
+    mpirun -np 5 --hostfile hosts.txt ./entry_cn.sh deepspeed/test_deepspeed.py --size 4096
+
+C = A B with the inner dimension cut over the ranks: each multiplies its slice, and
+deepspeed.comm sums the products. Every rank compares C with the product it computes
+alone. Timed after a warm-up, with all ranks and devices synchronised before each clock
+is read; the GPUs are recorded meanwhile in logs/.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motley.config.parser import OneVoice
+from motley.errors import MotleyError
+from motley.launch.world import World, run
+from motley.plan.plan import apportion
+from motley.plan.precision import PerRank
+from motley.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+
+    from motley.measure.process_group import ProcessGroup
+
+
+def main() -> None:
+    """Test as the command line asks."""
+    parser = OneVoice(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=1024, help="rows of the matrices, default 1024")
+    parser.add_argument("--repeats", type=int, default=5, help="timed products, default 5")
+    parser.add_argument("--logs", type=Path, default=Path("logs"), help="default: logs")
+    options = parser.parse_args()
+    run(lambda world: test_ranks(world, options.size, options.repeats, options.logs))
+
+
+def test_ranks(world: World, size: int, repeats: int, logs: Path) -> None:
+    """Multiply on all ranks, check, and print one table on rank 0."""
+    import torch  # once the command line is right
+
+    from motley.measure.process_group import gpu_logger, join_process_group, leave_process_group
+
+    group = join_process_group(world, PerRank("--precision", "fp32", ("fp32",), for_all=True))
+    folder = RunFolder(logs / time.strftime("test_deepspeed_%Y-%m-%d_%H-%M-%S"))
+    folder = world.from_first(lambda: folder)
+    world.once_per_node(folder.create)
+    if group.rank is None:
+        return
+    with gpu_logger(world, group, folder, interval=1.0):
+        compute, reduce, error = multiply(group, size, repeats)
+    rows = comm_table(group, [compute, reduce, error])
+    leave_process_group()
+    if world.rank == 0:
+        show(group, size, rows)
+    # A sum of `size` products of numbers in [-1, 1], rounded in another order.
+    bound = size * torch.finfo(torch.float32).eps
+    wrong = [str(rank) for rank, row in enumerate(rows) if not row[2] < bound]  # NaN too
+    if wrong:
+        raise MotleyError(
+            f"the product is wrong on rank {', '.join(wrong)}, by more than {bound:.1e}; a device "
+            "or the network corrupts data"
+        )
+    if world.rank == 0:
+        print(f"the product is right; GPU log in {folder.path}", flush=True)
+
+
+def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, float, float]:
+    """Return the seconds of this rank's own product and of the sum over ranks, and the largest
+    error.
+    """
+    import torch
+
+    from motley.engines.import_deepspeed import comm, deepspeed
+    from motley.tasks.model import set_matmul_precision
+
+    assert group.rank is not None
+    deepspeed.init_distributed(dist_backend=group.backend, verbose=False)
+    set_matmul_precision("fp32")
+    generator = torch.Generator().manual_seed(0)  # the same matrices on every rank
+    left, right = (2 * torch.rand(size, size, generator=generator) - 1 for _ in range(2))
+    left, right = left.to(group.device), right.to(group.device)
+    counts = apportion(size, [1.0] * group.size)
+    start = sum(counts[: group.rank])
+    mine = slice(start, start + counts[group.rank])
+
+    compute, reduce = [], []
+    for _ in range(repeats + 1):
+        comm.barrier()
+        began = now(group.device)
+        product = left[:, mine] @ right[mine]
+        multiplied = now(group.device)
+        comm.all_reduce(product)
+        reduced = now(group.device)
+        compute.append(multiplied - began)
+        reduce.append(reduced - multiplied)
+    error = float((product - left @ right).abs().max())
+    return min(compute[1:]), min(reduce[1:]), error  # the first one was the warm-up
+
+
+def now(device: "torch.device") -> float:
+    """The time when ``device`` has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def comm_table(group: "ProcessGroup", values: list[float]) -> list[list[float]]:
+    """Every rank's values, by rank, through DeepSpeed's communication."""
+    import torch
+
+    from motley.engines.import_deepspeed import comm
+
+    own = torch.tensor(values, dtype=torch.float64, device=group.device)
+    rows = [torch.empty_like(own) for _ in range(group.size)]
+    comm.all_gather(rows, own)
+    return [row.tolist() for row in rows]
+
+
+def show(group: "ProcessGroup", size: int, rows: list[list[float]]) -> None:
+    """Print the table."""
+    from rich.table import Table
+
+    from motley.engines.import_deepspeed import deepspeed
+    from motley.train.recorder import console
+
+    table = Table(
+        title=f"{size} x {size} matrix product over {group.size} ranks, {group.backend}, "
+        f"DeepSpeed {deepspeed.__version__}",
+        title_justify="left",
+    )
+    for heading in ("rank", "host", "device"):
+        table.add_column(heading)
+    for heading in ("own product, ms", "sum over ranks, ms", "largest error"):
+        table.add_column(heading, justify="right")
+    for worker, (compute, reduce, error) in zip(group.workers, rows, strict=True):
+        table.add_row(
+            str(worker.rank), worker.host, worker.device,
+            f"{compute * 1e3:.2f}", f"{reduce * 1e3:.2f}", f"{error:.1e}",
+        )  # fmt: skip
+    console().print(table)
+    for line in group.who_is_left_out():
+        print(line)
