@@ -86,6 +86,7 @@ READER = """
 import json, os, runpy, sys
 target, command_lines, heavy = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 codes = []
+os._exit = sys.exit  # by which a setup command ends
 for words in command_lines:
     sys.argv = [target, *words]
     try:
@@ -105,7 +106,8 @@ DOORS = [
     path for folder in ("torch_dist", "deepspeed", "plots")
     for path in sorted((ROOT / folder).glob("*.py")) if "__main__" in path.read_text()
 ]  # fmt: skip
-RECKONS = ("plot", "report", "verdict")  # whose modules import numpy: a tenth of a second
+# Commands whose modules import numpy: a tenth of a second.
+RECKONS = ("plot", "report", "verdict", "baseline", "stage")
 
 
 def read_command_lines(target: str, *command_lines: Sequence[str]) -> tuple[list[int], list[str]]:

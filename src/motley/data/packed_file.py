@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from motley.data.datasets import find_dataset
-from motley.data.images import load_image
 from motley.errors import MotleyError
 from motley.launch.process import die_with_parent
 
@@ -285,7 +284,9 @@ def _pixel_bytes(path: Path, longest: int | None) -> int:
 
 
 def _kept(path: Path, keep: Keep) -> _Image:
-    """One image, as it is kept; read as from its folder."""
+    """Read one image as from its folder, in the form that the file keeps."""
+    from motley.data.images import load_image  # and torch, which -h of stage_cn.sh need not load
+
     try:
         image = load_image(str(path))
     except MemoryError:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from motley.config.parser import OneVoice
 from motley.errors import MotleyError
 from motley.launch.world import World, run
-from motley.plan.plan import apportion
 from motley.plan.precision import PerRank
 from motley.records.run_folder import RunFolder
 
@@ -74,6 +73,7 @@ def multiply(group: "ProcessGroup", size: int, repeats: int) -> tuple[float, flo
     import torch
 
     from motley.engines.import_deepspeed import comm, deepspeed
+    from motley.plan.plan import apportion
     from motley.tasks.model import set_matmul_precision
 
     assert group.rank is not None
