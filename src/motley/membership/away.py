@@ -1,14 +1,14 @@
 """The mark of a machine whose user has asked that it take part in no training for now, and the
-reasons to set one: somebody at its console, or somebody's process on its GPU.
+reasons to set one: another user at its console, or another user's process on its GPU.
 
-The mark is one small file of this user's in a folder of this user's on this machine, outside of
-any run, so that it works for all of them and everybody who may log in here may leave it:
+The mark is a small file in a folder of this user's on this machine, outside of any run. So it works
+for all runs, and it can be set by any login of this user:
 
     /tmp/motley-1000/away.ecetesla1.json
     {"since": 1763693554.1, "until": 1763700754.1, "polite": "", "boot": "0c5e..."}
 
-A mark ends with its time, with setup/join_cn.sh, and with a reboot. Only a file that this user
-owns, and nobody else may write to, counts; no symbolic link is followed.
+A mark ends with its time, with setup/join_cn.sh, and with a reboot. A file counts only if this user
+owns it and no other user may write to it; symbolic links are not followed.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _ASKED = ("Name", "Seat", "Class", "Active", "Remote", "IdleHint", "LockedHint",
 
 
 def who_is_here() -> str:
-    """Somebody else who needs this machine, in words; empty if nobody does."""
+    """Return another user who needs this machine, in words; empty if there is none."""
     return _at_console() or _on_gpu()
 
 
@@ -59,7 +59,7 @@ def _active(session: dict[str, str]) -> str:
 
 
 def _ask(*words: str) -> str | None:
-    """What logind says; None where there is none."""
+    """Return the answer of logind; None where there is none."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             ["loginctl", "--no-pager", *words], capture_output=True, text=True, check=True,
@@ -109,13 +109,15 @@ class Away:
     boot: str = ""
 
     def words(self) -> str:
-        """As "leaves as asked (leave_cn.sh, until 14:20)", which follows on its name."""
+        """Return the end of a sentence that begins with the host's name, as in "leaves as asked
+        (leave_cn.sh, until 14:20)".
+        """
         if self.polite:
             return f"gives way ({self.polite})"
         return f"leaves as asked ({typed_command('leave_cn.sh')}{self.until_words()})"
 
     def until_words(self) -> str:
-        """As in ", until 14:20"; empty where there is no end."""
+        """Return the end in words, as in ", until 14:20"; empty where there is none."""
         if self.until is None:
             return ""
         day = "" if _day(self.until) == _day(self.since) else "%b %d "
@@ -123,7 +125,7 @@ class Away:
 
 
 def read_away() -> Away | None:
-    """The mark of this machine; None where it takes part. What cannot be read is no mark."""
+    """Return the mark of this machine; None without one, or where it cannot be read."""
     with contextlib.suppress(FileNotFoundError, MotleyError), _folder(make=False) as folder:
         found = _read(folder)
         over = found.until is not None and found.until <= time.time()
@@ -194,7 +196,7 @@ def _folder(make: bool) -> Iterator[int]:
 
 
 def _check(opened: int) -> None:
-    """Raise MotleyError unless a file or folder is this user's, and nobody else may write to it."""
+    """Raise MotleyError unless this user owns a file or folder and no other may write to it."""
     found = os.fstat(opened)
     if found.st_uid != os.getuid():
         raise _not_ours(f"it is owned by user {found.st_uid}")
@@ -231,7 +233,7 @@ def _read(folder: int) -> Away:
 
 
 def _boot() -> str:
-    """Which start of this machine it is; empty where the kernel does not tell."""
+    """Return the identity of this machine's last boot; empty where the kernel has none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

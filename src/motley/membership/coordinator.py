@@ -1,9 +1,10 @@
 """The coordinator, a thread of rank 0: receives from all ranks, judges which failed first, has the
 survivors go on without a lost rank, or ends the job in one line.
 
-A job ends so: the first cause is recorded and printed, the state that all hold is saved, all ranks
-are told. A signal to stop is the user's, whose launcher sends it to all ranks at once, or one
-rank's. A thread of its own writes to disk, so that a slow disk delays no heartbeat.
+A job ends in this order: the coordinator records and prints the first cause, has the common state
+saved, and sends all ranks the end. A signal to stop comes from the user, whose launcher sends it to
+all ranks at once, or to one rank. A thread of its own writes to disk, so that a slow disk delays no
+heartbeat.
 """
 
 import contextlib
@@ -134,7 +135,8 @@ class JobEnd:
         self._own.leave(fault.code)
 
     def _launchers_loss(self, fault: Fault) -> Fault:
-        """The same, unless the launcher has lost the host of a rank that died, which dies of it."""
+        """Return the fault of the launcher's lost host where a rank died of that, else the same
+        fault."""
         own = self._own
         if fault.kind is not FaultKind.KILLED or fault.host == own.place.host or not own.reaper:
             return fault
@@ -157,7 +159,8 @@ _GATHER_S, _GATHER_EACH_S = 0.04, 2e-4
 
 
 class Coordinator:
-    """The watching thread of rank 0. It never waits for a disk: another thread writes records.
+    """The watching thread of rank 0. Another thread writes records, so that this one never waits
+    for a disk.
 
     Args:
         on_fault: records the first cause. on_event: records an event that a rank reports.
@@ -240,7 +243,7 @@ class Coordinator:
                 time.sleep(min(_GATHER_S, _GATHER_EACH_S * own.place.size))
 
     def _welcome(self, new: Arrival, now: float) -> None:
-        """Hear somebody from now on: a rank, or who tells of one that is lost."""
+        """Accept a connection: of a rank, or of the reaper of a lost one."""
         if new.rank < 0:
             self._witnesses.append(new.line)
             self._regroup.witness(~new.rank)
@@ -277,7 +280,7 @@ class Coordinator:
                 messages.write_to(line)
 
     def _judge(self) -> None:
-        """Say who may be silent, and end the job where one is for good, or nobody moves."""
+        """Report silent ranks, and end the job where a rank stays silent or no rank moves."""
         messages.get_on(self._to_standby)
         statuses = self._statuses()
         told = self._silent_ranks.changes(statuses[1:]) + self._stragglers.changes(statuses)
@@ -299,7 +302,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _all_done(self) -> bool:
-        """Whether all ranks are; looks at few of them while one is not."""
+        """Return True if all ranks are done; look at few of them while one is not."""
         whole = len(self._others) + 1 == self._own.place.size
         return whole and self._me.done and all(status.done for status in self._others.values())
 
@@ -348,7 +351,7 @@ class Coordinator:
             self.end_job(fault)
 
     def _hear(self, status: RankStatus, message: Message | None) -> None:
-        """Act on a message, unless it is an echo of a loss that all have heard of."""
+        """Act on a message, unless it is an echo of a loss that all ranks have received."""
         if message is None or message.group not in (None, self._own.change.group):
             return
         if act := self.HANDLERS.get(type(message)):

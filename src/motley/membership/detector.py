@@ -1,14 +1,14 @@
 """The detector of silent, stuck and slow ranks: rank 0 judges the heartbeats of all ranks.
 
-A heartbeat says that a process lives, and what its training is doing. A rank without any is
+A heartbeat shows that a process lives, and what its training is doing. A rank without heartbeats is
 silent: its host froze, or a cable was pulled. Heartbeats without any movement anywhere are a hang.
-People who watch the run see silent ranks, and the machine that keeps all others from the next
+People who watch the run see silent ranks, and the straggler that keeps all others from the next
 step, long before that is a fault.
 
 Two hosts may lose each other while rank 0 receives from both: a switch's port, a wrong route, a
 firewall. No rank is silent then, and all wait for one another, in a collective, at an epoch's end
 or while they start. But TCP sends again whatever is not acknowledged, whichever library opened the
-connection, and the kernel tells for how long no answer came. A peer that is only busy, or stopped,
+connection, and the kernel knows for how long no answer came. A peer that is only busy, or stopped,
 acknowledges.
 """
 
@@ -68,7 +68,7 @@ def heartbeat_interval_s(size: int) -> float:
 
 
 class AwakeClock:
-    """Seconds that this process was awake: it was frozen itself while nobody was heard."""
+    """Seconds for which this process was awake: a frozen process receives nothing itself."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -84,12 +84,12 @@ class AwakeClock:
 
 @dataclass
 class Heartbeat:
-    """What a heartbeat says.
+    """The content of a heartbeat.
 
     Attributes:
-        phase: what the rank is at. detail: in words that say more than its own.
-        moves: grows whenever the rank gets on with something.
-        timeout_s: seconds in which some rank should move; None where nobody can tell.
+        phase: of the rank. detail: words that are more exact than the phase's own.
+        moves: grows whenever the rank makes progress.
+        timeout_s: seconds in which some rank should move; None where that is unknown.
         unanswered: addresses of machines that this rank sends to in vain.
     """
 
@@ -102,22 +102,24 @@ class Heartbeat:
 
     @property
     def doing(self) -> str:
-        """What the rank is at, in words."""
+        """Phase of the rank, in words."""
         return self.detail or self.phase.words
 
     @property
     def waits(self) -> bool:
-        """Whether the rank has done its own part of the step, and waits for the others."""
+        """True if the rank has done its own part of the step, and waits for the others."""
         return self.phase is Phase.ALL_REDUCE
 
     def message(self) -> list[Any]:
-        """As JSON; without names, for rank 0 reads two thousand a second of as many ranks."""
+        """Return the heartbeat as JSON, without names: rank 0 of a thousand reads two thousand a
+        second.
+        """
         rest = [self.detail, self.unanswered] if self.detail or self.unanswered else []
         return [self.step, self.phase.key, self.moves, self.timeout_s, *rest]
 
     @classmethod
     def read(cls, message: Sequence[Any]) -> "Heartbeat":
-        """Of a :meth:`message`."""
+        """Read a :meth:`message`."""
         step, phase, *rest = message
         return cls(step, Phase.of(phase), *rest)
 
@@ -155,7 +157,7 @@ class RankStatus:
         return max(self.heard, self.wrote)
 
     def take(self, data: bytes, now: float) -> list[dict[str, Any]]:
-        """What it has said in all, with these bytes.
+        """Append received bytes and return the complete messages.
 
         Args:
             now: in rank 0's waking seconds.
@@ -186,7 +188,7 @@ class Watchdog:
     def silent(
         self, statuses: Sequence[RankStatus], limit: float = HEARTBEAT_TIMEOUT_S
     ) -> Fault | None:
-        """The fault of the rank that was not heard for ``limit`` seconds, if any.
+        """Return the fault of a rank without a message for ``limit`` seconds, or None.
 
         Args:
             statuses: all ranks but 0.
@@ -207,7 +209,8 @@ class Watchdog:
         return silent(first.number, first.host, first.heartbeat.step, now - first.lived, like)
 
     def dead_link(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """The fault of two machines that do not reach each other, though this one hears both.
+        """Return the fault of two machines that do not reach each other, though this one receives
+        from both, or None.
 
         Args:
             ranks: all, with rank 0.
@@ -225,7 +228,7 @@ class Watchdog:
         return None
 
     def stuck(self, ranks: Sequence[RankStatus]) -> Fault | None:
-        """The fault of the rank that all others wait for, if nobody moves.
+        """Return the fault of the rank that all others wait for, if no rank moves, or None.
 
         Args:
             ranks: all, with rank 0.
@@ -242,7 +245,7 @@ class Watchdog:
 
 
 def whereabouts(statuses: Sequence[RankStatus]) -> tuple[RankStatus, str]:
-    """Whom all others wait for, if they do; and what the ranks are doing, in words."""
+    """Return the rank that all others wait for, or None; and the phases of the ranks, in words."""
     doing: dict[tuple[int, str], list[RankStatus]] = {}
     for status in sorted(statuses, key=lambda status: status.rank):
         step = -1 if status.heartbeat.step is None else status.heartbeat.step
@@ -295,7 +298,7 @@ def dead_peers(after_s: float = DEAD_AFTER_S, tries: int = _LEAST_TRIES) -> list
 
 
 def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
-    """Whether a connection has sent in vain for so long, and so often.
+    """Return True if a connection has sent in vain for too long, and too often.
 
     Args:
         info: struct tcp_info.
@@ -307,9 +310,9 @@ def is_dead(info: bytes, after_s: float, tries: int = _LEAST_TRIES) -> bool:
 
 
 def _connections() -> Iterator[tuple[int, bytes]]:
-    """This process's TCP sockets, whoever opened them: descriptor, and struct tcp_info.
+    """Yield the descriptor and struct tcp_info of each TCP socket of this process.
 
-    The system is asked of every descriptor, without a socket object for each: a rank of a
+    The system is asked about every descriptor, without a socket object for each: a rank of a
     thousand has as many connections.
     """
     info, size = ctypes.create_string_buffer(_INFO_BYTES), ctypes.c_uint32()
@@ -342,10 +345,10 @@ class SilentRanks:
         self._silent = set[int]()
 
     def changes(self, statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-        """Return the events to record: ranks that became silent, and ranks that are heard again.
+        """Return the events to record: ranks that became silent, and ranks that send again.
 
         Args:
-            statuses: all ranks but 0; one that is lost is none of them.
+            statuses: all ranks but 0, without lost ones.
         """
         now = self._awake.seconds
         late, soon = now - TOLD_AFTER_S, now - CUT_OFF_AFTER_S
@@ -417,7 +420,7 @@ class StragglerDetector:
         ]  # fmt: skip
 
     def _is_at_work(self, status: RankStatus) -> bool:
-        """As far as it has said lately: whose host froze is silent."""
+        """Return True if the rank's last heartbeat says so and is recent."""
         heard = status.rank == 0 or self._awake.seconds - status.heard < _LATELY_S
         return heard and status.heartbeat.phase in _OWN
 

@@ -60,11 +60,11 @@ def died(rank: int, host: str, step: int | None, said: str = "") -> Fault:
 
 
 def stopped(step: int | None, number: int, by: str, remedy: str) -> Fault:
-    """The launcher was told to end, and has told the ranks.
+    """Return the fault of a launcher that was stopped, and has stopped the ranks.
 
     Args:
         number: of the signal that came to the ranks; ``by``: its name, who may have sent it,
-            and what the ranks were at. remedy: how to go on.
+            and the phases of the ranks. remedy: how to go on.
     """
     return Fault(
         0, "", step, f"stopped by {by}", remedy,
@@ -90,7 +90,7 @@ def left(rank: int, hosts: Sequence[str], step: int | None, who: str) -> Fault:
 
 
 def paused(step: int | None) -> Fault:
-    """Somebody who may send a signal to the ranks has asked for the end at a step boundary."""
+    """Return the fault of a user who asked for the end at a step boundary by a signal."""
     return Fault(
         0, "", step, "paused as asked (SIGUSR2)", "continue with --resume auto",
         kind=FaultKind.PAUSED,
@@ -121,7 +121,7 @@ def daemon_gone(rank: int, host: str, step: int | None) -> Fault:
 
 
 def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "") -> Fault:
-    """Nothing was heard of a rank for a while.
+    """Return the fault of a rank without messages for a while.
 
     Args:
         like: who else is silent, as ", and so are ranks 4, 5".
@@ -136,7 +136,7 @@ def silent(rank: int, host: str, step: int | None, seconds: float, like: str = "
 
 
 def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -> Fault:
-    """Nothing was heard of any other host, so this one may be to blame.
+    """Return the fault of a host that receives from no other, so that it may be the cause itself.
 
     Args:
         others: their names.
@@ -149,7 +149,7 @@ def alone(rank: int, host: str, step: int | None, seconds: float, others: str) -
 
 
 def link_lost(rank: int, host: str, step: int | None, other: str) -> Fault:
-    """Two hosts do not reach each other, and rank 0 hears both."""
+    """Return the fault of two hosts that do not reach each other, while rank 0 reaches both."""
     return Fault(
         rank, host, step,
         f"the link between {host} and {other} is dead, though the head hears both",
@@ -194,7 +194,7 @@ class FirstCause:
         return fault
 
     def forget(self) -> None:
-        """What was heard was the echo of something else."""
+        """Drop the cause: it was the echo of another one."""
         self.fault = None
 
     def due(self) -> Fault | None:

@@ -6,10 +6,10 @@ and keep_training.sh run it there by ssh. Each command prints one line of JSON.
     python -m motley.membership.host_agent leave [SECONDS]   # mark it, end its ranks, and wait
     python -m motley.membership.host_agent join              # remove the mark
     python -m motley.membership.host_agent pause LOGS RUN    # save and end at a step boundary
-    python -m motley.membership.host_agent polite SECONDS    # leave while somebody else is here
+    python -m motley.membership.host_agent polite SECONDS    # leave while another user is here
 
-Nobody but this user, and root, can do it: the mark lies in a folder of this user's, and the kernel
-takes signals to a process from its own user alone.
+Only this user, and root, can do it: the mark lies in a folder of this user's, and the kernel takes
+signals to a process from its own user alone.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def own_ranks() -> list[Found]:
 
 
 def ask_to_leave(ranks: Sequence[Found]) -> None:
-    """Tell ranks that the mark is there; one that is still starting will see it by itself."""
+    """Signal to ranks that the mark is there; a rank that still starts reads it by itself."""
     for each in ranks:
         send(each.pid, each.ticks, LEAVE_SIGNAL)
 
@@ -65,7 +65,7 @@ def leave(seconds: float | None) -> dict[str, Any]:
 
 
 def pause(logs: str, run: str) -> dict[str, Any]:
-    """Ask one of a run's ranks here; it tells the others. Whether there was one."""
+    """Ask one of a run's ranks here, which informs the others; return False if there is none."""
     for each in own_ranks():
         words = f" {each.what.replace('=', ' ')} "
         place = re.search(r" --logs (\S+)", words)
@@ -90,9 +90,9 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def be_polite(quiet_s: float) -> None:
-    """Mark this machine whenever somebody else is here, and until nobody was for ``quiet_s``.
+    """Mark this machine whenever another user is here, until no other was for ``quiet_s``.
 
-    The mark has an end, so it is gone soon after this process is; one of leave_cn.sh that lasts
+    The mark has an end, so it is gone soon after this process is. A mark of leave_cn.sh that lasts
     longer stays.
     """
     while True:

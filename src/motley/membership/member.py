@@ -109,8 +109,8 @@ class Member:
         return None
 
     def _standby_hears(self, quiet: float) -> bool:
-        """Whether the standby lives, which else would have ended by now: rank 0 tells it alone
-        that Python is busy there.
+        """Return True if the standby lives. Else it would have ended by now: rank 0 reports to it
+        alone that Python is busy there.
 
         Args:
             quiet: seconds without a word of rank 0.
@@ -132,8 +132,9 @@ class Member:
             return False
 
     def _lost(self, seconds: float) -> Fault:
-        """Rank 0's host is silent, or, where no other machine answers either, this one is cut off;
-        the standby asks, for nobody else tells."""
+        """Return the fault: rank 0's host is silent, or, where no other machine answers either,
+        this one is cut off. The standby asks the other machines, since only it reports.
+        """
         own = self._own
         known = {self._line.getpeername()[0], self._line.getsockname()[0]}
         others = [each for each in own.place.listening if each.address not in known][:_ASKED]
@@ -143,7 +144,7 @@ class Member:
         return alone(own.place.number, own.place.host, own.step, seconds, named)
 
     def _goes_on(self) -> bool:
-        """Whether this rank can, without rank 0, as far as it knows."""
+        """Return True if this rank can go on without rank 0, by its own knowledge."""
         own, ends = self._own, self._silent is not None or self._leaves is not None
         can = own.place.survives and own.hooks.without_first and own.hooks.keep is not None
         return can and not (ends or own.held.is_set())
@@ -225,7 +226,7 @@ class Member:
 
 
 def _answers(other: Listening) -> bool:
-    """Whether its machine does."""
+    """Return True if the rank's host answered the probe."""
     try:
         with socket.create_connection((other.address, other.port), timeout=_ANSWER_S):
             return True

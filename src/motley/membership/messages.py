@@ -55,7 +55,7 @@ class Messages:
         self._dropping = False  # the rest of a line that was too long
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """What is complete now."""
+        """Append received bytes and return the complete messages."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if lines and self._dropping:
             lines, self._dropping = lines[1:], False
@@ -84,10 +84,10 @@ _NO_FILES_S = 0.05  # to wait where this process can open no more
 
 
 def greeting(token: str, rank: int, host: str) -> bytes:
-    """What a rank says first; it begins with :func:`_opening`.
+    """Return the bytes that a rank sends first; they begin with :func:`_opening`.
 
     Args:
-        rank: ~K: not rank K itself, but what outlives it on its host.
+        rank: ~K: not rank K itself, but the reaper that outlives it on its host.
     """
     return encode({"token": token, "rank": rank, "host": host})
 
@@ -98,10 +98,10 @@ def _opening(token: str) -> bytes:
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a rank hears the others when it is the first.
+    """The place where a rank receives connections when it is the first.
 
     Attributes:
-        token: that a rank says first. host: name of its machine.
+        token: that a rank sends first. host: name of its machine.
     """
 
     address: str
@@ -134,14 +134,14 @@ class _Stranger:
 
 
 class Handshakes:
-    """What comes in at a rank's port.
+    """The connections that arrive at a rank's port.
 
     Args:
         listener: the port, open. host: name of this machine.
-        size: number of ranks; what outlives any of them may come.
+        size: number of ranks; the reaper of any of them may come.
 
     Attributes:
-        listening: what to tell the ranks that are to come.
+        listening: the address and token for the ranks that are to come.
     """
 
     def __init__(self, listener: socket.socket, host: str, size: int) -> None:
@@ -154,7 +154,7 @@ class Handshakes:
         self._strangers: dict[socket.socket, _Stranger] = {}  # who has waited longest is first
 
     def expect(self, ranks: Collection[int]) -> None:
-        """Who is to come, each of them once."""
+        """Set the ranks that are to come, each of them once."""
         self._awaited = set(ranks)
 
     @property
@@ -163,12 +163,12 @@ class Handshakes:
         return list(self._strangers)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have ``selector`` tell when :meth:`arrivals` has something to do."""
+        """Register with ``selector``, which then reports when :meth:`arrivals` has work."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ)
 
     def arrivals(self, ready: Collection[object], now: float) -> Iterator[Arrival]:
-        """Take who connects, hear who is new, and hang up on who is no rank.
+        """Accept connections, read greetings, and drop every connection that is not a rank's.
 
         Args:
             ready: sockets that can be read, as the selector says; others are ignored.

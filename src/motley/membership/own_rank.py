@@ -207,7 +207,7 @@ class OwnRank:
         return max(0.0, self._next_heartbeat - time.monotonic())
 
     def heartbeat_due(self) -> bool:
-        """Whether it is time for one; the next is an interval later."""
+        """Return True if it is time for a heartbeat; the next is an interval later."""
         due = self.heartbeat_in() == 0.0
         if due:
             self._next_heartbeat = time.monotonic() + heartbeat_interval_s(self.place.size)
@@ -222,7 +222,8 @@ class OwnRank:
             print(text, file=sys.stderr, flush=True)
 
     def save_what_is_known(self) -> str:
-        """Call the hook ``rescue``, whatever it raises; from the watching thread. What was done."""
+        """Call the hook ``rescue``, whatever it raises, from the watching thread; return what it
+        did."""
         self.write_last_words()  # first: whoever started this rank may soon end it
         if self.hooks.rescue is None:
             return ""
@@ -252,7 +253,8 @@ class OwnRank:
         self.change.begin(survivors, self.hooks.free)
 
     def tell_reaper(self) -> None:
-        """Tell it of this rank's number, and who would have to know that its host outlives it."""
+        """Send the reaper this rank's number, and the rank that must learn that the host outlives
+        it."""
         if self.reaper is None:
             return
         place = self.place
@@ -283,12 +285,12 @@ class OwnRank:
 
 
 def line_of(fault: Fault) -> str:
-    """What the user reads of a fault."""
+    """Return the line that the user reads of a fault."""
     return f"motley: {fault.line()}"
 
 
 def _leave_to_watching_thread(number: int, frame: object) -> None:
-    """It acts on the wake-up byte; the main thread may be stuck in C."""
+    """Do nothing: the watching thread acts on the wake-up byte, and this one may be stuck in C."""
 
 
 HOLD_S = 60.0  # that it may take
@@ -325,7 +327,7 @@ def save_before_end(
 
 
 def _ask(line: socket.socket, status: RankStatus) -> str:
-    """What a rank says that it has saved."""
+    """Have a rank save its state, and return its answer."""
     with contextlib.suppress(OSError):
         line.sendall(encode(Rescue()))
         line.settimeout(HOLD_S)

@@ -1,10 +1,9 @@
-"""A pause: the job ends at a step boundary, the same on all ranks, with all that they hold saved.
+"""A pause: the job ends at a step boundary, the same on all ranks, with the whole state saved.
 
-A host leaves, or one that was missing is taken back: all ranks live, and each engine can save. So
-no step is lost, whatever a rank holds alone. Rank 0 asks all which step they have begun; a rank
-that was asked begins no other before rank 0 says where to stop, which is before the step after the
-last one that any rank has begun. No rank waits for one that waits, for all take every step before
-that.
+A host leaves, or a missing one is taken back: all ranks live, and each engine can save. So no step
+is lost, whatever a rank holds alone. Rank 0 asks all ranks which step they have begun. A rank that
+was asked begins no other step until rank 0 names the last one, which is the last that any rank has
+begun. No rank waits for one that waits, for all take every step before that.
 
     member                               coordinator
     HostLeaves("leaves as asked")  -------->  or PauseRequest(), after a signal
@@ -42,7 +41,8 @@ def request_of(number: int) -> Message | None:
 
 
 class OwnPause:
-    """Where this rank stops: its training's thread asks, its watching thread is told."""
+    """The step before which this rank stops: the training's thread asks, the watching thread sets
+    it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -51,7 +51,7 @@ class OwnPause:
         self._at: int | None = None
 
     def begin(self, step: int) -> bool:
-        """Whether the step may begin; waits while that is not decided."""
+        """Return True if the step may begin; wait while that is not decided."""
         with self._changed:
             self._changed.wait_for(lambda: not self._asked or self._at is not None)
             if self._at is not None and step >= self._at:
@@ -79,13 +79,13 @@ class OwnPause:
 
 
 class PauseAgreement:
-    """Rank 0's side: who wants it, and what the ranks have answered.
+    """Rank 0's side of a pause: the requests, and the answers of the ranks.
 
     Args:
         size: number of ranks.
 
     Attributes:
-        wanted: somebody does.
+        wanted: a rank has asked for a pause.
         at: the step that is not begun any more; None while that is not known.
     """
 
@@ -129,7 +129,7 @@ class PauseAgreement:
         return self._is_new(0) and self.answer(0, own.ask_step())
 
     def _is_new(self, rank: int) -> bool:
-        """Whether a rank was not asked yet; it is now."""
+        """Return True if a rank was not asked yet, and note that it is now."""
         new = rank not in self._asked
         self._asked.add(rank)
         return new

@@ -93,7 +93,7 @@ class HostLeaves(Message):
 
 @dataclass(frozen=True)
 class PauseRequest(Message):
-    """Somebody asked the sender to have the job pause."""
+    """A user asked the sender to have the job pause."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,14 @@ class Stop(Message):
 
 @dataclass(frozen=True)
 class CoordinatorHeartbeat(Message):
-    """The coordinator lives. It would blame this fault, should it die now."""
+    """The coordinator lives. The fault is the one to blame if it died now."""
 
     fault: Fault | None
 
 
 @dataclass(frozen=True)
 class Hold(Message):
-    """A rank saves the state: the receiver waits until it is told to stop."""
+    """A rank saves the state: the receiver waits until it gets a stop."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The reaper: a small process on each host, which ends a hung mpirun or daemon after its rank has
 died, and removes the files that a killed launcher leaves.
 
-mpirun ends when its daemon on every host says so, and waits without end for one that is frozen or
-cut off; a daemon waits so for mpirun. And once mpirun is told to stop, it passes on nothing more
-of its ranks' output and kills them, at once or after a tenth of a second. Where mpirun is killed
-itself, no other process is left to say so, to record it, and to remove its files.
+mpirun ends when its daemon on every host has ended, and waits without end for one that is frozen or
+cut off; a daemon waits for mpirun in the same way. Once mpirun is to stop, it passes on nothing
+more of its ranks' output and kills them, at once or after a tenth of a second. Where mpirun is
+killed itself, no other process is left to report that, to record it, and to remove its files.
 """
 
 import contextlib
@@ -158,10 +158,11 @@ class LauncherReaper:
         )  # fmt: skip
 
     def tell(self, **news: Any) -> bool:
-        """What it should know when this rank and mpirun are gone; see :class:`_Told`.
+        """Send the reaper facts for the time when this rank and mpirun are gone; see
+        :class:`_Told`.
 
         Returns:
-            Whether there is such a process.
+            True if there is such a process.
         """
         if self._process is None or self._process.stdin is None:
             return False
@@ -174,7 +175,7 @@ class LauncherReaper:
         return True
 
     def lost_session(self, names: Collection[str], limit_s: float) -> bool:
-        """Whether mpirun's ssh session to a host has ended, or does in time.
+        """Return True if mpirun's ssh session to a host has ended, or ends in time.
 
         Args:
             names: of that host, one of which may be that in hosts.txt. limit_s: seconds to wait.
@@ -192,17 +193,18 @@ class LauncherReaper:
 
 @dataclass
 class _Told:
-    """What a rank has told.
+    """The facts that a rank has sent to its reaper.
 
     Attributes:
         rank: its number in the group that is left. number: the one in the launch.
-        line: to say, where mpirun's own errors go; empty means nothing.
-        fault: what ends the job, as far as is known, until it is said. step: that training is at.
+        line: to print, where mpirun's own errors go; empty means nothing.
+        fault: the reason why the job ends, as far as is known, until it is printed.
+        step: that training is at.
         ended: the rank leaves by itself. folder: of the run; on rank 0.
         hosts: the lowest rank of each, as of the launch, by name and by address; on rank 0.
         segments, session: see motley.membership.reaper.
-        supervisor: whom to tell that this host outlives the rank: address, port and token; None
-            where the others could not go on without it.
+        supervisor: address, port and token of the rank to inform that this host outlives its rank;
+            None where the others could not go on without it.
         timeout_s: that the launcher may take to end.
     """
 
@@ -234,8 +236,10 @@ def reap_after_this_process(pid: int) -> None:
 
 
 def outlived_by_launcher() -> bool:
-    """Whether a rank of this launcher may end, with status 0, before all others do: Open MPI 5 goes
-    on then, 4.1 ends the job."""
+    """Return True if a rank of this launcher may end, with status 0, before all others do.
+
+    Open MPI 5 goes on then; 4.1 ends the job.
+    """
     launcher = psutil.Process().parent()
     return launcher is not None and launcher.name() in ("prted", "prterun")
 
@@ -260,8 +264,11 @@ def _end_unless_gone(launcher: psutil.Process, timeout_s: float) -> None:
 
 
 def _gone(process: psutil.Process, limit_s: float) -> bool:
-    """Whether it ends in time. A zombie has ended: whoever started it may first read all of its
-    output, of which this process holds one end."""
+    """Return True if a process ends in time.
+
+    A zombie has ended: its parent may first read all of its output, of which this process holds one
+    end.
+    """
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(psutil.NoSuchProcess):  # it ended between two questions
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -305,8 +312,9 @@ def _say(line: str, terminal: str | None) -> None:
 
 
 def _witness(rank: int, host: str, address: str, port: int, token: str) -> None:
-    """Tell who is the first now that this host lives, though its rank does not, and wait while the
-    others train: mpirun's daemon serves their job still."""
+    """Inform the first rank that this host lives, though its rank does not, and wait while the
+    others train: mpirun's daemon serves their job still.
+    """
     with contextlib.suppress(OSError), socket.create_connection((address, port), 3.0) as line:
         line.sendall(greeting(token, ~rank, host))
         line.settimeout(None)
@@ -356,7 +364,9 @@ def _listen(launcher: int, sessions: SshSessions) -> tuple[_Told, bool]:
 
 
 def _record(folder: RunFolder, fault: Fault, first: int) -> None:
-    """Unless somebody has; another host's rank, which lost the first one, knows less than this."""
+    """Record the fault unless it is recorded: another host's rank, which lost the first one, knows
+    less than this process.
+    """
     time.sleep(_RECORD_AFTER_S)
     try:
         run = folder.read_run()

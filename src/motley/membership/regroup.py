@@ -1,5 +1,5 @@
 """The coordinator's part in going on without a lost rank: it has all ranks keep their state, then
-tells the survivors to go on.
+has the survivors go on.
 """
 
 import time
@@ -38,7 +38,7 @@ class Regroup:
 
     @property
     def begun(self) -> bool:
-        """A rank is lost, and the others are not told yet how to go on."""
+        """True while a rank is lost and the others do not know yet how to go on."""
         return self._regrouping.first is not None
 
     @property
@@ -83,7 +83,7 @@ class Regroup:
             self._own.change.gathered.put(values)
 
     def overdue(self, left: Collection[RankStatus]) -> Fault | None:
-        """The fault that ends the job after all, if somebody was waited for too long."""
+        """Return the fault that ends the job if a rank kept the others waiting for too long."""
         return self._regrouping.overdue(left)
 
     def go_on(self, left: Collection[RankStatus]) -> Survivors | None:

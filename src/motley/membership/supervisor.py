@@ -105,7 +105,7 @@ class Watching:
 
     @property
     def started(self) -> bool:
-        """Whether a fault of this rank would be heard."""
+        """True if rank 0 would receive a fault of this rank."""
         return self._watch is not None
 
     @property
@@ -114,10 +114,10 @@ class Watching:
         return self._watch.lines if self._watch else []
 
     def flush(self) -> None:
-        """Wait until what was told is recorded; on the first rank.
+        """Wait until all events are recorded; on the first rank.
 
         Raises:
-            Exception: what kept it from being recorded.
+            Exception: the error that kept them from being recorded.
         """
         if self._writer is not None:
             self._writer.flush()
@@ -149,7 +149,7 @@ class Watching:
         return Member(own, line, to.host, self._on_fault)
 
     def _without_first(self, watch: Member, lost: Fault) -> Coordinator | Member:
-        """The same, now that rank 0 is lost and the next one takes its part."""
+        """Return the thread that watches once the next rank has taken rank 0's place."""
         own = self._own
         if own.place.rank == 1:
             own.reaper = own.reaper or _reaper_of(own.place)
@@ -165,8 +165,9 @@ class Watching:
         return connected
 
     def _guard(self) -> None:
-        """A watching thread that fails must not die in silence: nobody else notices failures or
-        acts on signals."""
+        """Run the watching thread, and end the job if it fails: no other part notices failures or
+        acts on signals.
+        """
         try:
             while isinstance(self._watch, Member) and (lost := self._watch.run()):
                 self._watch = self._without_first(self._watch, lost)
@@ -187,12 +188,12 @@ _SAVE_S = 600.0  # that the launcher of a host which has left may wait for the o
 
 
 class Supervisor:
-    """One rank's end of it. All call :meth:`listen`, then :meth:`join`.
+    """One rank's end of the supervision. All call :meth:`listen`, then :meth:`join`.
 
     Attributes:
         on_fault: called once, from another thread, with the first cause: on rank 0, or on
-            the standby when it is rank 0 that died.
-        on_event: called on rank 0, from another thread, with what a rank tells.
+            the standby when rank 0 died.
+        on_event: called on rank 0, from another thread, with each event that a rank reports.
     """
 
     def __init__(self, place: GroupPlace) -> None:
@@ -203,7 +204,7 @@ class Supervisor:
 
     @property
     def step(self) -> int | None:
-        """That training is at, as the training loop says; sent to rank 0 with every heartbeat."""
+        """Step of the training, as the loop sets it; sent to rank 0 with every heartbeat."""
         return self._own.step
 
     @step.setter
@@ -213,7 +214,7 @@ class Supervisor:
             self._own.hasten_heartbeat()
 
     def begin_step(self, step: int) -> bool:
-        """Whether this step may begin; not, where all ranks are to :meth:`pause` before it."""
+        """Return True if this step may begin, False if all ranks are to :meth:`pause` before it."""
         return self._own.pause.begin(step)
 
     def pause(self, said: str, first: bool) -> NoReturn:
@@ -236,9 +237,9 @@ class Supervisor:
     # -- connecting
 
     def listen(self, address: str) -> Listening:
-        """Open a port, for the others when this rank is the first; what they must know of it.
+        """Open a port for the others when this rank is the first; return its address and token.
 
-        Nobody is heard who has not said the token: see motley.membership.messages.
+        Connections that have not sent the token are dropped: see motley.membership.messages.
         """
         return self._watching.listen(address)
 
@@ -287,11 +288,11 @@ class Supervisor:
         own.heartbeat = Heartbeat(own.step, phase, own.heartbeat.moves + 1, timeout_s, detail)
 
     def finish(self) -> None:
-        """Say that this rank is done, and wait until all are, and what they told is recorded.
+        """Report that this rank is done, and wait until all are and their events are recorded.
 
         Raises:
-            Exception: what kept it from being recorded, on rank 0.
-            RankLostError: one of those that were not done.
+            Exception: the error that kept events from being recorded, on rank 0.
+            RankLostError: a rank that was not done is lost.
         """
         own = self._own
         if not own.finished.is_set():
@@ -305,8 +306,9 @@ class Supervisor:
     def before_end(
         self, last_words: Callable[[], None], how_to_continue: Callable[[], str]
     ) -> None:
-        """Have what this rank has not written be written before it ends with the job, and whoever
-        stops it be told how it goes on; from another thread, while its own may be stuck."""
+        """Set the functions that the watching thread calls before this rank ends with the job: one
+        writes the last records, the other returns for the user how the run goes on.
+        """
         self._own.hooks.last_words, self._own.hooks.how_to_continue = last_words, how_to_continue
 
     def can_rescue(self, save: Callable[[], str], first: bool) -> None:
@@ -340,7 +342,7 @@ class Supervisor:
         self._own.say_of_group(CanRegroup())
 
     def connections(self) -> list[socket.socket]:
-        """That outlive the group, for they are of this supervisor."""
+        """Return the connections that outlive the group, for they are of this supervisor."""
         return self._watching.lines
 
     def check_group(self) -> None:
@@ -349,8 +351,10 @@ class Supervisor:
             raise RankLostError(self._own.change.survivors.lost.line())
 
     def survivors_of(self, error: BaseException) -> Survivors:
-        """With whom to go on after an error that a lost rank has led to; ends with the job where
-        it did not, or nobody can go on."""
+        """Return the survivors to go on with after an error that a lost rank has led to.
+
+        End with the job where a lost rank is not the cause, or no rank can go on.
+        """
         own = self._own
         if own.change.survivors is None and (own.hooks.keep is None or own.finished.is_set()):
             raise error

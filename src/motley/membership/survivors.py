@@ -1,9 +1,9 @@
 """The survivors of a lost rank: which ranks go on, and how they exchange values.
 
 MPI may wait for the lost rank for ever, so survivors talk through the supervisor's connections,
-which all of them have to rank 0. Rank 0 first has all of them keep their state, then tells them to
-go on: a rank that leaves a broken collective may break that of others, which must not be reading
-theirs still.
+which all of them have to rank 0. Rank 0 first has all of them keep their state, and only then has
+them go on: a rank that leaves a broken collective may break that of others, which must not be
+reading theirs still.
 """
 
 import base64
@@ -48,12 +48,12 @@ class RankLostError(Exception):
 
 @dataclass(frozen=True)
 class Survivors:
-    """Who goes on.
+    """The ranks that go on.
 
     Attributes:
         ranks: their numbers so far, ascending; the place of each is its new number.
-        lost: why the first of the others does not.
-        standby: who speaks when rank 0 cannot, by its new number.
+        lost: the fault of the first lost rank.
+        standby: the rank that reports when rank 0 cannot, by its new number.
     """
 
     ranks: tuple[int, ...]
@@ -61,12 +61,12 @@ class Survivors:
     standby: int
 
     def message(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the survivors as JSON."""
         return {"ranks": list(self.ranks), "lost": asdict(self.lost), "standby": self.standby}
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Survivors":
-        """Of a :meth:`message`."""
+        """Read a :meth:`message`."""
         lost = Fault.read(message["lost"])
         return cls(tuple(message["ranks"]), lost, message["standby"])
 
@@ -146,7 +146,7 @@ def packed(value: Any) -> str:
 
 
 def unpacked(text: str) -> Any:
-    """What was :func:`packed` by a rank, which has said the token."""
+    """Return a value that was :func:`packed` by a rank, which has sent the token."""
     return pickle.loads(base64.b64decode(text))
 
 
@@ -164,7 +164,7 @@ def parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 class Status(Protocol):
-    """What must be known of a rank; see motley.membership.detector.RankStatus."""
+    """The facts of a rank that a regroup needs; see motley.membership.detector.RankStatus."""
 
     rank: int
     regroups: bool
@@ -188,7 +188,7 @@ class Regrouping:
 
     @property
     def first(self) -> Fault | None:
-        """The first loss, of which all others may be echoes; None: nobody is lost."""
+        """The first loss, of which all others may be echoes; None: no rank is lost."""
         return next(iter(self._lost.values()), None)
 
     @property
@@ -223,7 +223,7 @@ class Regrouping:
         self._witnessed.add(rank)
 
     def all_hosts_live(self, left: Collection[Status]) -> bool:
-        """Whether mpirun is going to go on too."""
+        """Return True if mpirun is going to go on too."""
         alive = {self._machines[status.rank] for status in left}
         return all(self._machines[rank] in alive or rank in self._witnessed for rank in self._lost)
 
@@ -240,7 +240,7 @@ class Regrouping:
         self._keeping.discard(rank)
 
     def survivors(self, left: Collection[Status]) -> Survivors | None:
-        """Who goes on now; None while somebody is not ready, or nobody is lost."""
+        """Return the survivors; None while a rank is not ready, or no rank is lost."""
         if self.first is None or self._keeping or not self.all_hosts_live(left):
             return None
         ranks = tuple(sorted(status.rank for status in left))
