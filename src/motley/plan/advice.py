@@ -1,4 +1,4 @@
-"""What a user may ask for that would be faster than what was planned. Pure."""
+"""Advice: options that would be faster than the plan. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,13 +18,13 @@ _FASTEST = 6  # machines, one of which is the best alone
 
 @dataclass(frozen=True)
 class Advice:
-    """What a user may do about a plan, or should know of it.
+    """An option that a user may choose, or a fact about the plan.
 
     Attributes:
         text: a sentence.
-        option: what to add to the line; empty: nothing.
+        option: the words to add to the line; empty: none.
         times: as many samples a second as planned, by the forecast; None: unknown.
-        price: what it costs besides; empty: nothing that is known of.
+        price: the known cost of the option; empty: none.
     """
 
     text: str
@@ -48,11 +48,11 @@ class Advice:
 def better_modes(
     options: Mapping[WireMode, Choice], mode: WireMode, names: Sequence[str]
 ) -> tuple[Advice, ...]:
-    """What a user may ask for that would be faster than ``mode``: the fastest that only rounds,
-    and the fastest of all.
+    """Return wire modes that would be faster than ``mode``: the fastest that only rounds, and the
+    fastest of all.
 
     Args:
-        options: who would train in each mode. names: of the ranks' hosts.
+        options: the ranks that would train in each mode. names: of the ranks' hosts.
     """
     found_better = []
     best = planned_s = options[mode].chosen.step_s
@@ -80,10 +80,10 @@ def fewer_hosts(
     machines: Sequence[int],
     links: Links | None,
 ) -> tuple[Advice, ...]:
-    """That a step would be shorter without some hosts, which the user wants to keep.
+    """Advise that a step would be shorter without some hosts that the user asked for.
 
     Args:
-        choice: who would train if nobody had asked for all. planned_s: a step with all of them.
+        choice: the ranks that would train without that wish. planned_s: a step with all of them.
         names, machines: of the ranks.
     """
     times = planned_s / choice.chosen.step_s
@@ -130,12 +130,13 @@ def larger_batch(
     wire: AllReduceCost,
     links: Links | None = None,
 ) -> tuple[Advice, ...]:
-    """That the batch is too small for these machines to beat the best of them, and which is not;
-    nothing where it is not so, or where none would do.
+    """Advise a larger batch where this one is too small for the machines to beat the best of them.
+
+    Return no advice where the batch suffices, or where none would.
 
     Args:
         names, machines: of the ranks.
-        wire: of what the plan would send.
+        wire: of the planned mode.
     """
 
     rates = rates_of(machines, speeds)

@@ -189,7 +189,7 @@ def _compute_deviation(ascending: Floats) -> Floats:
 def median(rows: Floats) -> Floats:
     """Return the median over the first axis, the geometric mean of the middle two rows.
 
-    Of two ranks, one is then as many times slower as the other is faster.
+    With two ranks, one is then as many times slower as the other is faster.
     """
     return _middle(np.sort(rows, axis=0))
 

@@ -1,4 +1,4 @@
-"""What a split should do, and other ways beside it, predicted from measured speeds. Pure."""
+"""Forecasts of a split, and of other ways beside it, from measured speeds. Pure."""
 
 import dataclasses
 import math
@@ -25,17 +25,17 @@ _FEW_MACHINES = 6  # have 62 subsets
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan should do.
+    """The expected step of a plan.
 
     Attributes:
         compute_s: of each rank in a step.
-        wire_s: time of the all-reduce of the whole gradient without overlap; of Local SGD, of an
+        wire_s: time of the all-reduce of the whole gradient without overlap; in Local SGD, of an
             averaging round, divided by its steps.
         buckets: number of gradient buckets whose all-reduces overlap the backward pass; 1: one
             all-reduce after it.
         exposed_s: the part of the all-reduce that the backward pass does not hide.
-        limit_s: a step's time if nobody waited and nothing was sent, on all machines, those that
-            the plan leaves out too.
+        limit_s: time of a step in which no rank waits and nothing is sent, on all machines, with
+            those that the plan leaves out.
         input_s: the part of the longest ``compute_s`` in which its rank waits for samples.
     """
 
@@ -72,7 +72,7 @@ class Forecast:
         return lost
 
     def sentence(self, unit: str, weight: float) -> str:
-        """What to expect, for the log.
+        """Return the forecast in words, for the log.
 
         Args:
             unit: that a rate counts. weight: of a sample, in these.
@@ -148,12 +148,14 @@ def forecast(
 def arrange(
     global_batch: int, speeds: Sequence[SpeedTable], wire: AllReduceCost
 ) -> tuple[tuple[SpeedTable, ...], tuple[int, ...], Forecast]:
-    """Split the batch, in micro-batches that make a step short: the fastest; or whole shares, as
-    where the wire is to hide behind a backward pass; or where each micro-step has its part of the
-    wire, in as many as the step is shortest with.
+    """Split the batch in micro-batches that make a step short.
+
+    Each rank takes its fastest micro-batch; or its whole share, where the wire is to hide behind a
+    backward pass. Where each micro-step has its part of the wire, all take as many as make the step
+    shortest.
 
     Returns:
-        The speeds, with what m is to be; the samples of each rank; and what to expect.
+        The speeds, with the chosen m; the samples of each rank; and the forecast.
     """
     speeds = tuple(speeds)
     counts = split(global_batch, speeds)
@@ -194,7 +196,7 @@ def _longer(
 
 @dataclass(frozen=True)
 class Choice:
-    """Who should train.
+    """The ranks that should train.
 
     Attributes:
         ranks: ascending.

@@ -55,7 +55,7 @@ class Ramp:
 
 
 class RampedBatch(int):
-    """``--batch-size`` where it grows: a number, the largest one, that knows of the others."""
+    """``--batch-size`` where it grows: the largest batch as a number, with the others beside it."""
 
     ramp: Ramp
 
@@ -81,10 +81,10 @@ def ramp_of(batch_size: int) -> Ramp:
 
 
 def read_ramp(text: str) -> Ramp:
-    """Of ``first:most:by/samples``, the last with K, M or G for thousands, millions, milliards.
+    """Read ``first:most:by/samples``, the last with K, M or G for thousands, millions, milliards.
 
     Raises:
-        MotleyError: it is none, or cannot be reached in such steps.
+        MotleyError: the text is no ramp, or its end cannot be reached in such steps.
     """
     match = _TEXT.fullmatch(text)
     if match is None:
@@ -106,7 +106,7 @@ def read_ramp(text: str) -> Ramp:
 
 
 def growth(ramp: Ramp) -> Iterator[str]:
-    """What is to be said of it at the start: a line, or nothing."""
+    """Return a line about the growing batch for the start of a run, or an empty text."""
     if ramp.over:
         steps = ramp.steps(0, ramp.over)
         yield (
@@ -153,11 +153,11 @@ class Length:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Of this batch."""
+        """Return the steps of an epoch with this batch."""
         return math.ceil(self.epoch_samples / self.batch)
 
     def at(self, position: TrainState) -> TrainState:
-        """The same, in the next epoch where this one's samples are used up."""
+        """Return the same state, in the next epoch where this one's samples are used up."""
         if position.consumed < self.epoch_samples:
             return position
         return TrainState(position.step, position.epoch + 1, 0)
@@ -238,7 +238,7 @@ class Length:
         return self.ramp or Ramp(self.batch, self.batch)
 
     def _steps_of_epochs(self, position: TrainState) -> Iterator[int]:
-        """Of what is left of the current epoch, and of each later one."""
+        """Yield the steps that are left of the current epoch, and those of each later one."""
         for epoch in range(position.epoch, self.epochs):
             begin = epoch * self.epoch_samples
             consumed = position.consumed if epoch == position.epoch else 0

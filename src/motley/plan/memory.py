@@ -1,8 +1,8 @@
-"""What a rank is going to hold of a model in memory, before anything is allocated. Pure.
+"""The memory that a rank is going to hold of a model, before anything is allocated. Pure.
 
-With P parameters, T of them trained, an optimizer that keeps k numbers of each (of 32 bits: AdamW
-two, in 8 bits half of one and the scales of blocks), and W ranks, a rank holds 4 P bytes of
-parameters, 4 T of gradients and 4 k T of the optimizer; a W-th of each that an engine cuts
+P parameters, T of them trained, take 4 P bytes, and gradients 4 T. An optimizer that keeps k
+numbers of 32 bits for each trained parameter takes 4 k T: AdamW keeps two, in 8 bits half of one
+and the scales of blocks. Over W ranks each holds a W-th of the parts that an engine cuts
 (motley.plan.wire). An engine that cuts parameters gathers them piece by piece, and says with
 :class:`GatheredMemory` how much of them a rank holds at once.
 """
@@ -57,12 +57,12 @@ class GatheredMemory:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Of one rank, MiB.
+    """The memory of one rank, MiB.
 
     Attributes:
         parameters, gradients, optimizer: its part of each.
         gathered: of the others' parts, and of gradients on their way, at most.
-        activations: of a micro-batch, with what follows the model; None: not known.
+        activations: of a micro-batch, with the layers after the model; None: not known.
         in_host: which of the first three are in the host's memory.
         accumulates: gradients of an earlier micro-batch are there while a backward pass begins.
     """
@@ -77,7 +77,7 @@ class MemoryNeed:
 
     @property
     def state(self) -> float:
-        """What is there all the time, and gradients."""
+        """MiB of the state that is there all the time, and of gradients."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
@@ -156,7 +156,7 @@ def need_of(
     narrow: bool,
     wire_bytes: int = WIDE,
 ) -> MemoryNeed:
-    """What a rank holds besides activations.
+    """Estimate the memory of a rank besides activations.
 
     Args:
         narrow: parameters are gathered in 16 bits. wire_bytes: of a number of a gradient that is
@@ -178,7 +178,8 @@ def need_of(
 
 
 def enough_ranks(need: MemoryNeed, ranks: int, room: float) -> int | None:
-    """As how many ranks it fits in ``room`` MiB of each, where all of the state is cut; None: with
-    none."""
+    """Return the number of ranks from which on the model fits in ``room`` MiB of each, where all of
+    the state is cut; None if there is no such number.
+    """
     left = room - need.gathered - (need.activations or 0.0)
     return None if left <= 0 else max(ranks + 1, -int(-need.state * ranks // left))

@@ -5,7 +5,7 @@ n_i = N, in micro-batches of at most m_i samples and like size. Every rank deriv
 from the same facts, so nothing here may read a clock, the environment or hardware.
 
 The split gives rank i the most samples that it can do in T (see motley.plan.speeds), for the
-smallest T that serves the whole batch: an integer minimax split. It looks at all ranks together,
+smallest T that serves the whole batch: an integer minimax split. All ranks are computed together,
 so that a thousand of them are split in milliseconds, and watched in each step.
 """
 
@@ -56,7 +56,7 @@ class Speeds:
         self._grain = tables[0].grain
 
     def computed_s(self, samples: Floats) -> Floats:
-        """What of :meth:`ready_s` depends on the samples alone, and takes longest to find."""
+        """Return the costly part of :meth:`ready_s`, which depends on the samples alone."""
         parts: Floats = np.maximum(1.0, np.ceil(samples / self._m))
         computed: Floats = parts * self._micro_s(samples / parts)
         return computed
@@ -94,7 +94,7 @@ class Speeds:
         return found
 
     def whole_in(self, seconds: float, slowdown: Floats | float = 1.0) -> NDArray[np.int64]:
-        """Of these, whole samples, or grains; what is one but for rounding counts as one."""
+        """Return the whole samples, or grains, in these numbers, less errors of rounding."""
         grains = self.samples_in(seconds, slowdown) / self._grain
         return (grains + 1e-8).astype(np.int64) * self._grain
 
@@ -161,7 +161,7 @@ def split(global_batch: int, tables: Sequence[SpeedTable]) -> tuple[int, ...]:
 
 
 def _slowest(count: int, seconds: Floats) -> Sequence[int]:
-    """So many ranks that take longest, and who takes as long but for rounding."""
+    """Return the ranks that take longest, and those that take as long but for rounding."""
     if not 0 < count < len(seconds):
         return range(len(seconds) if count else 0)
     least = (1 - 1e-9) * np.partition(seconds, -count)[-count]
@@ -170,9 +170,11 @@ def _slowest(count: int, seconds: Floats) -> Sequence[int]:
 
 
 def limit_s(global_batch: int, speeds: Sequence[SpeedTable]) -> float:
-    """Seconds of a step if nobody waited, nothing was sent, samples could be cut, and every
-    rank had each of its samples at its best rate: the smallest T with
-    sum of rate_i * (T - step_s_i) = N, over the ranks whose step fits into T."""
+    """Return the seconds of a step in which no rank waits and nothing is sent.
+
+    Samples can be cut, and every rank has each of its samples at its best rate: the smallest T with
+    sum of rate_i * (T - step_s_i) = N, over the ranks whose step fits into T.
+    """
     rate, lost, shortest = 0.0, 0.0, math.inf
     for speed in sorted(_some(speeds), key=lambda speed: speed.step_s):
         rate, lost = rate + speed.rate, lost + speed.rate * speed.step_s
@@ -316,7 +318,7 @@ def cut(count: int, size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one global batch is shared.
+    """The shares of one global batch.
 
     Attributes:
         global_batch: N, samples in one optimizer step over all ranks.
@@ -327,8 +329,8 @@ class Plan:
         buckets: number of gradient buckets whose all-reduces overlap the backward pass, where the
             engine can; 1: one all-reduce after the backward pass; None: torch DDP's default.
         wire: how the ranks' gradients are added up.
-        grain: consecutive samples that stay together, in one micro-batch of one rank. What is left
-            of a ragged batch is a group of its own, the last, in a micro-batch of its own.
+        grain: consecutive samples that stay together, in one micro-batch of one rank. The rest of
+            a ragged batch is a group of its own, the last, in a micro-batch of its own.
     """
 
     global_batch: int
@@ -341,7 +343,7 @@ class Plan:
 
     @cached_property
     def _groups(self) -> tuple[int, ...]:
-        """Of each rank, the short one included."""
+        """Return the number of groups of each rank, the short one included."""
         return apportion(-(-self.global_batch // self.grain), self.shares)
 
     @cached_property
@@ -382,12 +384,12 @@ class Plan:
         return tuple(sizes + (0,) * (least - len(sizes)) for sizes in cuts)
 
     def of_batch(self, n: int) -> "Plan":
-        """The same plan for a global batch of ``n`` samples: the ragged last of an epoch."""
+        """Return this plan for a global batch of ``n`` samples: the ragged last of an epoch."""
         return self if n == self.global_batch else replace(self, global_batch=n)
 
     def by_cost(self, costs: Sequence[float]) -> "Plan":
-        """The same plan, with the global batch cut so that each rank's part of the cost is its part
-        of the shares, as nearly as whole samples can.
+        """Return this plan with the global batch cut so that each rank's part of the cost is its
+        part of the shares, as nearly as whole samples can.
 
         Args:
             costs: of each sample of the global batch, in order.
@@ -404,8 +406,11 @@ class Plan:
         return replace(self, shares=tuple(float(end - start) for start, end in pairwise(ends)))
 
     def halved(self, ranks: Sequence[int]) -> "Plan":
-        """The same shares, in micro-batches of half the size on some ranks, which had no memory
-        for theirs; ValueError if one of them is down to one sample, or to one group."""
+        """Return these shares in micro-batches of half the size on ranks that ran out of memory.
+
+        Raises:
+            ValueError: one of them is down to one sample, or to one group.
+        """
         most = list(self.max_micro_batch)
         for rank in ranks:
             most[rank] = max(self.micro_batches[rank]) // self.grain // 2 * self.grain
@@ -414,7 +419,7 @@ class Plan:
         return replace(self, max_micro_batch=tuple(most))
 
     def sentence(self, rank: int) -> str:
-        """What one rank does in a step, for the log."""
+        """Return the work of one rank in a step, in words for the log."""
         count, steps = self.counts[rank], _count(len(self.micro_batches[rank]), "micro-step")
         groups = "" if count or self.grain == 1 else f" (a rank takes whole groups of {self.grain})"
         return f"{_count(count, 'sample')} in {steps}{groups}"

@@ -45,7 +45,7 @@ class PerRank(Generic[Value]):
         return values
 
     def only(self, ranks: Sequence[int]) -> "PerRank[Value]":
-        """The same for these ranks alone."""
+        """Return the values of these ranks alone."""
         if self.for_all:
             return self
         values = tuple(self.values[rank] for rank in ranks)
@@ -148,11 +148,11 @@ _VEGA = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c")
 
 
 def best_precision_of_amd(architecture: str) -> tuple[str, str]:
-    """The same of an AMD GPU.
+    """Return the best precision of an AMD GPU, and why.
 
     Args:
-        architecture: as ROCm names it, such as ``gfx942:sramecc+:xnack-``: of its digits the last
-            two are hexadecimal, those before are its generation.
+        architecture: as ROCm names it, such as ``gfx942:sramecc+:xnack-``. The last two of its
+            digits are hexadecimal, those before are its generation.
     """
     label = architecture.partition(":")[0]
     digits = label.removeprefix("gfx")[:-2]
@@ -209,12 +209,13 @@ class LossScale:
 
     @property
     def may_clear(self) -> bool:
-        """Whether lowering the scale may still clear an overflow; below 1 the gradients themselves
-        are too large."""
+        """True if a lower scale may still clear an overflow; below 1 the gradients themselves are
+        too large.
+        """
         return self.dynamic and self.value >= 1
 
     def update(self, overflow: bool) -> None:
-        """Hear how the step went."""
+        """Adjust the scale after a step."""
         if not self.dynamic:
             return
         if overflow:
@@ -225,7 +226,7 @@ class LossScale:
             self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class Device(NamedTuple):
     """A device that ranks compute on.
 
     Attributes:
-        name: ranks on one device are never told apart.
+        name: ranks on one device always count as one.
         model: devices of one model count as equal until their steps show otherwise.
     """
 

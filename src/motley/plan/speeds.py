@@ -54,8 +54,9 @@ class SpeedTable:
     rest_mib: float | None = None
 
     def activations_mib(self, samples: int) -> float | None:
-        """What a micro-batch takes in memory besides what is there between two, on a straight line
-        between sizes and beyond; None where unknown."""
+        """Return the memory of a micro-batch besides that between two, on a straight line between
+        sizes and beyond; None where unknown.
+        """
         pairs = zip(self.sizes, self.memory_mib, strict=False)
         known = [(size, mib) for size, mib in pairs if mib is not None]
         if self.rest_mib is None or not known:
@@ -119,20 +120,20 @@ class SpeedTable:
         return max(computed, read) if self.reads_ahead else computed + read
 
     def waits_s(self, samples: float) -> float:
-        """Of these, what it waits for its samples."""
+        """Return the seconds of these in which the rank waits for its samples."""
         return self.seconds_of(samples) - self.computing().seconds_of(samples)
 
     def computing(self) -> "SpeedTable":
-        """The same that reads nothing."""
+        """Return the table of a rank that reads nothing."""
         return replace(self, input_s=0.0, reads_ahead=False, readers=None)
 
     def slower(self, factor: float) -> "SpeedTable":
-        """The same that takes so many times as long, but for ``step_s``."""
+        """Return the table of a rank that takes so many times as long, but for ``step_s``."""
         seconds = tuple(factor * each for each in self.seconds)
         return replace(self, seconds=seconds, input_s=factor * self.input_s)
 
     def with_size(self, size: int, seconds: float, memory_mib: float | None = None) -> "SpeedTable":
-        """The same with one more size, that was not in it."""
+        """Return the table with one more size."""
         place = bisect_right(self.sizes, size)
         memory = self.memory_mib or (None,) * len(self.sizes)
         return replace(
@@ -143,8 +144,10 @@ class SpeedTable:
         )
 
     def compiled_as(self, seconds: Mapping[int, float]) -> "SpeedTable":
-        """The same of a compiled model, of which some sizes were timed, of those in the table or
-        others: between and beyond them it is taken to be faster by as much as the largest is.
+        """Return the table of a compiled model.
+
+        Some sizes of it were timed, of those in the table or others. Between and beyond them it is
+        taken to be faster by as much as the largest is.
 
         Args:
             seconds: of a micro-batch, by its size.
@@ -162,14 +165,14 @@ class SpeedTable:
         return found
 
     def in_one(self, samples: int) -> "SpeedTable":
-        """The same that takes so many samples in one micro-batch, or in as few as were timed."""
+        """Return the table with so many samples in one micro-batch, or in as few as were timed."""
         if samples <= 0:
             return self
         enough = next((size for size in self.sizes if size >= samples), self.sizes[-1])
         return replace(self, preferred=enough)
 
     def at_most(self, micro_batch: int) -> "SpeedTable":
-        """The same with no micro-batch above this size, of one grain at least."""
+        """Return the table without micro-batches above this size, of one grain at least."""
         micro_batch = max(1, micro_batch // self.grain) * self.grain
         kept = [index for index, size in enumerate(self.sizes) if size < micro_batch]
         memory = self.memory_mib or (None,) * len(self.sizes)
@@ -230,7 +233,7 @@ _SLOWER = 0.7  # of the others' median: a link that is worth a word
 
 @dataclass(frozen=True)
 class Flow:
-    """What one machine sends to another.
+    """The traffic from one machine to another.
 
     Attributes:
         bytes_per_s: that arrive, of one TCP connection; 0.0 where large packets do not.
@@ -284,7 +287,7 @@ class Links:
 
     @cached_property
     def _carried(self) -> list[float]:
-        """What each machine's link carries, ascending."""
+        """Return the bytes a second that each machine's link carries, ascending."""
         return sorted(map(self.carries, self.hosts))
 
     @cached_property
@@ -296,11 +299,11 @@ class Links:
         return nearest
 
     def sends(self, machine: int) -> float:
-        """Bytes a second that a machine sends to whom it sends most to."""
+        """Bytes a second that a machine sends to the fastest receiver."""
         return self._most.get(("sends", machine), 0.0)
 
     def receives(self, machine: int) -> float:
-        """Bytes a second that a machine receives from whom it receives most from."""
+        """Bytes a second that a machine receives from the fastest sender."""
         return self._most.get(("receives", machine), 0.0)
 
     def carries(self, machine: int) -> float:
@@ -359,19 +362,20 @@ class Links:
         return min(known, key=self.carries, default=None)
 
     def sentence(self, machine: int) -> str:
-        """What a machine's link carries."""
+        """Return the speed of a machine's link, in words."""
         return (
             f"{self.hosts[machine]} sends {_rate(self.sends(machine))}, receives "
             f"{_rate(self.receives(machine))}, latency {1e3 * self.latency_s(machine):.2g} ms"
         )
 
     def latency_s(self, machine: int) -> float:
-        """Of a machine to the nearest that answers; infinite if none does."""
+        """Seconds from a machine to the nearest that answers; infinite if none does."""
         return self._nearest_s.get(machine, float("inf"))
 
     def remark(self, machine: int) -> str:
-        """That a machine's link is slower than the others', which way, by how much, and what is
-        known of why; or nothing."""
+        """Return a sentence on a machine whose link is slower than the others': the direction, the
+        factor and a known reason; empty if it is not.
+        """
         rate = self.carries(machine)
         usual = self._usual_of_others(rate)
         if not 0 < rate < _SLOWER * usual:
@@ -388,7 +392,7 @@ class Links:
         )
 
     def _usual_of_others(self, rate: float) -> float:
-        """What the middle one of the others carries, beside a machine of this ``rate``."""
+        """Return the median speed of the other links, beside a machine of this ``rate``."""
         others = len(self._carried) - 1
         middle = others // 2
         after = bisect_left(self._carried, rate) <= middle  # without it, one place later
@@ -405,7 +409,7 @@ class Links:
         return why
 
     def _busy(self, machine: int) -> str:
-        """That other programs use a machine's link; or nothing."""
+        """Return a sentence on other programs that use a machine's link; empty without any."""
         port = self.ports.get(machine)
         if port is None:
             return ""
@@ -419,7 +423,7 @@ class Links:
         return any(map(self._busy, self.hosts))
 
     def _switch(self) -> str:
-        """That all links carry far less than their ports; or nothing."""
+        """Return a sentence if all links carry far less than their ports; empty otherwise."""
         says = [port.mbit for port in self.ports.values() if port.mbit]
         if len(self.hosts) < 2 or len(says) < len(self.hosts):
             return ""
@@ -434,13 +438,14 @@ class Links:
         )
 
     def remarks(self) -> list[str]:
-        """What a person should know, a sentence each: who is slow, and what fails."""
+        """Return a sentence for each slow or failing link."""
         found = [*map(self.remark, self.hosts), *map(self._busy, self.hosts), self._switch()]
         return [*filter(None, found), *self.broken()]
 
     def broken(self) -> list[str]:
-        """What does not pass, a sentence each: ranks there would wait for each other without end,
-        in MPI too."""
+        """Return a sentence for each link that passes nothing: ranks there would wait for each
+        other without end, in MPI too.
+        """
         return [
             f"from {self.hosts[sender]} to {self.hosts[receiver]}: {flow.error}"
             for (sender, receiver), flow in sorted(self.flows.items()) if flow.error
@@ -455,7 +460,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def rounds(machines: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Who meets whom, so that in each round everyone meets one other at most, and all meet.
+    """Return rounds of pairs, in each of which a machine meets one other at most, so that all meet.
 
     A round-robin tournament: as many rounds as machines, or one less if they are even.
     """

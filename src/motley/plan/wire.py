@@ -20,7 +20,7 @@ _DEAR = 0.5  # points of top-1; what loses more is marked where it is offered, o
 
 
 class Addition(Enum):
-    """What a wire mode asks of an engine."""
+    """The way in which a wire mode has an engine add up gradients."""
 
     NUMBERS = "a sum of numbers of one dtype, which any engine can do"
     BUCKETS = "each bucket of gradients to be given to a reducer of the mode's own"
@@ -29,16 +29,16 @@ class Addition(Enum):
 
 @dataclass(frozen=True)
 class WireMode(ABC):
-    """What travels, as ``--wire`` says it; a kind of mode is a subclass of this.
+    """A wire mode, as ``--wire`` names it: the content that travels. A kind of mode is a subclass.
 
     Attributes:
         slow_rank: the rank behind the one slow link, which sends its gradient once and receives the
             sum once, while the others make the sum among themselves; None: all in a ring.
 
-    Of a kind:
+    Attributes of a kind:
         name: in ``--wire NAME`` or ``--wire NAME:NUMBER``. usage: with its number. says: of the
             kind, for ``-h``.
-        addition: what it asks of an engine.
+        addition: how it has an engine add up gradients.
         mixes_devices: GPUs and CPUs can do it together.
         waits_for_gpu: in each bucket, so that a backward pass on a GPU does not hide it.
         kept_copies: of the gradient's size, that each rank keeps from step to step.
@@ -65,7 +65,8 @@ class WireMode(ABC):
 
     @classmethod
     def offers(cls, precisions: Collection[str], part: float) -> Sequence["WireMode"]:
-        """Modes that are measured, and said where they would be faster, if nobody asked for them.
+        """Return modes that are measured and advised where they would be faster, though the user
+        did not ask for them.
 
         Args:
             precisions: of the ranks.
@@ -75,7 +76,7 @@ class WireMode(ABC):
 
     @property
     def dtype(self) -> str:
-        """Of the numbers that travel, as ``--precision`` calls it."""
+        """Type of the numbers that travel, as ``--precision`` names it."""
         return "fp32"
 
     @property
@@ -85,7 +86,7 @@ class WireMode(ABC):
 
     @property
     def least_side(self) -> int:
-        """Of a square matrix that travels as large ones do."""
+        """Side of the smallest square matrix that travels as large ones do."""
         return 1
 
     @property
@@ -100,13 +101,15 @@ class WireMode(ABC):
 
     @property
     def lost_points(self) -> tuple[float, int] | None:
-        """Of top-1 against the exact mode, and the seeds that this is the mean of, on digits or
-        textures, whichever lost more (benchmarks/results/accuracy_wire*.json); None: unknown."""
+        """Points of top-1 lost against the exact mode, and the number of seeds in this mean, on
+        digits or textures, whichever lost more (benchmarks/results/accuracy_wire*.json); None:
+        unknown.
+        """
         return None
 
     @property
     def price(self) -> str:
-        """What it does to the gradient, and to accuracy, in words."""
+        """Effect on the gradient and on accuracy, in words."""
         if self.lost_points is None:
             return "it is inexact, and what that costs in accuracy was not measured"
         lost, seeds = self.lost_points
@@ -117,19 +120,21 @@ class WireMode(ABC):
         )
 
     def bytes_of(self, shapes: Sequence[Sequence[int]]) -> int:
-        """What a gradient of these shapes takes on the wire, each time."""
+        """Return the bytes that a gradient of these shapes takes on the wire, each time."""
         return _BYTES[self.dtype] * sum(map(math.prod, shapes))
 
     def in_job(self, precisions: Collection[str]) -> "WireMode":
-        """What is done where a user asked for this mode and ranks compute in these precisions."""
+        """Return the mode to use where ranks compute in these precisions."""
         return self
 
     def is_free(self, precisions: Collection[str]) -> bool:
-        """Whether a plan may take it unasked: exact, or no new kind of rounding in such a job."""
+        """Return True if a plan may take it unasked: exact, or without a new kind of rounding in
+        such a job.
+        """
         return False
 
     def cost_from(self, exact: "AllReduceCost") -> "AllReduceCost | None":
-        """What it takes, as known from the exact mode; None if it is to be measured."""
+        """Return the cost that follows from the exact mode's; None if it is to be measured."""
         return None
 
     def reducer(self, device: Any) -> Any:
@@ -138,13 +143,13 @@ class WireMode(ABC):
         raise NotImplementedError(f"--wire {self} gives no bucket to a reducer")
 
     def __str__(self) -> str:
-        """As ``--wire`` takes it."""
+        """Return the mode as ``--wire`` takes it."""
         return self.name if self.slow_rank is None else f"{self.name}/leaf{self.slow_rank}"
 
 
 @dataclass(frozen=True)
 class FewerCost:
-    """What the same takes among some of the ranks alone, as measured.
+    """The measured cost of an all-reduce among some of the ranks.
 
     Attributes:
         ranks: those, ascending. transfer_s: as of AllReduceCost.
@@ -192,7 +197,7 @@ class AllReduceCost:
 
     @property
     def seconds_once(self) -> float:
-        """Of one all-reduce of the whole gradient, in one piece."""
+        """Seconds of one all-reduce of the whole gradient, in one piece."""
         return self.latency_s + self.transfer_s
 
     def seconds(self, buckets: int = 1, micro_steps: int = 1) -> float:
@@ -204,7 +209,8 @@ class AllReduceCost:
     def exposed(
         self, buckets: int, backward_s: float, compute_s: float = 0.0, micro_steps: int = 1
     ) -> float:
-        """What a backward pass cannot hide; or what is sent once in some steps, those steps.
+        """Return the seconds that a backward pass cannot hide; of a mode that sends once in some
+        steps, of those steps.
 
         A bucket is ready when its part of the backward pass is done, and travels once those
         before it have.
@@ -239,8 +245,7 @@ class AllReduceCost:
             yield computed, sent
 
     def among_fewer(self, fewer: FewerCost | None, exact: "AllReduceCost") -> "AllReduceCost":
-        """The same where it is known what the exact mode takes among fewer ranks: each byte as
-        long."""
+        """Return the cost with what the exact mode takes among fewer ranks: each byte as long."""
         if fewer is None or exact.size == 0:
             return self
         own_s = fewer.transfer_s * self.size / exact.size
@@ -249,10 +254,12 @@ class AllReduceCost:
     def among(
         self, machines: Sequence[int], ranks: Sequence[int], links: Links | None
     ) -> "AllReduceCost":
-        """The same with some of the ranks: as a ring, which sends 2 (n - 1) / n of the gradient
-        over each link. What the slowest link does not account for, such as the processors' own
-        work, shrinks with n alone. The nearest measurement that holds all of them counts: beside
-        one slow link it does not show what the others can.
+        """Return the cost among some of the ranks: as a ring, which sends 2 (n - 1) / n of the
+        gradient over each link.
+
+        The part that the slowest link does not account for, such as the processors' own work,
+        shrinks with n alone. The nearest measurement that holds all of them counts: beside one slow
+        link the whole measurement does not show the speed of the others.
 
         Args:
             machines: of all ranks. ranks: those left.
