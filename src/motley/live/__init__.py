@@ -1,1 +1,1 @@
-"""What a run does now: its records followed while they are written, and what they say."""
+"""A run that goes on: its records, followed while they are written, and their meaning."""

@@ -23,7 +23,7 @@ SAMPLES, _SAMPLE = 96, 4096  # how many, and bytes of each: a line or two
 
 @dataclass(frozen=True)
 class Appended:
-    """What a look found.
+    """The lines that were appended to a file since the last look.
 
     Attributes:
         lines: whole ones, without their end.
@@ -56,7 +56,7 @@ class Tail:
         return clock - self._heard
 
     def look(self, clock: float, wall: float) -> Appended:
-        """What is new; nothing where the file is not there or cannot be read.
+        """Return new lines; none where the file is not there or cannot be read.
 
         Args:
             clock: monotonic seconds. wall: seconds since the epoch, for the age of a file that is
@@ -125,15 +125,15 @@ K = TypeVar("K", int, str)
 
 
 class RunFollower:
-    """What is known of one run.
+    """The known state of one run.
 
     Args:
         run: its folder, which may still be without records.
-        copies: of what other hosts have in folders of their own, by the same names.
+        copies: of the files that other hosts have in folders of their own, by the same names.
 
     Attributes:
         about: run.json; empty before it is there. problem: why it cannot be read, or empty.
-        slow_link: what is known of the slowest link, if it is slower than the others; or empty.
+        slow_link: a sentence on the slowest link, if it is slower than the others; or empty.
         looks: how many there were. wall: seconds since the epoch, at the last one.
         tracks: of each rank that writes its steps.
         devices: the last samples of each host's devices, by the device's number, empty for a CPU.
@@ -195,8 +195,9 @@ class RunFollower:
         return told or bool(since_slower(self.tracks[rank])[0])
 
     def may_change(self, clock: float) -> bool:
-        """Whether a look may find anything: of a run that has ended, when its run.json changes, and
-        soon after, for its last words come then."""
+        """True if a look may find anything. A run that has ended changes with its run.json, and
+        soon after, when its last records come.
+        """
         ended = self.about.get("status") not in (None, "running")
         return not ended or clock - self._asked < LAST_WORDS_S or self._signature() != self._seen
 
@@ -294,7 +295,7 @@ class RunFollower:
         return None if tail is None else tail.silent_s(self.clock)
 
     def unheard_s(self) -> dict[int, float]:
-        """Of each rank that the first has not heard: the seconds since it last did."""
+        """Seconds since the first rank last received from each silent rank."""
         since = dict[int, float]()
         for line in self.events:
             kind, rank, when = line["event"], line.get("rank"), line.get("time")
@@ -308,8 +309,8 @@ class RunFollower:
         return {rank: max(0.0, self.wall - when) for rank, when in since.items()}
 
     def waited_for(self) -> JsonDict | None:
-        """Who keeps all others from the next step, as the first rank tells; None: nobody is known
-        to."""
+        """The straggler that keeps all others from the next step, as the first rank reports it, or
+        None."""
         lead = self.lead()
         told = [line for line in self.events if line["event"] in ("waited_for", *_ANOTHER_GROUP)]
         if lead is None or lead.last is None or not told or told[-1]["event"] in _ANOTHER_GROUP:
@@ -321,7 +322,7 @@ class RunFollower:
     # -- who leads
 
     def lead(self) -> Track | None:
-        """Of the rank whose records reach furthest; None before the first step."""
+        """Track of the rank whose records reach furthest; None before the first step."""
         rank = self._leading()
         return None if rank is None else self.tracks[rank]
 
@@ -350,7 +351,7 @@ def files_in(
 
 
 def thinned(lines: Sequence[bytes], last: int, before: int) -> Sequence[bytes]:
-    """Of many, the last ones and some of those before, evenly spread."""
+    """Return the last ones of many, and some of those before, evenly spread."""
     rest = len(lines) - last
     if rest <= before:
         return lines

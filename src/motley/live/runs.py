@@ -82,7 +82,7 @@ class Collector:
         return Path(self._folder.name) / "_".join(run.path.resolve().parts[1:])
 
     def start(self, followers: Iterable[RunFollower]) -> bool:
-        """See whose files are not here, and begin to copy them; whether somebody's are."""
+        """Begin to copy the files that are not here; return True if there are any."""
         began = False
         for follower in followers if self.asked else ():
             for host in hosts_elsewhere(follower):
@@ -124,10 +124,10 @@ class Collector:
 
 
 class Copies:
-    """Of one host's files of a run.
+    """The copies of one host's files of a run.
 
     Args:
-        about: run.json. place: where they go. whole: see :class:`Collector`.
+        about: run.json. place: their folder. whole: see :class:`Collector`.
     """
 
     def __init__(
@@ -198,8 +198,9 @@ class Runs:
         self.hidden = self.looks = 0
 
     def look_if_due(self, clock: float, wall: float) -> bool:
-        """Look once a second, and at once where some rank has just become slower; is to be called
-        each GLANCE_S. Whether it was."""
+        """Look once a second, and at once where a rank has just become slower; return True if it
+        looked. Call it each GLANCE_S.
+        """
         if clock < self._due and not any(
             follower.glance(clock, wall) for follower in self.running_followers()
         ):
@@ -248,14 +249,15 @@ class Runs:
         return [self._followers[name] for name in self.running()]
 
     def follower(self, name: str) -> RunFollower | None:
-        """Of a run; None of one that is not there."""
+        """Return the follower of a run; None if there is no such run."""
         return self._followers.get(name)
 
     def snapshot(
         self, name: str, wall: float, most: int = MOST_ROWS, rank: int | None = None
     ) -> Snapshot | None:
-        """Of a run, see :func:`take_snapshot`; None of one that is not there. It is taken once a
-        look, however many ask."""
+        """Return the snapshot of a run, see :func:`take_snapshot`; None if there is no such run. A
+        snapshot is taken once a look, however many ask.
+        """
         follower = self._followers.get(name)
         if follower is None:
             return None

@@ -101,7 +101,7 @@ def make_rows(followed: RunFollower, waits: Waits | None, silence: Silence) -> l
 
 
 def told_of(rank: int, waits: Waits | None) -> tuple[float | None, ...]:
-    """What the first of many ranks tells of the one that is waited for."""
+    """Return the times of the straggler, as the first of many ranks reports them."""
     if waits is None or waits.rank != rank or waits.own_s is None:
         return ()
     return None, waits.own_s, 0.0, None, None
@@ -126,7 +126,7 @@ def device_of(
 
 
 def of_device(sample: GpuSample | None) -> dict[str, Any]:
-    """What a row has of its device."""
+    """Return the fields of a row that describe its device."""
     if sample is None:
         return {}
     memory = sample.others_memory_mib
@@ -151,7 +151,7 @@ def left_out(about: Mapping[str, Any]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], most: int) -> list[Row]:
-    """Those that matter most, in order of rank: silent ones, who is waited for, the slowest."""
+    """Return the rows that matter most, by rank: silent ranks, the straggler, the slowest."""
     if len(rows) <= most:
         return sorted(rows, key=lambda row: row.rank)
 
@@ -162,7 +162,7 @@ def choose(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def weight_of(steps: Sequence[Step]) -> float:
-    """Of a sample, in the task's unit; 1 where it is not told."""
+    """Return the weight of a sample, in the task's unit; 1 where it is not recorded."""
     told = [step for step in steps if step.weight is not None and step.n_global]
     samples = sum(step.n_global for step in told)
     return sum(step.weight or 0.0 for step in told) / samples if samples else 1.0
@@ -176,7 +176,7 @@ _LONGEST_S = 600.0
 
 @dataclass(frozen=True)
 class RankHistory:
-    """What one rank has done.
+    """The history of one rank.
 
     Attributes:
         steps: of each mean. parts: of each, as of :class:`Row`.
@@ -243,10 +243,10 @@ class Snapshot:
 def take_snapshot(
     followed: RunFollower, wall: float, most: int = MOST_ROWS, rank: int | None = None
 ) -> Snapshot:
-    """What is known as of the follower's last look.
+    """Return the state as of the follower's last look.
 
     Args:
-        wall: seconds since the epoch. most: rows. rank: whose history is told too.
+        wall: seconds since the epoch. most: rows. rank: whose history is included.
     """
     about, lead = followed.about, followed.lead()
     task = mapping(about, "task")
@@ -279,7 +279,7 @@ def take_snapshot(
 
 
 def history_of(followed: RunFollower, rank: int | None) -> RankHistory | None:
-    """Of one rank; None for one that does not train."""
+    """Return the history of one rank; None for one that does not train."""
     worker = next((each for each in workers(followed.about) if each["rank"] == rank), None)
     if worker is None or rank is None:
         return None
@@ -308,7 +308,7 @@ def rate_of(steps: Sequence[Step]) -> float | None:
 
 
 def fraction_of_limit(about: Mapping[str, Any], rate: float | None) -> float | None:
-    """Of what the machines would do together if nobody waited and nothing was sent."""
+    """Return the fraction of the speed at which no rank waits and nothing is sent."""
     forecast = mapping(mapping(about, "plan"), "forecast")
     batch, limit_s = forecast.get("global_batch"), forecast.get("limit_s")
     return rate * limit_s / batch if rate and limit_s and batch else None

@@ -25,8 +25,8 @@ class Step:
 
     Attributes:
         parts: seconds, as PARTS; None where they are not known.
-        others: of many ranks, of which the first tells: the seconds that the middle one of the
-            others was ready after, who was ready last, and after how many; None: not told.
+        others: in a group of many ranks, of which the first records it: the seconds after which the
+            middle one of the others was ready, the last rank, and its seconds; None: not recorded.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Step:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(part or 0.0 for part in self.parts)
 
     @property
@@ -55,7 +55,7 @@ class Step:
 
 
 def read_step(line: JsonDict) -> Step | None:
-    """A line's step; None of one that is none: damaged, or of a version that nobody knows."""
+    """Return the step of a line; None if the line is damaged or of an unknown version."""
     step, time = _number(line.get("step")), _number(line.get("time"))
     if step is None or time is None or not 0 <= step < 2**53:
         return None
@@ -128,7 +128,7 @@ class History:
 
 
 class _Sum:
-    """Of loss and parts, each as often as it is known."""
+    """Sums of loss and parts, each with the number of its known values."""
 
     def __init__(self) -> None:
         self._sums, self._counts = [0.0] * (1 + len(PARTS)), [0] * (1 + len(PARTS))
@@ -175,7 +175,7 @@ class Track:
 
 
 def mean_parts(steps: Sequence[Step]) -> tuple[float | None, ...]:
-    """Of each part, over the steps that tell it."""
+    """Return the mean of each part, over the steps that have it."""
     total = _Sum()
     for step in steps:
         total.add(None, *step.parts)
@@ -195,7 +195,7 @@ _SLOWER_WORTH = 0.1  # of a step
 
 
 class Held(StrEnum):
-    """What holds the steps up."""
+    """The cause that holds the steps up."""
 
     RANK = "rank"
     WIRE = "wire"
@@ -208,7 +208,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True)
 class Waits:
-    """What the last steps waited for most.
+    """The cause that the last steps waited for most.
 
     Attributes:
         share: part of each step. rank: that is waited for; None with Held.RANK: one that writes no
@@ -251,14 +251,14 @@ class _Window:
 
 
 def last_steps(track: Track) -> list[Step]:
-    """Those that say what happens now: of the last seconds, some at least and not too many."""
+    """Return the steps of the last seconds, some at least and not too many."""
     recent = list(track.recent)[-_MOST:]
     fresh = [step for step in recent if 0 <= recent[-1].time - step.time <= _FRESH_S]
     return fresh if len(fresh) >= _LEAST else recent[-_LEAST:]
 
 
 def find_waits(tracks: Mapping[int, Track], lead: Track, ranks: Collection[int]) -> Waits:
-    """What the last steps waited for.
+    """Return the cause that the last steps waited for.
 
     Args:
         tracks: of the ranks that write their steps here. lead: whose steps reach furthest.
@@ -316,7 +316,7 @@ def _window(steps: Sequence[Step], tracks: Mapping[int, Track], ranks: Collectio
 
 
 def _most(found: _Window, ranks: int) -> Waits:
-    """What is waited for most in some steps.
+    """Return the cause that some steps waited for most.
 
     Args:
         ranks: how many train.
@@ -341,13 +341,14 @@ def _most(found: _Window, ranks: int) -> Waits:
 
 
 def waited_for(lines: Mapping[int, Step], ranks: Collection[int]) -> tuple[int | None, float]:
-    """Who was ready last in one step, and how long the others waited for that on average, seconds.
+    """Return the rank that was ready last in one step, and how long the others waited for it on
+    average, seconds.
 
     Args:
-        lines: of the ranks that tell of the step.
+        lines: of the ranks that record the step.
 
     Returns:
-        None and a time where it was a rank that does not tell; 0.0 seconds where nobody knows.
+        None and a time where that rank writes no records; 0.0 seconds where it is unknown.
     """
     told = {rank: step.parts[2] for rank, step in lines.items() if step.parts[2] is not None}
     if not told:

@@ -1,4 +1,4 @@
-"""What a run reached of the limit, where the rest of a step went, and what would change that."""
+"""The verdict on a run: its fraction of the limit, the causes of the rest, and better options."""
 
 import contextlib
 from collections import defaultdict
@@ -35,11 +35,11 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Energy:
-    """What the GPUs that trained took, from a run's first step to its last.
+    """The energy of the GPUs that trained, from a run's first step to its last.
 
     Attributes:
-        joules_each: for one of what a rate counts. kwh, co2_kg: of all.
-        co2_per_kwh: grams, by which ``co2_kg`` is told.
+        joules_each: for one of the units that a rate counts. kwh, co2_kg: of all.
+        co2_per_kwh: grams, by which ``co2_kg`` is computed.
     """
 
     joules_each: float
@@ -58,7 +58,7 @@ class Energy:
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """Of one run; None and empty: unknown.
+    """The verdict on one run; None and empty: unknown.
 
     Attributes:
         fraction: of the limit. step_s: seconds of a step, the median. forecast_s: that were
@@ -66,11 +66,12 @@ class RunVerdict:
         lost: part of a step that went on each thing but computing, the largest first; means over
             ranks of medians over steps.
         link: on the slowest link, a sentence.
-        slower: who takes longer for the same than was measured at the start; ``slower_times`` as
-            long. crowd: why, where it is among more ranks than its host has processors.
-        grows_mib: what memory grew by in a step, to the end, on the worst rank.
+        slower: the rank that takes longer for the same than was measured at the start;
+            ``slower_times`` as long. crowd: why, where it is among more ranks than its host has
+            processors.
+        grows_mib: growth of memory in a step, to the end, on the worst rank.
         energy: of the GPUs.
-        advice: what would be faster, the fastest first; then what is said without a figure.
+        advice: faster options, the fastest first; then advice without a figure.
     """
 
     fraction: float | None
@@ -113,7 +114,7 @@ class RunVerdict:
         return f"{words}."
 
     def _how_far_off(self) -> str:
-        """Of the plan that advises; empty where it was about right."""
+        """Return the error of the plan that advises, in words; empty where it is small."""
         if not (self.step_s and self.forecast_s):
             return ""
         times = self.forecast_s / self.step_s
@@ -210,7 +211,7 @@ def _lost(training: Training) -> dict[str, float]:
 
 
 def _took(training: Training, *fields: str) -> dict[int, float]:
-    """Of each rank that tells, some parts of a step together, seconds."""
+    """Return the seconds of some parts of a step together, of each rank that records them."""
     found = {
         rank: median(np.sum([_told(records, field) for field in fields], axis=0))
         for rank, records in training.steps.items()
@@ -225,7 +226,7 @@ def _told(records: Sequence[JsonDict], field: str) -> Array:
 
 
 def _slowest(training: Training) -> str:
-    """Who is ready last, where all tell."""
+    """Return the rank that is ready last, where all ranks record it."""
     ready = _took(training, "t_data", "t_compute", "t_host")
     if len(ready) < 2 or len(ready) < len(training.run.get("ranks") or ready):
         return "the slowest rank"
@@ -233,8 +234,9 @@ def _slowest(training: Training) -> str:
 
 
 def _slower(training: Training, forecast: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Who takes longest for its samples, of what was foreseen; how many times as long; and why, if
-    ranks share its processors."""
+    """Return the rank that takes longest for its samples beside the forecast, how many times as
+    long, and the reason, if ranks share its processors.
+    """
     foreseen = _foreseen(training, forecast)
     times = {}
     for rank, records in training.steps.items():
@@ -276,7 +278,7 @@ def _in_proportion(seconds: float, planned: float, samples: float) -> float:
 
 
 def _crowd(training: Training, worker: dict[str, Any]) -> str:
-    """Of a rank without a GPU, among more of them than there are processors."""
+    """Return a sentence on a rank without a GPU among more ranks than its host has processors."""
     host = worker.get("host")
     beside = [
         each for each in training.run.get("ranks") or ()
@@ -306,7 +308,11 @@ def _advice(told: Sequence[dict[str, Any]]) -> tuple[Advice, ...]:
 
 
 def _sentence(advice: Advice, unit: str, off: str) -> str:
-    """As in ``--wire powersgd:8: +52 %; it is inexact: ...``; ``off``: how far the plan was."""
+    """Return the advice in words, as in ``--wire powersgd:8: +52 %; it is inexact: ...``.
+
+    Args:
+        off: how far the plan was off, in words.
+    """
     if advice.times is None:
         return f"{advice.text}."  # which may begin with a host's name
     price = f"; {advice.price}" if advice.price else ""

@@ -26,7 +26,7 @@ def plain(text: object) -> str:
 
 
 def part(share: float) -> str:
-    """As in 34 %."""
+    """Return a share in words, as in 34 %."""
     return f"{100 * share:.0f} %"
 
 
@@ -46,7 +46,7 @@ class Event:
 
 
 def evaluation(line: JsonDict | None) -> str:
-    """As in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
+    """Return an evaluation in words, as in ``top1 0.9722, loss 0.1021 (epoch 9)``."""
     if not line:
         return ""
     metrics = EpochRecord.metrics_of(line)
@@ -108,12 +108,12 @@ class Mood(StrEnum):
 
 @dataclass(frozen=True)
 class Silence:
-    """Who should have written, and has not.
+    """The parts of a run that should have written, and have not.
 
     Attributes:
         stalled_s: since any rank has written a step, where that is long for this run; else None.
         hosts: seconds since the logger of their devices wrote. ranks: since they wrote a step that
-            others have written. unheard: since the first rank heard them.
+            others have written. unheard: since the first rank received from them.
     """
 
     stalled_s: float | None = None
@@ -122,12 +122,12 @@ class Silence:
     unheard: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, rank: int, host: str) -> float | None:
-        """Of a rank on a host; None if it is not silent."""
+        """Return the silence of a rank on a host in words; None if it is not silent."""
         return self.unheard.get(rank) or self.hosts.get(host) or self.ranks.get(rank)
 
 
 def silences(followed: RunFollower, ranks: Collection[int]) -> Silence:
-    """Who is silent in a run that is said to be running."""
+    """Return the silent parts of a run whose record says that it is running."""
     interval = mapping(followed.about, "config").get("gpu_log_interval")
     interval = interval if isinstance(interval, int | float) and interval > 0 else _INTERVAL_S
     late = _LATE_SAMPLES * interval + _LATE_S
@@ -184,7 +184,7 @@ def headline(
 
 
 def name_of(followed: RunFollower, rank: int) -> str:
-    """As in ``ecetesla3 (rank 3)``."""
+    """Return a rank's name for people, as in ``ecetesla3 (rank 3)``."""
     for worker in workers(followed.about):
         if worker["rank"] == rank:
             return f"{plain(worker.get('host'))} (rank {rank})"
@@ -261,7 +261,7 @@ def _waits(followed: RunFollower, waits: Waits) -> tuple[Mood, str]:
 
 
 def _and_for(followed: RunFollower, waits: Waits) -> str:
-    """Who is waited for besides; a slow host makes the wire slow too."""
+    """Return the causes besides the first; a slow host makes the wire slow too."""
     ranks = {rank: share for rank, share in waits.by_rank.items() if rank is not None}
     most = max(ranks, key=lambda rank: ranks[rank], default=None)
     if most is None or ranks[most] < _ALSO:

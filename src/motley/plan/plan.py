@@ -265,7 +265,7 @@ def choose_participants(
         hosts: names of those that may train; None: all.
 
     Returns:
-        The same ranks, by number, each with its ``gpu`` or the ``reason`` why it does not train.
+        All ranks, by number, each with its ``gpu`` or the ``reason`` why it does not train.
     """
     chosen = []
     taken: set[tuple[int, str]] = set()

@@ -284,27 +284,27 @@ class AllReduceCost:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine can do with gradients.
+    """The abilities of an engine with gradients.
 
     Attributes:
-        overlaps: send them while the backward pass still runs.
+        overlaps: it sends them while the backward pass still runs.
         additions: that wire modes may ask of it. spares_slow_rank: see WireMode.slow_rank.
         allreduces_per_step, allreduces_per_micro_step: of the gradient, once in a step and once in
             each of its micro-batches.
-        gathers_per_step, gathers_per_micro_step: what it costs to gather parameters after a step
-            and in each of its micro-batches, in fp32 all-reduces of the gradient.
+        gathers_per_step, gathers_per_micro_step: cost of gathering parameters after a step and in
+            each of its micro-batches, in fp32 all-reduces of the gradient.
         narrow_parameters: they are gathered in 16 bits where all ranks compute in the same.
-        mixed: whether GPUs and CPUs can do it together.
+        mixed: GPUs and CPUs can do it together.
         shards_optimizer: each rank keeps, and steps, a part of the optimizer alone.
         shards_gradients, shards_parameters: it keeps a part of these alone.
         gathered: the memory that gathered parameters take; None: none are gathered for a pass.
-        flat_parts: as DeepSpeed's: the optimizer steps a copy of its part of the parameters, and
+        flat_parts: as in DeepSpeed, the optimizer steps a copy of its part of the parameters, and
             gradients have their place all the time.
         state_in_host: which of "parameters", "gradients" and "optimizer" are in the host's memory.
         fills_model: it gives a model its initial numbers as it cuts it, if it has none yet.
         compiles: the model that it wraps may be compiled by blocks.
         words: how it sends, for the user.
-        others: engines that send otherwise, by what a user writes to have them.
+        others: engines that send otherwise, by the options that choose them.
     """
 
     overlaps: bool = True
@@ -328,7 +328,7 @@ class EngineTraits:
     others: Mapping[str, "EngineTraits"] = field(default_factory=dict)
 
     def can(self, mode: WireMode) -> bool:
-        """Whether the engine can do this mode."""
+        """Return True if the engine can do this mode."""
         return mode.addition in self.additions and (self.spares_slow_rank or mode.slow_rank is None)
 
     def through(
@@ -338,10 +338,10 @@ class EngineTraits:
         precisions: Sequence[str] = (),
         exact: AllReduceCost | None = None,
     ) -> AllReduceCost:
-        """What was measured of a mode, as the engine uses it.
+        """Return the measured cost of a mode, as the engine uses it.
 
         Args:
-            precisions: of all ranks. exact: what was measured of fp32, in which parameters are
+            precisions: of all ranks. exact: the measured cost of fp32, in which parameters are
                 gathered; None: as long for each byte.
         """
         wide = 1.0 if mode.dtype == "fp32" else 2.0
@@ -366,7 +366,7 @@ class EngineTraits:
 
     @property
     def numbers(self) -> list[float]:
-        """What a forecast depends on, for the records."""
+        """Numbers that a forecast depends on, for the records."""
         return [
             self.allreduces_per_step,
             self.allreduces_per_micro_step,
