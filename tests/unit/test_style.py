@@ -19,7 +19,7 @@ MOST = {
     "infer": 16,
     "launch": 35,
     "live": 10,
-    "measure": 74,
+    "measure": 14,
     "membership": 39,
     "plan": 2,
     "plotting": 59,

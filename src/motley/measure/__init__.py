@@ -1,1 +1,1 @@
-"""What is timed: a device, an all-reduce, the links between machines."""
+"""Measurements: of devices, all-reduces and links between machines; and the plan from them."""

@@ -37,11 +37,11 @@ _BLOCK_S = 3.0  # a block of a model that is compiled as a whole: 40 of one took
 
 @dataclass(frozen=True)
 class Promise:
-    """What a rank expects of compiling; remembered from when it last did, or usual.
+    """The gain that a rank expects of compiling; remembered from its last trial, or usual.
 
     Attributes:
         gain: part of its time that it saves. cost_s: seconds that compiling takes.
-        known: from when this model was compiled here.
+        known: the value is from an earlier compilation of this model here.
     """
 
     gain: float = 0.15
@@ -50,7 +50,7 @@ class Promise:
 
     @classmethod
     def read(cls, path: Path) -> "Promise":
-        """As it was remembered; the usual one where nothing can be read."""
+        """Return the remembered promise; the usual one where nothing can be read."""
         try:
             content = json.loads(path.read_text())
             found = cls(float(content["gain"]), float(content["cost_s"]), known=True)
@@ -89,7 +89,7 @@ class Promise:
 
 
 def can_compile(model: TaskModel) -> bool:
-    """Whether torch can compile it here at all: Triton needs compute capability 7.0."""
+    """Return True if torch can compile here at all: Triton needs compute capability 7.0."""
     device = next(model.parameters()).device
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
 
@@ -101,7 +101,7 @@ def steps_of(config: Config, samples: int) -> int:
 
 
 def is_worth_it(counts: Sequence[int], promises: Sequence[Promise | None], run_s: float) -> bool:
-    """Whether compiling is expected to save more of a run than it takes. Pure.
+    """Return True if compiling is expected to save more of a run than it takes. Pure.
 
     Args:
         counts: samples of each rank in a step. promises: of each; None: it cannot compile.
@@ -179,11 +179,11 @@ def compile_where_faster(
 
 @dataclass(frozen=True)
 class _Own:
-    """What a rank tells of compiling.
+    """The facts about compiling that a rank sends to the others.
 
     Attributes:
-        kept: where what it promises is remembered. promise: None: it cannot compile.
-        least_s: that to try it takes here at least, seconds; 0: it cannot.
+        kept: file of the remembered promise. promise: None: it cannot compile.
+        least_s: seconds of a trial here at least; 0: it cannot.
         steps, done: of the whole run, and before this one.
     """
 
@@ -203,7 +203,7 @@ class _Own:
         speed: SpeedTable,
         sizes: set[int],
     ) -> "_Own":
-        """As this rank is."""
+        """Return the facts of this rank."""
         promise, least_s = None, 0.0
         if config.compile == "on" or can_compile(model):
             promise = Promise.read(kept)
@@ -220,10 +220,11 @@ class _Own:
 def _is_wanted(
     asked: str, told: Sequence[_Own], counts: Sequence[int], step_s: float
 ) -> tuple[bool, str]:
-    """Whether compiling is to be tried; and what is to be said if it is not.
+    """Return True if compiling is to be tried, and a note if it is not.
 
     Args:
-        asked: ``--compile``. told: by all ranks. counts: samples of each. step_s: of a step.
+        asked: ``--compile``. told: the facts of all ranks. counts: samples of each. step_s: of a
+            step.
     """
     promises = [each.promise for each in told]
     if not any(promises) or asked != "auto":

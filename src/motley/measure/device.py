@@ -63,7 +63,7 @@ def kernel_speed(device: torch.device, precision: str, seconds: float = 0.1) -> 
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done all that it was told."""
+    """Wait until a device has done all its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -216,8 +216,10 @@ def _micro_batch(model: TaskModel, size: int) -> Callable[[], None]:
 
 
 def _time_step(optimizer: torch.optim.Optimizer, model: TaskModel, size: int) -> float:
-    """Seconds of an optimizer step behind a micro-batch: while a GPU computes that, it is told
-    what to do next, as in training."""
+    """Return the seconds of an optimizer step behind a micro-batch.
+
+    While a GPU computes the micro-batch, the step is queued, as in training.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad(set_to_none=False)  # 0 times the gradient must be 0 in fp16 too
 
@@ -263,10 +265,10 @@ def _fits(
     device: torch.device,
     more: float,
 ) -> bool:
-    """Whether a micro-batch of ``size`` should fit, by how memory grew with it so far.
+    """Return True if a micro-batch of ``size`` should fit, by the growth of memory so far.
 
     Args:
-        more: MiB that training takes besides what was there.
+        more: MiB that training takes besides.
     """
     known = [pair for pair in zip(sizes, memory, strict=True) if pair[1] is not None]
     if len(known) < 2:
@@ -278,7 +280,7 @@ def _fits(
 
 
 def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
-    """Whether what training holds besides has its place beside a micro-batch that was timed.
+    """Return True if the rest of training has its place beside a micro-batch that was timed.
 
     Args:
         peak: of memory, then, MiB. rest: between two passes.
@@ -289,9 +291,9 @@ def leaves_room(model: TaskModel, peak: float | None, rest: float) -> bool:
 
 
 def has_room(model: TaskModel, speed: SpeedTable, size: int) -> bool:
-    """Whether a micro-batch of ``size`` should fit into memory, and is worth timing.
+    """Return True if a micro-batch of ``size`` should fit into memory, and is worth timing.
 
-    Nobody says what a CPU's takes; there, not beyond twice what was tried.
+    A CPU's need is unknown; there, sizes up to twice the last one are worth timing.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":

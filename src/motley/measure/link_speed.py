@@ -51,7 +51,7 @@ def measure_links(world: World, traffic: "Traffic | None" = None) -> Links:
 
 
 def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
-    """What passes between the machines, who meet in pairs.
+    """Measure the traffic between machines, which meet in pairs.
 
     Args:
         seconds: of sending, each way; 0: the fewest chunks, which show that large messages pass.
@@ -75,13 +75,13 @@ def _meet(world: World, seconds: float) -> dict[tuple[int, int], Flow]:
 
 
 def known_links(world: World, flows: Mapping[tuple[int, int], Flow]) -> Links | None:
-    """The links of machines that have met before; every launched rank calls it.
+    """Return the links of machines that have met before; every launched rank calls it.
 
     Args:
-        flows: as they were then. What ports say of themselves is of now.
+        flows: as they were then. The speeds of ports are read anew.
 
     Returns:
-        None: something does not pass any more.
+        None: a connection does not pass any more.
     """
     port = look_at(world.network.interface) if world.first_here else None
     ports = world.allgather(port)
@@ -97,8 +97,9 @@ def _links_of(
 
 
 class Traffic:
-    """What other programs send and receive through an interface, from here to :meth:`seen`;
-    nothing is measured over it meanwhile."""
+    """The traffic of other programs through an interface, from here to :meth:`seen`. No measurement
+    uses it meanwhile.
+    """
 
     def __init__(self, interface: str) -> None:
         self._interface = interface
@@ -106,7 +107,7 @@ class Traffic:
         self._start = time.perf_counter()
 
     def seen(self) -> Port:
-        """What the interface says of itself, and what went through it, watched for long enough."""
+        """Return the interface's own facts, and its traffic, watched for long enough."""
         time.sleep(max(0.0, self._start + _LOOK_S - time.perf_counter()))
         after = psutil.net_io_counters(pernic=True).get(self._interface)
         port, seconds = look_at(self._interface), time.perf_counter() - self._start
@@ -119,7 +120,7 @@ class Traffic:
 
 
 def look_at(interface: str) -> Port:
-    """What an interface says of itself."""
+    """Return an interface's own facts."""
     says = {
         name: each.speed for name, each in psutil.net_if_stats().items()
         if each.isup and (name == interface or not name.startswith(VIRTUAL))
@@ -292,11 +293,11 @@ def _bytes_of(mode: WireMode, buckets: Sequence[Bucket]) -> float:
 
 
 def _all_s(first: float, part: float, whole: float, first_s: float, part_s: float) -> float:
-    """What all would take, of which a part was sent: the rest as long as what was after the first,
-    that fills a pipeline.
+    """Return the seconds of the whole, of which a part was sent. The rest takes as long as the part
+    after the first piece, which fills a pipeline.
 
     Args:
-        first, part, whole: bytes. first_s, part_s: what was measured.
+        first, part, whole: bytes. first_s, part_s: measured seconds.
     """
     if part == first:
         return part_s * whole / part
@@ -304,7 +305,7 @@ def _all_s(first: float, part: float, whole: float, first_s: float, part_s: floa
 
 
 def _first(parameters: Sequence[torch.Tensor], numbers: int) -> Sequence[torch.Tensor]:
-    """As many as have so many numbers, two at least."""
+    """Return the first buckets that have so many numbers, two at least."""
     ends = accumulate(parameter.numel() for parameter in parameters)
     return parameters[: max(2, sum(end <= numbers for end in ends))]
 
@@ -327,7 +328,7 @@ def measure_fewer(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> F
 def cost_of(
     parameters: Sequence[torch.Tensor], mode: WireMode, latency_s: float, transfer_s: float
 ) -> AllReduceCost:
-    """What adding up the gradient of these parameters costs, where it took so long."""
+    """Return the cost of adding up these parameters' gradient from its measured seconds."""
     size = mode.bytes_of([tuple(parameter.shape) for parameter in parameters])
     return AllReduceCost(
         latency_s, transfer_s, dist.get_backend() == "nccl",
@@ -357,11 +358,11 @@ class _Sender:
         whose: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX,
         warm: bool = False,
     ) -> float:
-        """The same on all ranks.
+        """Return the seconds of an all-reduce, the same on all ranks.
 
         Args:
             whose: the rank whose time counts. MAX: the slowest rank's, since ranks behind fast
-                links are done before what they sent has come through a slow one. MIN: the fastest
+                links are done before their data has come through a slow one. MIN: the fastest
                 rank's, which excludes waiting for the others to begin.
             warm: once before it is timed, to make the connections.
         """

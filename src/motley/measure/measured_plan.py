@@ -75,7 +75,7 @@ def other_engines(
     mode: WireMode,
     traits: EngineTraits,
 ) -> dict[str, Forecast]:
-    """The same through engines that send otherwise, by what a user writes to have them."""
+    """Return the forecasts with engines that send otherwise, by the options that choose them."""
     wire, exact = measured.wires[mode], measured.wires.get(EXACT)
     wire = replace(wire, overlaps=can_overlap(world, group, mode, wire))
     through = {
@@ -103,8 +103,8 @@ def refine(
     A GPU computes in waves of tiles: one image more can cost a whole wave (8 % on a H200), and
     between powers of two a straight line does not show it. Where the wire takes a part of the
     step, a whole share in one micro-batch is timed too: the longer the last backward pass, the
-    more of the wire it hides; and where each micro-step has its part of the wire, a share in as few
-    as memory and ``most`` allow. Every launched rank calls it.
+    more of the wire it hides. Where each micro-step has its part of the wire, a share in as few
+    micro-batches as memory and ``most`` allow is timed. Every launched rank calls it.
 
     Args:
         most: samples in a micro-batch of this rank; None: as many as fit in memory.
@@ -187,18 +187,18 @@ class Planned:
     foreseen: Foreseen | None = None
 
     def is_compiled(self, rank: int, asked: str) -> bool:
-        """Whether a rank's model is: as was timed; where nothing was, as ``--compile`` asks."""
+        """True if a rank's model is compiled: by the trial, or without one by ``--compile``."""
         return self.speeds[rank].compiled if self.speeds else asked == "on"
 
     def with_note(self, mode: WireMode) -> "Planned":
-        """The same, with what a wire mode costs said first."""
+        """Return the plan with a note on the cost of its wire mode in front."""
         said = Advice(f"--wire {mode}: {mode.price}")
         return replace(self, advice=(said, *self.advice))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is planned.
+    """The subject of a plan.
 
     Attributes:
         model: None on a rank that is left out.
@@ -223,14 +223,14 @@ def measure_and_plan(
     traits: EngineTraits,
     asked: WireMode | None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Measure, and decide who trains and how much each takes. Every launched rank calls it.
+    """Measure, and decide which ranks train and how much each takes. Every launched rank calls it.
 
     Args:
         model: None on a rank that is left out.
         asked: the wire mode that the user wants; None: auto.
 
     Returns:
-        Those who train, and their plan.
+        The ranks that train, and their plan.
     """
     sizes = config.micro_batch.of(group.size) if config.micro_batch else None
     most = sizes[group.rank] if sizes and group.rank is not None else None
@@ -275,7 +275,7 @@ def _reads_images(config: Config) -> bool:
 def _without_others(
     job: _Job, measured: Measured, choice: Choice, mode: WireMode
 ) -> tuple[_Job, Measured, WireMode]:
-    """Those alone who are chosen, what is measured of them, and what they send."""
+    """Return the chosen ranks alone, with their measurements and wire mode."""
     group = shrink_group(job.world, job.group, *_stay(job.world, job.group, measured, choice))
     mode = mode if group.size > 1 else EXACT  # one rank alone sends nothing
     job = replace(job, group=group, model=job.model if group.rank is not None else None)
@@ -355,7 +355,9 @@ def _beside(
 
 
 def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
-    """Who should train, by what travels: found by rank 0 alone, for ranks may share processors."""
+    """Return the ranks that should train, by wire mode. Rank 0 alone computes them, for ranks may
+    share processors.
+    """
     world, config, machines = job.world, job.config, job.group.machines(job.world)
     # Who trains first reads and writes checkpoints, and is where MASTER_ADDR is.
     free = (job.run is None or job.run.is_shared()) and not world.has_fixed_master()
@@ -376,8 +378,9 @@ def _options(job: _Job, measured: Measured) -> dict[WireMode, Choice]:
 def _best_mode(
     options: Mapping[WireMode, Choice], asked: WireMode | None, precisions: Sequence[str]
 ) -> WireMode:
-    """Of the modes that the plan may take the one that changes least, or what is faster than that
-    by more than clocks err: exact, with a slow link spared, rounded, both."""
+    """Return the mode that changes least among those that the plan may take, or one that is faster
+    by more than clocks err: exact, with a slow link spared, rounded, both.
+    """
     best: WireMode | None = None
     for mode in sorted(options, key=lambda m: (not m.is_exact, m.slow_rank is not None)):
         who = [precisions[rank] for rank in options[mode].ranks]  # they round anyway, or not

@@ -46,10 +46,10 @@ from motley.tasks.task import Task
 def prepare(
     task: Task, net: nn.Module, group: ProcessGroup, config: Config, traits: EngineTraits
 ) -> MemoryNeed:
-    """What a rank is going to hold besides activations, before there is anything.
+    """Estimate the memory of a rank besides activations, before anything is allocated.
 
     Raises:
-        NoMemoryError: more than there is.
+        NoMemoryError: it needs more than there is.
     """
     need = _need(task, net, list(net.parameters()), group, config, traits)
     _check(need, group, config, traits, _room(group))
@@ -158,7 +158,7 @@ def _check(
 def _changes(
     need: MemoryNeed, group: ProcessGroup, config: Config, traits: EngineTraits, room: float
 ) -> list[str]:
-    """What a user may do."""
+    """Return the changes that a user may make."""
     on_gpu, found = group.device.type == "cuda", []
     if not traits.shards_parameters:
         found.append("--strategy fsdp")
@@ -228,15 +228,15 @@ def plan_batch(
     config: Config,
     traits: EngineTraits | None = None,
 ) -> tuple[ProcessGroup, Planned]:
-    """Who does how much of every global batch. Every launched rank calls it.
+    """Plan the share of each rank in every global batch. Every launched rank calls it.
 
     Args:
         run: may be a continued one; None if nothing is to be trained.
         model: None on a rank that is left out.
-        traits: what the engine can; None: all.
+        traits: of the engine; None: of one that can do all.
 
     Returns:
-        Those who train, all or without hosts that make a step longer; and their plan.
+        The ranks that train, all or without hosts that make a step longer; and their plan.
     """
     traits = traits or EngineTraits()
     named = config.wire
@@ -333,8 +333,9 @@ def _check_engine(asked: WireMode | None, group: ProcessGroup, traits: EngineTra
 
 
 def _are(workers: Sequence[Rank], before: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether they are those of a run, as its run.json has them; what an older one does not say of
-    them, it does not say."""
+    """Return True if these are the ranks of a run, as its run.json has them. Facts that an older
+    run.json lacks are not compared.
+    """
     pairs = zip(workers, before, strict=False)
     alike = all(old.items() <= asdict(worker).items() for worker, old in pairs)
     return alike and len(workers) == len(before)

@@ -148,7 +148,7 @@ class ProcessGroup:
 
     @property
     def kinds(self) -> str:
-        """Of devices, in words."""
+        """Kinds of devices, in words."""
         makers = sorted({worker.maker for worker in self.workers})
         if len(makers) < 3 and "" in makers:
             return "GPUs and CPUs"
@@ -278,10 +278,10 @@ def reconnected(world: World, group: ProcessGroup) -> ProcessGroup:
 
 
 def check_nccl(world: World) -> None:
-    """Raise MotleyError unless all ranks with a GPU of one maker have the same NCCL: others cannot
-    talk.
+    """Raise MotleyError unless all ranks with a GPU of one maker have the same NCCL: different
+    versions cannot communicate.
 
-    It is torch's own, and may differ between builds of one release.
+    NCCL is torch's own, and may differ between builds of one release.
     """
     found = world.allgather(nccl_version())
     ranks = {version: rank for rank, version in reversed(list(enumerate(found))) if version}
@@ -296,7 +296,7 @@ def check_nccl(world: World) -> None:
 
 
 def nccl_version() -> str:
-    """As in ``2.27.3``, of AMD's ``RCCL 2.22.3``; empty without a GPU."""
+    """Return the version of NCCL, as ``2.27.3``, or AMD's ``RCCL 2.22.3``; empty without a GPU."""
     if not torch.cuda.is_available():
         return ""
     maker = _RCCL if torch.version.hip else ""

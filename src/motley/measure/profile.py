@@ -47,9 +47,9 @@ _MOST = 16  # loader processes of a rank
 def with_reading(
     speed: SpeedTable, samples: Samples, config: Config, device: torch.device
 ) -> SpeedTable:
-    """The speed of a rank that also reads its samples; all ranks of a host call it at once.
+    """Return the speed of a rank that also reads its samples; all ranks of a host call it at once.
 
-    What is in memory is not timed: to read it takes no time that counts.
+    Samples in memory are not timed: reading them takes no time that counts.
     """
     samples = samples_on(samples, config, device)
     if not samples.needs_workers and not config.workers:
@@ -126,7 +126,7 @@ def time_reading(samples: Samples, seed: int) -> float:
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """As many threads as who reads has."""
+    """Use as many threads as a reader has."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -142,7 +142,7 @@ _SHOWN = 4  # links that do not work, in an error
 
 @dataclass(frozen=True)
 class Measured:
-    """What the plan is made from.
+    """The measurements that a plan is made from.
 
     Attributes:
         speeds: by rank in the group.
@@ -225,7 +225,7 @@ def measure_between(
 def _without(
     world: World, group: ProcessGroup, model: TaskModel | None, slow: int
 ) -> FewerCost | None:
-    """What the exact wire takes without one rank; every launched rank calls it."""
+    """Measure the exact wire without one rank; every launched rank calls it."""
     own = None
     if model is not None and group.rank is not None:
         name = group.workers[slow].host
@@ -256,7 +256,8 @@ def _passing_links(world: World, traffic: Traffic | None, again: bool) -> Links:
 def _other_modes(
     group: ProcessGroup, asked: WireMode | None, traits: EngineTraits, part: float, slow: int | None
 ) -> list[WireMode]:
-    """What may be taken besides the exact wire in a ring, or is worth a word.
+    """Return the modes that may be taken besides the exact wire in a ring, or that are worth
+    advice.
 
     Args:
         part: that the exact one takes, in steps without any.
@@ -277,8 +278,8 @@ def _other_modes(
 
 
 def may_take(mode: WireMode, asked: WireMode | None, precisions: Collection[str]) -> bool:
-    """Whether a plan may take a mode: what was asked for; else what costs nothing. Whether it
-    spares a slow link is the plan's to say.
+    """Return True if a plan may take a mode: the one that was asked for, else one that costs
+    nothing. The plan itself decides on sparing a slow link.
 
     Args:
         precisions: of those who would train.
@@ -298,11 +299,11 @@ def wires_of(
     remembered: WireFigures | None = None,
     tries: int = TRIES,
 ) -> dict[WireMode, AllReduceCost]:
-    """What it takes to add up all gradients in these modes; every launched rank calls it.
+    """Measure the sum of all gradients in these modes; every launched rank calls it.
 
     Args:
-        known: of other modes; they are part of what is returned.
-        remembered: what is in these is not measured. tries: see measure_wire.
+        known: of other modes; they are part of the result.
+        remembered: modes in these are not measured. tries: see measure_wire.
     """
     old = remembered.wires if remembered else {}
     own: dict[WireMode, AllReduceCost] | None = None
@@ -332,7 +333,7 @@ def wires_of(
 
 
 def can_overlap(world: World, group: ProcessGroup, mode: WireMode, wire: AllReduceCost) -> bool:
-    """Whether a backward pass can hide a wire, if the engine lets it."""
+    """Return True if a backward pass can hide a wire, if the engine lets it."""
     # Ranks on the cores of one machine, seen: 8 buckets made a step a third longer than one.
     apart = any(worker.uuid for worker in group.workers) or len(set(group.machines(world))) > 1
     return apart and not (wire.on_gpu and mode.waits_for_gpu)
@@ -350,7 +351,8 @@ def _slow_rank(machines: Sequence[int], links: Links | None) -> int | None:
 
 
 def alike(group: ProcessGroup, speeds: Sequence[SpeedTable]) -> tuple[SpeedTable, ...]:
-    """CPU ranks of one machine share its cores and are equal: noise must not tell them apart."""
+    """Return equal speeds for CPU ranks of one machine, which share its cores: noise must not part
+    them."""
     groups: dict[str, list[SpeedTable]] = {}
     for worker, speed in zip(group.workers, speeds, strict=True):
         groups.setdefault(worker.host, []).append(speed)

@@ -1,10 +1,9 @@
 """Measured speeds of ranks, links and wire modes, remembered from an earlier run of the same
 devices and hosts.
 
-Figures of links and wire modes are taken off the disk when they are read, and a run puts them back
-once its first steps took the time that they foretold (motley.train.recorder). So figures that
-steps do not bear out, or with which a job ends before it can tell, are measured anew at the next
-start.
+Figures of links and wire modes are taken off the disk when they are read. A run puts them back once
+its first steps took the time that they foretold (motley.train.recorder). Figures that steps do not
+bear out, or with which a job ends before that, are measured anew at the next start.
 """
 
 import contextlib
@@ -79,8 +78,11 @@ def speed_of(group: ProcessGroup, model: TaskModel, config: Config, shards: int)
 
 
 def _still_holds(device: torch.device, model: TaskModel, speed: SpeedTable) -> bool:
-    """Whether the device is about as fast as remembered. What else starts beside this rank can
-    disturb a look, which is a few milliseconds; so one of some is enough."""
+    """Return True if the device is about as fast as remembered.
+
+    Other processes that start beside this rank can disturb a look, which is a few milliseconds; so
+    one of some is enough.
+    """
     size, most = speed.sizes[0], speed.micro_batch
     if device.type == "cpu":  # on a GPU the largest tells whether there still is memory for it
         enough = _TELLS * speed.rate
@@ -140,7 +142,7 @@ def _place(group: ProcessGroup, config: Config, shards: int) -> tuple[Path, dict
 
 
 def digest_of(content: object) -> str:
-    """Of what JSON knows, whatever the order of its keys."""
+    """Return the hash of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -169,14 +171,14 @@ _OF_NETWORK = ("NCCL_", "GLOO_")  # variables of a user's that change what trave
 
 @dataclass(frozen=True)
 class WireFigures:
-    """What was measured between hosts.
+    """The figures that were measured between hosts.
 
     Attributes:
         flows: by the machines that send and receive; none where there is one machine.
         wires: by mode, latency_s and transfer_s of AllReduceCost.
         measured: when, seconds since the epoch; of the oldest of them.
-        steps_took: what the first steps of the run that measured took, in forecasts made of them:
-            what a machine does besides is in none.
+        steps_took: the time of the first steps of the run that measured, in forecasts made of these
+            figures, none of which has a machine's other work.
         fewer: of AllReduceCost, in the exact mode.
     """
 
@@ -187,7 +189,7 @@ class WireFigures:
     fewer: FewerCost | None = None
 
     def with_wires(self, wires: Mapping[WireMode, AllReduceCost]) -> "WireFigures":
-        """The same with what these modes cost, but for those that follow from another."""
+        """Return the figures with the cost of these modes, less those that follow from another."""
         found = {
             mode: (cost.latency_s, cost.transfer_s)
             for mode, cost in wires.items() if cost.sync_every == 1
@@ -255,7 +257,8 @@ class WireCache:
     machines: Sequence[int]
 
     def take(self) -> WireFigures | None:
-        """What is remembered, once; None if there is none that is young, whole and of this key."""
+        """Return the remembered figures, once; None if there is none that is young, whole and of
+        this key."""
         try:
             about = self.path.lstat()
             if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
@@ -298,7 +301,7 @@ def wire_cache(
 
 
 def recall(world: World, group: ProcessGroup, cache: WireCache) -> WireFigures | None:
-    """What is remembered, the same on all launched ranks, which all call it."""
+    """Return the remembered figures, the same on all launched ranks, which all call it."""
     own = cache.take() if group.rank == 0 else None
     return world.allgather(own)[group.workers[0].rank]
 
