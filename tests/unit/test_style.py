@@ -29,7 +29,7 @@ MOST = {
     "root": 9,
     "sweep": 27,
     "tasks": 72,
-    "train": 68,
+    "train": 17,
 }
 
 

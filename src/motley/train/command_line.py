@@ -200,7 +200,7 @@ def options_to_save(config: Config) -> dict[str, Any]:
 
 
 def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the fields of a group, as far as they are saved."""
+    """Return the values of a group's fields, as far as they are saved."""
     registered, found = _registered({}), dict[str, Any]()
     for field, declared in options_of(group).items():
         if declared.name in saved:
@@ -210,7 +210,7 @@ def _values(group: type, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered(strategies: Mapping[str, Strategy]) -> dict[str, dict[str, Any]]:
-    """What is known of options by what can be added."""
+    """Return the options of registered parts."""
     kinds = modes().values()
     return {
         "task": {

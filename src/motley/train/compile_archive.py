@@ -1,21 +1,20 @@
-"""The archive of what compilers have made: kept for later runs, and given to a node whose disk has
-none of it.
+"""The archive of compiled code: kept for later runs, and given to a node whose disk has none of it.
 
-In it is what Motley has them keep in its cache folder: TorchInductor's, Triton's, DeepSpeed's
-extensions, MIOpen's. (torch.compiler.save_cache_artifacts knows what TorchInductor made in one
+The archive has the content of Motley's cache folder: TorchInductor's, Triton's, DeepSpeed's
+extensions, MIOpen's. (torch.compiler.save_cache_artifacts returns what TorchInductor made in one
 process, without the libraries that it makes for a CPU.) A folder holds
 
     <kind>.json            {"archive": "<kind>-<hash>.tar.gz", "sha256": "...", "files": {
                             "triton/XW3.../kernel.cubin": 5120, ...}}
     <kind>-<hash>.tar.gz   the same files, in the order in which they were written
 
-TorchInductor unpickles what is in its cache, so whoever could write here could have others run
-code: see motley.cluster.account. Compilers name a file by a hash of what it is made from, so
-one that is there is never replaced.
+TorchInductor unpickles the files of its cache, so a user who could write here could have others run
+code: see motley.cluster.account. Compilers name a file by a hash of its source, so a file that is
+there is never replaced.
 
-It lies beside the runs' folders, not in one: the next run is another, and compiles the same. One
-rank of each kind of node writes it, after the first steps, so that a run which is killed later
-leaves it too, and again at the end, with what evaluations and other batches needed.
+The archive lies beside the runs' folders, not in one: the next run compiles the same. One rank of
+each kind of node writes it after the first steps, so that a run which is killed later leaves it
+too, and again at the end, with the code for evaluations and other batches.
 """
 
 import contextlib
@@ -64,7 +63,7 @@ ERRORS = (OSError, *DAMAGE)
 
 @dataclass(frozen=True)
 class Carried:
-    """What went into an archive or came out of it.
+    """The files that went into an archive or came out of it.
 
     Attributes:
         size: bytes, as they are on the node's disk.
@@ -81,7 +80,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Index:
-    """Of the archive of a kind of node.
+    """The index of the archive of a kind of node.
 
     Attributes:
         files: sizes in bytes by name, as ``triton/XW3.../kernel.cubin``.
@@ -93,8 +92,10 @@ class Index:
 
 
 def kind_of(node: NodeFacts) -> str:
-    """A hash of what compiled code depends on besides what it is made from. What is compiled for a
-    CPU takes all that this one can do, and Triton's files name each other by whole paths."""
+    """Return a hash of the facts that compiled code depends on besides its source.
+
+    Code for a CPU uses all that this one can do, and Triton's files name each other by whole paths.
+    """
     fits = {
         "packages": {name: version(name) for name in _PACKAGES},
         "python": platform.python_version(), "machine": platform.machine(),
@@ -210,7 +211,7 @@ class CompileArchive:
         return Carried(len(found), size, time.monotonic() - started)
 
     def _known(self, place: int) -> Index:
-        """What need not be saved again."""
+        """Return the names that need not be saved again."""
         try:
             return Index() if self._is_damaged else self._index(place)
         except DAMAGE:
@@ -251,7 +252,7 @@ class CompileArchive:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def _index(self, place: int) -> Index:
-        """Of what is there; an empty one if nothing is."""
+        """Return the index of the saved archive; an empty one without any."""
         try:
             with open_own(place, f"{self._kind}.json") as file:
                 index = Index(**json.load(file))
@@ -356,8 +357,9 @@ class CompileKeeper:
         self._run: Run
 
     def take(self, world: World) -> None:
-        """Give each node what was kept by one of its kind; all ranks call it, before anything is
-        compiled. What goes wrong ends nothing."""
+        """Give each node the code that one of its kind has kept; all ranks call it, before anything
+        is compiled. A failure ends nothing.
+        """
         told = [each for each in world.once_per_node(self._take) if each is not None]
         took = {host: carried for host, carried, _ in told if carried is not None}
         if took:
@@ -370,7 +372,7 @@ class CompileKeeper:
         self._failed = bool(troubles)  # of the place mostly, and it is said
 
     def take_notes(self) -> list[str]:
-        """What is to be said of what was taken, once; on every rank the same."""
+        """Return notes on the code that was taken, once; on every rank the same."""
         notes, self._notes = self._notes, []
         return notes
 

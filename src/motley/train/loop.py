@@ -64,7 +64,7 @@ class SaveTimer:
         return self._every_s is not None and step >= self._ask_at
 
     def due(self, step: int) -> bool:
-        """Whether one is to be made now; all ranks call it, after the same step."""
+        """Return True if a checkpoint is due; all ranks call it, after the same step."""
         if not self.asks(step):
             return False
         assert self._every_s is not None
@@ -143,11 +143,11 @@ class _Unread:
 
 
 class Loop:
-    """Trains a job, from where it stands to its last step.
+    """Trains a job, from its state to its last step.
 
     Args:
-        state: where it stands.
-        rescue: hears of what changes. profiler: of each step.
+        state: of the training at the start.
+        rescue: gets each change of the state. profiler: of each step.
     """
 
     def __init__(
@@ -325,8 +325,9 @@ class Loop:
         )  # fmt: skip
 
     def _save(self, asked: bool = False) -> bool:
-        """Where a checkpoint or the end is due, or somebody has asked for one: compare what all
-        ranks hold, and save it; False if all have gone back to a checkpoint."""
+        """Compare the state of all ranks and save it, where a checkpoint or the end is due or a
+        user has asked for one. Return False if all have gone back to a checkpoint.
+        """
         job, state = self._job, self._state
         job.checkpoints.check()
         saves = asked or job.length.saves(state) or self._timer.due(state.step)

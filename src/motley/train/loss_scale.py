@@ -173,7 +173,9 @@ def find_scale(
 def _overflows(
     model: TaskModel, batches: Sequence[tuple[Batch, float]], scale: float, wire: bool
 ) -> bool:
-    """Whether the gradient of any batch, or of all together, is not finite, as it is or sent."""
+    """Return True if the gradient of any batch, or of all together, is not finite, before or after
+    it is sent.
+    """
     model.zero_grad(set_to_none=True)
     for batch, weight in batches:
         if len(batch):

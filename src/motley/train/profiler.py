@@ -117,13 +117,13 @@ class StepProfiler:
             self._phase.enter_context(record_function(phase.key))
 
     def after(self, timed: Timed | None) -> Timed | None:
-        """A step has ended.
+        """End a step.
 
         Args:
             timed: the one before it.
 
         Returns:
-            The same; None where profiling has made some ranks slower in it.
+            That step; None where profiling has made some ranks slower in it.
         """
         self._close_spans()
         disturbed, self._disturbed = self._disturbed, bool(self._chosen)
@@ -222,10 +222,10 @@ def compare_clocks() -> tuple[TraceClock, int]:
 def clock_of(
     first: Sequence[tuple[float, float]], own: Sequence[tuple[float, float]]
 ) -> TraceClock:
-    """What a clock shows more than another, of when each exchange began and ended by both.
+    """Return the offset between two clocks, from the begin and end of each exchange by both.
 
     No exchange ends on one before it has begun on the other. Source: Cristian, Probabilistic clock
-    synchronization, 1989, for what both have seen of the same messages.
+    synchronization, 1989, for the common times of the same messages.
     """
     least = max(mine[0] - theirs[1] for theirs, mine in zip(first, own, strict=True))
     most = min(mine[1] - theirs[0] for theirs, mine in zip(first, own, strict=True))

@@ -58,10 +58,10 @@ class FirstSteps:
         self._took_s: list[float] = []  # of steps, as they would be with the wire of now
 
     def step(self, record: StepRecord) -> str:
-        """Take in a step of the first rank that trains.
+        """Add a step of the first rank that trains.
 
         Returns:
-            What is to be said; mostly nothing.
+            A note for the user; mostly none.
         """
         if self._memory is None or self._forecast is None:
             return ""
@@ -73,7 +73,7 @@ class FirstSteps:
         return self.end() if len(self._took_s) == _STEPS else ""
 
     def end(self) -> str:
-        """The run ends well, or has been seen for long enough.
+        """Finish: the run ends well, or was watched for long enough.
 
         Returns:
             As :meth:`step`.
@@ -102,8 +102,9 @@ class FirstSteps:
 
 
 def _took_s(record: StepRecord, forecast: Forecast) -> float:
-    """Seconds of a step if ranks computed as foretold; where an engine cannot tell computing and
-    sending apart, of the step."""
+    """Return the seconds of a step if ranks computed as foretold; where an engine cannot separate
+    computing from sending, of the step.
+    """
     if record.t_comm is None:
         return record.n_global / record.samples_per_s
     return forecast.step_s - forecast.exposed_s + record.t_comm
@@ -113,7 +114,7 @@ class Reporter:
     """Prints the state of one run.
 
     Args:
-        task: whose unit and metrics are told.
+        task: whose unit and metrics are printed.
         total_steps: of the whole run.
         interval: seconds between plain lines.
         silent: print nothing (every rank but 0).
@@ -190,10 +191,11 @@ def console() -> Console:
 
 
 def on_terminal() -> bool:
-    """Somebody watches: standard output is a terminal, and not one that mpirun only made up.
+    """Return True if a person watches: standard output is a terminal, and not one that mpirun made
+    up.
 
     Open MPI 5 gives ranks a pseudo-terminal and copies it to its own output, wherever
-    that goes; its own says whether a person is there.
+    that goes; its own shows whether a person is there.
     """
     if not sys.stdout.isatty():
         return False
@@ -237,12 +239,13 @@ class _Taken:
 
 
 class Recorder:
-    """Writes this rank's step records; on rank 0 also evaluations, events and progress. Of many
-    ranks the first alone writes steps, with what it knows of the others: a thousand files of
-    the same losses are of use to nobody.
+    """Writes this rank's step records; on rank 0 also evaluations, events and progress.
+
+    In a group of many ranks the first alone writes steps, with its knowledge of the others: a
+    thousand files of the same losses are of no use.
 
     Attributes:
-        progress: where training is, for the GPU log.
+        progress: of the training, for the GPU log.
         at_once: a step's times are known with its end, on all ranks: none has a GPU.
         last: the record of this rank's last step of which all times are known; None before it.
     """
@@ -266,7 +269,7 @@ class Recorder:
         """Start where ``done`` of ``total`` steps are taken.
 
         Args:
-            tells_sync: the engine can tell compute from communication.
+            tells_sync: the engine can separate compute from communication.
             compiles: the model is compiled, in a step where that is needed.
             first_steps: watches the wire.
             most_writers: ranks of which each writes its steps.
@@ -308,12 +311,12 @@ class Recorder:
         return step_timeout_s(median(self._seconds))
 
     def step(self, state: TrainState, lr: float, plan: Plan, result: StepResult) -> Timed | None:
-        """Take a step that was just given to the device; it is due when the next one is.
+        """Take a step that was just given to the device; its record is due when the next one is.
 
-        By then the device has done it, so reading its times waits for nothing, and the
-        other ranks' times have come along with the next step's exchange. It is written by
-        :meth:`write`; on a CPU, where no device computes meanwhile and the next backward pass may
-        wait for a slow rank, at once. Where no rank has a GPU, it is due and written now.
+        By then the device has done it, so reading its times waits for nothing, and the other ranks'
+        times have come along with the next step's exchange. :meth:`write` writes the record. On a
+        CPU no device computes meanwhile, and the next backward pass may wait for a slow rank, so
+        the record is written at once. Where no rank has a GPU, it is due and written now.
 
         Args:
             state: before it. plan: of its batch.
@@ -415,8 +418,9 @@ class Recorder:
         self._reporter.epoch(record)
 
     def evaluation_at(self, step: int) -> EpochRecord | None:
-        """What is recorded of the model after so many steps, by this run or by the one that it
-        continues; all ranks call it."""
+        """Return the recorded evaluation after so many steps, of this run or of the one that it
+        continues; all ranks call it.
+        """
         here = self._run.read_evaluations() if self._rank == 0 else []
         found = next((record for record in reversed(here) if record["step"] == step), None)
         known = all_gather_object(found)[0]
@@ -461,7 +465,7 @@ class Recorder:
     def result(
         self, evaluated: EpochRecord, epoch_samples: int, peaks: Sequence[float] = ()
     ) -> dict[str, Any]:
-        """What run.json says of a finished run.
+        """Return the result of a finished run, for run.json.
 
         Args:
             epoch_samples: that are trained on in an epoch.

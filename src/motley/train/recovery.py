@@ -43,15 +43,15 @@ class Agreement:
         self._round = False  # the devices round differently: going back has not helped
 
     def check(self, position: TrainState) -> TrainState:
-        """Compare all that should be alike, and put right what is not; all ranks call it.
+        """Compare the replicated state of all ranks, and repair differences; all ranks call it.
 
         Where each rank holds a part alone, there is nothing to compare.
 
         Returns:
-            Where to go on: ``position``, or that of a checkpoint.
+            The state to go on from: ``position``, or that of a checkpoint.
 
         Raises:
-            MotleyError: nobody can say what is right.
+            MotleyError: no majority and no checkpoint shows the right state.
         """
         job = self._job
         if not job.engine.replicated or len(job.workers) == 1:
@@ -136,7 +136,7 @@ class Agreement:
         return back
 
     def saved(self, position: TrainState) -> None:
-        """Hear of a checkpoint that all agreed on."""
+        """Note a checkpoint that all agreed on."""
         if self._back_at is not None and position.step > self._back_at:
             self._back_at = None
 
@@ -217,7 +217,7 @@ def vote(digests: Sequence[str]) -> tuple[int | None, list[int]]:
 
 
 def _unlike(workers: Sequence[Rank]) -> bool:
-    """Whether there are devices of several kinds; the processors of two hosts may well be."""
+    """Return True if the devices are of several kinds; the processors of two hosts may well be."""
     kinds = {worker.device.partition(" ")[2] or f"{worker.device} {worker.host}"
              for worker in workers}  # fmt: skip
     return len(kinds) > 1
@@ -279,9 +279,10 @@ def check_scores(
 
 
 def bad_data(batches: Iterable[Batch], bad: set[int]) -> str:
-    """What of samples without a finite loss is not finite before anything is computed; or empty.
+    """Return the tensors of samples without a finite loss that are not finite before anything is
+    computed; or an empty text.
 
-    A tensor that is so of other samples too, as a mask may be, is no cause.
+    A tensor that is not finite in other samples too, as a mask may be, is no cause.
     """
     found: dict[str, list[int]] = {}
     for batch in batches:
@@ -323,9 +324,10 @@ def check_numbers(
 
 
 def explain_overflow(job: Job, plan: Plan, position: TrainState, result: StepResult) -> MotleyError:
-    """What to say where skipping steps can help no more: which layer overflows, on which samples.
+    """Return the layer that overflows and its samples, where skipping steps helps no more.
 
-    All ranks compute the step again, and say the same; not where nobody can do it alone.
+    All ranks compute the step again and find the same; engines whose ranks cannot do that alone
+    have no explanation.
     """
     found = f"the gradient is not finite at the loss scale {result.loss_scale:g}, though the losses"
     advice = "lower --lr, set --clip-grad 1.0, or give fp16 ranks another --precision"
@@ -382,7 +384,8 @@ def rebalance(plan: Plan, proposal: Proposal, recorder: Recorder, position: Trai
 def shrink_micro_batches(
     plan: Plan, job: Job, result: StepResult, recorder: Recorder, step: int
 ) -> Plan:
-    """The same shares in smaller micro-batches where memory had ended; says who holds it.
+    """Return these shares in smaller micro-batches where memory had ended; name the processes that
+    hold it.
 
     Args:
         plan: of the batch in which it did, as far as that is known; it may be the ragged last of

@@ -2,10 +2,10 @@
 hold all of it, or trained on without a restart.
 
 The training's thread is blocked then, in a collective that never ends, so the watching thread
-reads the state. It is whole if the training's thread has changed nothing meanwhile, which counts
-its changes: odd while it does. Where it is not blocked, as in steps of a rank alone, it waits
-before the next one. The step that was under way is taken again, with the same samples, by the
-survivors.
+reads the state. The state is whole if the training's thread has changed nothing meanwhile. That
+thread counts its changes: the count is odd during one. Where it is not blocked, as in steps of a
+rank alone, it waits before the next one. The survivors take the unfinished step again, with the
+same samples.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ _LOOK_S = 0.02  # between looks; longer than a GPU's step is under way unknown t
 
 
 class Rescue:
-    """What one rank can save of a job, or keep to go on with.
+    """The state of a job that one rank can save, or keep to go on with.
 
     Args:
-        state: where training stands.
+        state: of the training.
 
     Attributes:
         possible: this rank holds all of it, and it is worth to be kept.
-        kept: what :meth:`keep` has found; it stands for the job from then on.
+        kept: the result of :meth:`keep`; it stands for the job from then on.
     """
 
     def __init__(self, job: Job, state: TrainState) -> None:
@@ -95,7 +95,7 @@ class Rescue:
         """Write a checkpoint of the last finished step; from the watching thread.
 
         Returns:
-            What was done, for people; empty where nothing was left to do.
+            A sentence for people; empty where nothing was left to do.
         """
         with contextlib.suppress(MotleyError):  # of that one: this is another
             self._checkpoints.wait()
@@ -255,15 +255,17 @@ class Survivor:
         abandon_group(self._before, self.world.supervisor.connections(), self._hosts)
 
     def _can_lose_first(self, shared: bool) -> bool:
-        """Whether the next rank can do what rank 0 does: it has its disk, and any address will do
-        to meet at; all ranks call it."""
+        """Return True if the next rank can replace rank 0: it has the same disk, and any address
+        will do to meet at. All ranks call it.
+        """
         fixed, machines = self.world.has_fixed_master(), self.world.machines
         return len(machines) > 1 and (machines[1] == machines[0] or (shared and not fixed))
 
     def survivors_of(self, error: Exception) -> Survivors:
-        """With whom to go on after an error; where nobody is lost, or can go on, it ends the job.
+        """Return the survivors to go on with after an error; end the job where no rank is lost or
+        can go on.
 
-        What the error still holds of the old group should be let go of before :meth:`go_on`.
+        Release the objects that the error still holds of the old group before :meth:`go_on`.
         """
         return self.world.supervisor.survivors_of(error)
 
@@ -290,7 +292,7 @@ class Survivor:
 
 
 def plan_of(plan: Plan, stay: list[int]) -> Plan:
-    """The same batch, cut by the same speeds for these of its ranks alone."""
+    """Return the plan of the same batch for these of its ranks alone, cut by the same speeds."""
     wire = replace(plan.wire, slow_rank=None) if len(stay) > 1 else EXACT
     shares = [plan.shares[rank] for rank in stay]
     sizes = [plan.max_micro_batch[rank] for rank in stay]
@@ -301,7 +303,7 @@ def plan_of(plan: Plan, stay: list[int]) -> Plan:
 
 
 def config_of(config: Config, stay: list[int]) -> Config:
-    """The same options for these of its ranks alone."""
+    """Return the same options for these of its ranks alone."""
     names = ("shares", "micro_batch", "precision")
     changes: dict[str, Any] = {
         name: value.only(stay) for name in names if (value := getattr(config, name)) is not None

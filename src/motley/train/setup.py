@@ -42,7 +42,7 @@ Note = tuple[str, str, dict[str, Any]]  # an event's kind, its text, and its con
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run is going to take.
+    """The time and disk space of a run.
 
     Attributes:
         steps: that are left. step_s: of each, forecast; None where nothing was measured.
@@ -97,7 +97,7 @@ def budget_of(
     keep: int,
     step_s: float | None,
 ) -> Budget:
-    """What the rest of a run is going to take, from ``state``; on the rank that writes.
+    """Return the budget of the rest of a run, from ``state``; on the rank that writes.
 
     Args:
         checkpoint: bytes of one. step_s: of a step, as Budget has it.
@@ -111,8 +111,8 @@ def budget_of(
 
 
 def checkpoint_bytes(numbers: int, trained: int, config: Config, plan: Plan) -> float:
-    """Of one checkpoint, about: parameters and buffers, what the optimizer keeps of each number,
-    their average, and what the wire keeps on each rank.
+    """Estimate the size of one checkpoint in bytes: parameters, buffers, optimizer state, their
+    average, and the state of the wire on each rank.
 
     Args:
         numbers: in the model. trained: of these; of others nothing else is kept.
@@ -131,7 +131,7 @@ def _size(number: float) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model before an engine cuts it, folded or not; see motley.train.setup.Job.
+    """The sizes of a model before an engine cuts it, folded or not; see motley.train.setup.Job.
 
     Attributes:
         parameters: ``trained`` or not.
@@ -153,7 +153,7 @@ class Sizes:
         )  # fmt: skip
 
     def notes(self) -> list[Note]:
-        """That some parameters stay as they are."""
+        """Return a note on parameters that stay as they are."""
         if self.trained == self.parameters:
             return []
         text = (
@@ -165,8 +165,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Ready:
-    """What is known, and made, before there is an engine. Attributes: see
-    motley.train.setup.Job."""
+    """The parts of a job that are made before its engine; see motley.train.setup.Job."""
 
     config: Config
     plan: Plan
@@ -182,11 +181,7 @@ class Ready:
         return found and self.length.at(found)
 
     def budget(self, state: TrainState, planned: Planned) -> Budget:
-        """What the rest of the run is going to take; on the rank that writes.
-
-        Raises:
-            MotleyError: the disk is too small.
-        """
+        """Return the budget of the rest of the run; on the rank that writes."""
         size = checkpoint_bytes(self.sizes.numbers, self.sizes.trained, self.config, self.plan)
         step_s = planned.forecast.step_s if planned.forecast else None
         found = budget_of(self.checkpoints, self.length, state, size, self.config.keep, step_s)
@@ -225,7 +220,7 @@ def _length(config: Config, plan: Plan, loader: Loader, keeps: bool) -> Length:
 
 
 def _loader_notes(loader: Loader, group: ProcessGroup) -> list[Note]:
-    """What all ranks' loaders say, each of its own host's memory."""
+    """Return the notes of all ranks' loaders, each on its own host's memory."""
     said = zip(group.workers, all_gather_object(loader.note), strict=True)
     return [
         ("loader_memory", f"rank {worker.rank} on {worker.host}: {text}", {"rank": worker.rank})
@@ -353,7 +348,7 @@ def begin(
 
 
 def check_samples(config: Config, workers: Sequence[Rank]) -> None:
-    """Raise MotleyError unless all ranks learn from the same, as far as their task can tell."""
+    """Raise MotleyError unless all ranks learn from the same data, by their task's fingerprint."""
     task = task_of(config)
     own = {CLASS_NAMES: task.class_names, SAMPLES: task.sample_list}
     first, *others = all_gather_object(identity_of(config) | own)

@@ -105,10 +105,10 @@ def train_with(
     make_model: ModelFactory,
     monitor: MonitorFactory,
 ) -> None:
-    """Train to the end with all who are there.
+    """Train to the end with all ranks that are there.
 
     Args:
-        survivors: of those that trained before; None: nobody is lost.
+        survivors: of those that trained before; None: no rank is lost.
     """
     continuation = survivor.go_on(survivors) if survivors else None
     world, config, traits = survivor.world, survivor.config, engine_factory.traits

@@ -46,10 +46,10 @@ def records_of(
     job: Job | None,
     last_step: int,
 ) -> dict[str, Any]:
-    """What run.json says of who trains what and how.
+    """Return the entries of run.json on the ranks, the plan and the options.
 
     Args:
-        job: None on a rank that is left out, and does not write it. last_step: with which it ends.
+        job: None on a rank that is left out, and does not write it. last_step: of the run.
 
     ``links_of_earlier_run`` is when links and wires were measured, seconds since the epoch, if that
     was not at this start.
