@@ -10,14 +10,14 @@ from style import find_in_markdown, find_in_python
 LIBRARY = ROOT / "src" / "motley"
 # Places that break a rule, by room. A room that is rewritten leaves the list; a number only falls.
 MOST = {
-    "checkpoint": 42,
+    "checkpoint": 8,
     "cluster": 53,
-    "comm": 21,
-    "config": 17,
+    "comm": 6,
+    "config": 14,
     "data": 47,
     "engines": 25,
     "infer": 16,
-    "launch": 35,
+    "launch": 12,
     "live": 10,
     "measure": 14,
     "membership": 39,
@@ -25,7 +25,7 @@ MOST = {
     "plotting": 59,
     "provision": 129,
     "publish": 31,
-    "records": 48,
+    "records": 14,
     "root": 9,
     "sweep": 27,
     "tasks": 72,

@@ -1,1 +1,1 @@
-"""What a run leaves to continue from, and how it gets there and back."""
+"""Checkpoints: the state that a run leaves to continue from, its way to the disk and back."""

@@ -67,7 +67,7 @@ class Opened:
         return tensors
 
     def digest(self, part: str) -> str:
-        """Return a SHA-256 that tells the tensors of one part, as ``model``, from others.
+        """Return a SHA-256 that differs for other tensors of one part, as ``model``.
 
         No tensor is read: of a checkpoint in parts it is made of the hashes of their pieces.
         """
@@ -86,7 +86,7 @@ def open_checkpoint(folder: Path, needs: Collection[str] = ()) -> Opened:
     """Look at one checkpoint.
 
     Args:
-        needs: what the progress must tell, besides the step.
+        needs: entries that the progress must have, besides the step.
 
     Raises:
         MotleyError: names the file that is missing or damaged.
@@ -121,7 +121,7 @@ def newest_whole(
         needs, only: as for :func:`load_checkpoint`.
 
     Returns:
-        It, its content, and what was wrong with those before it.
+        The folder, its content, and the faults of those before it.
     """
     problems: list[str] = []
     found, content = first_whole(folders, lambda each: load_checkpoint(each, needs, only), problems)
@@ -235,7 +235,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one file or checkpoint, in words. damaged: it is not what was written."""
+    """The result for one file or checkpoint, in words. damaged: it is not what was written."""
 
     text: str
     damaged: bool = False
@@ -244,7 +244,7 @@ class Finding:
 def verify(path: Path) -> Iterable[Finding]:
     """Look at all checkpoints and records of a run, or at one checkpoint.
 
-    A line of records that a crash cut short is told, and is no damage: it costs itself alone.
+    A line of records that a crash cut short is reported, and is no damage: it costs itself alone.
 
     Args:
         path: a run folder, its ``checkpoints/``, or one checkpoint.

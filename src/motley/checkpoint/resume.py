@@ -38,13 +38,13 @@ _SHOWN = 3  # names in a message
 
 
 def load_initial(model: TaskModel | None, config: Config) -> list[str]:
-    """Begin with ``--initial-checkpoint``, or with what the task says; all ranks that compute call
+    """Begin with ``--initial-checkpoint``, or with the task's weights; all ranks that compute call
     it.
 
     Rank 0 reads, and gives the weights to the others.
 
     Returns:
-        What the user should know.
+        Notes for the user.
 
     Raises:
         MotleyError: there are no weights, not to be trusted, or of another model.
@@ -76,7 +76,7 @@ def load_initial(model: TaskModel | None, config: Config) -> list[str]:
 
 
 def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
-    """Return True unless the head of the weights tells other classes apart, as far as is known."""
+    """Return True unless the weights' head was trained on other classes, as far as is known."""
     before, names = found.config.get(CLASS_NAMES), list(task.class_names)
     if before and names:
         return bool(before == names)
@@ -85,8 +85,11 @@ def _has_same_head(found: "Weights", task: Task, config: Config) -> bool:
 
 
 def _drawn_anew(model: TaskModel, taken: Collection[str], seed: int) -> dict[str, Tensor]:
-    """What is left, from other random numbers than a run of this seed begins with: features that
-    were learnt for a head of the same numbers would be sure of the wrong classes."""
+    """Return new values for the rest, from other random numbers than a run of this seed begins
+    with.
+
+    Features that were learnt for a head of the same numbers would be sure of the wrong classes.
+    """
     left = model.net.state_dict().keys() - taken
     if not left:
         return {}
@@ -171,10 +174,10 @@ def _read_pickle(flag: str, path: Path) -> dict[str, Tensor]:
 def fit(
     weights: Weights, task: Task, net: nn.Module, keep_head: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Weights that ``net`` takes as they are, and what is said of the others.
+    """Return the weights that ``net`` takes as they are, and notes on the others.
 
     Args:
-        keep_head: what the head tells apart is the same there, if its shape is.
+        keep_head: the head's classes are the same there, if its shape is.
 
     Raises:
         MotleyError: they are of another model.
@@ -230,14 +233,14 @@ def resume(
 ) -> tuple[TrainState, list[str]]:
     """Continue from the first whole checkpoint of ``folders``; all ranks call it.
 
-    Rank 0 reads and gives everything to the others, so the folders need exist there alone. Of a
-    checkpoint that no rank put together, ranks that hold parts, and see it, read their own.
+    Rank 0 reads and gives everything to the others, so the folders need exist there alone. A
+    checkpoint in parts is read by each rank that holds parts and sees it.
 
     Args:
-        now: what a checkpoint keeps of ``config``.
+        now: the values of ``config`` that a checkpoint keeps.
 
     Returns:
-        Where training stands, and what the user should know.
+        The state of the training, and notes for the user.
     """
     if not folders:
         return TrainState(), []
@@ -348,7 +351,7 @@ def _load_parts(engine: Engine, folder: Path, progress: dict[str, Any]) -> str:
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], config: Config) -> list[str]:
-    """What is said where the run goes on with other options; MotleyError if it cannot."""
+    """Return notes where the run goes on with other options; raise MotleyError if it cannot."""
 
     def differing(is_fixed: bool) -> list[str]:
         return [

@@ -129,7 +129,7 @@ def _names(path: Path) -> Iterator[Path]:
 
 
 def new_folder(path: Path) -> Path:
-    """Make a folder that nobody has, of this name or with a number after it."""
+    """Make a new folder of this name or with a number after it."""
     for each in _names(path):
         try:
             each.mkdir(parents=True)
@@ -194,7 +194,7 @@ class Run:
         return self._world.rank == 0
 
     def of_survivors(self, world: World) -> None:
-        """The same run, of those who are left; it continues from what they hold."""
+        """Return this run for the survivors; it continues from the state that they hold."""
         was_first = self._first
         self._world, self.resume_from, self._continued, self.unnamed = world, [], None, False
         if self._first and not was_first:
@@ -213,7 +213,7 @@ class Run:
         return {}
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        """Those of the run that is continued, then this run's own."""
+        """Return the evaluations of the run that is continued, then this run's own."""
         folders = {self._continued.path: self._continued} if self._continued else {}
         folders[self.folder.path] = self.folder
         return [record for folder in folders.values() for record in folder.read_epochs()]
@@ -288,8 +288,9 @@ class Run:
         self._world.supervisor.tell({"kind": kind, **content})
 
     def is_shared(self) -> bool:
-        """Whether all ranks see the disk that rank 0 records on, and what it continues from; all
-        ranks call it."""
+        """Return True if all ranks see the disk that rank 0 records on, and the one that the run
+        continues from; all ranks call it.
+        """
         if len(set(self._world.machines)) == 1:
             return True
         mark = self._world.from_first(self._leave_mark)
@@ -336,7 +337,7 @@ class Run:
         record_fault(self.folder, fault)
 
     def tell_result(self, result: Mapping[str, Any]) -> None:
-        """What the run came to, from the first rank that trains."""
+        """Record the run's result, from the first rank that trains."""
         self.event("finished", **result)
 
     def finish(self) -> None:
@@ -355,7 +356,7 @@ class Run:
 
 
 def talks_to_terminal(environ: Mapping[str, str]) -> bool:
-    """Whether the user has NCCL, or RCCL, say more than nothing, and not into a file."""
+    """Return True if the user has NCCL, or RCCL, print to the terminal."""
     level = environ.get("NCCL_DEBUG", "").strip().upper()
     return level not in ("", "NONE") and not environ.get("NCCL_DEBUG_FILE")
 

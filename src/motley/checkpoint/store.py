@@ -79,13 +79,13 @@ class IdleThread:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
 
     def submit(self, work: Callable[..., Path], *values: Any) -> Future[Path]:
-        """What the work gives, in time."""
+        """Return a future of the work's result."""
         self._until = time.monotonic() + PATIENCE_S
         self._usual.submit(int)  # starts it, here: a thread has the priority of who starts it
         return self._thread.submit(work, *values)
 
     def hurry(self) -> None:
-        """Somebody waits: do the rest of it at the usual priority."""
+        """Do the rest of the work at the usual priority, since a caller waits."""
         self._until = 0.0
 
     def run(self, pieces: Iterator[None]) -> None:
@@ -123,10 +123,10 @@ class Checkpoints:
         self._writing: Future[Path] | None = None
 
     def save_behind(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        """As :meth:`save`, while training goes on; first waits for the one before.
+        """Save a checkpoint while training goes on; first wait for the one before.
 
         Args:
-            tensors: nobody changes them any more.
+            tensors: they do not change any more.
 
         Raises:
             MotleyError: why the one before could not be saved.
@@ -252,7 +252,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _saying(self, step: int, size: int) -> Iterator[None]:
-        """What the disk says is said of the checkpoint."""
+        """Report an error of the disk as one of the checkpoint."""
         try:
             yield
         except OSError as error:
@@ -330,7 +330,7 @@ class Checkpoints:
 
 
 def step_of(path: Path) -> int | None:
-    """Of a checkpoint's folder; None of a file, a link, and what has another name."""
+    """Return the step of a checkpoint's folder; None for a file, a link, and another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name and path.is_dir() and not path.is_symlink() else None
 
@@ -340,18 +340,18 @@ def _vouch(content: bytes) -> dict[str, Any]:
 
 
 def free_bytes(path: Path) -> int:
-    """Of the disk where a folder is, or is going to be."""
+    """Return the free bytes of the disk where a folder is, or is going to be."""
     return shutil.disk_usage(path).free if path.exists() else free_bytes(path.parent)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank holds of a job, apart from its group.
+    """The state of a job that a rank holds, apart from its group.
 
     Attributes:
-        state: where training stood. plan: how a full batch was split then.
-        found: parameters, optimizer and what belongs to them, on the CPU. scale: of the loss.
-        seen: what its batch norms have, since all ranks' were united.
+        state: of the training. plan: how a full batch was split then.
+        found: parameters, optimizer and their other state, on the CPU. scale: of the loss.
+        seen: sums of its batch norms, since all ranks' were united.
         estimated: buffers of the batch norms, for a checkpoint that this rank writes alone.
     """
 
@@ -409,7 +409,7 @@ def progress_of(
     config: dict[str, Any],
     optimizer: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a checkpoint tells besides tensors.
+    """Return the entries of a checkpoint besides tensors.
 
     Args:
         ranks: whose own state it has. scale, optimizer: their states.
@@ -419,14 +419,15 @@ def progress_of(
 
 
 def go_on(engine: Engine, kept: Kept) -> tuple[TrainState, list[str]]:
-    """Continue from what each rank has kept of a group that has broken; all ranks call it.
+    """Continue from the state that each rank has kept of a group that has broken; all ranks call
+    it.
 
-    Those who were a step ahead have it right: a step that one has finished is finished. Where all
+    Ranks that were a step ahead have it right: a step that one has finished is finished. Where all
     have finished the same, theirs are equal to the bit, and nothing is sent. Ranks that diverge are
-    steps apart, and what each has learned counts: they go on from the mean, at rank 0's step.
+    steps apart, and each one's training counts: they go on from the mean, at rank 0's step.
 
     Returns:
-        As motley.checkpoint.resume.resume.
+        The result of motley.checkpoint.resume.resume.
     """
     state, notes = _unite(engine, kept) if engine.diverges else (_newest(engine, kept), [])
     return state, [*notes, *engine.load_state(Scope.RANK, State())]

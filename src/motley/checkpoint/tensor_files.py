@@ -132,7 +132,7 @@ def part_names(rank: int) -> tuple[str, str]:
 
 
 def is_index(name: str) -> bool:
-    """Whether a manifest's entry is a part's."""
+    """Return True if a manifest's entry is a part's."""
     return _INDEX.fullmatch(name) is not None
 
 
@@ -160,7 +160,7 @@ def write_part(
 
 @contextlib.contextmanager
 def telling(folder: Path, rank: int) -> Iterator[None]:
-    """What goes wrong is told to the rank that waits for all parts."""
+    """Send an error to the rank that waits for all parts."""
     try:
         yield
     except BaseException as error:
@@ -242,7 +242,7 @@ class Parts:
                     self._pieces.setdefault(name, []).append(piece)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of whole tensors, by name."""
+        """Return the shapes of whole tensors, by name."""
         return {
             name: pieces[0].shape
             if len(pieces) == 1

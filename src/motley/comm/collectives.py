@@ -30,10 +30,10 @@ _FORGOTTEN: list[Future[Any]] = []
 
 
 def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
-    """The same, but :func:`abandon_group` ends the wait, whatever the process group does.
+    """Return a future whose wait :func:`abandon_group` ends, whatever the process group does.
 
     Args:
-        device: where its value is; of a GPU's the future stays as it is.
+        device: where its value is; on a GPU the future stays as it is.
     """
     if device.type != "cpu":
         return sent
@@ -50,7 +50,7 @@ def leavable(sent: Future[Any], device: torch.device) -> Future[Any]:
 
 
 def has_forgotten() -> bool:
-    """Whether a thread of gloo's may wait for ever; who lets go of its group waits for it."""
+    """Return True if a thread of gloo's may wait for ever, and the end of its group for it."""
     return not all(sent.done() for sent in _FORGOTTEN)
 
 
@@ -68,7 +68,7 @@ def connections() -> frozenset[int]:
 def abandon_group(
     since: Collection[int], others: Collection[socket.socket], hosts: Collection[str]
 ) -> None:
-    """Break the process group, so that whoever waits in it is free.
+    """Break the process group, and so free each thread that waits in it.
 
     Args:
         since: :func:`connections` before it was made; these stay.

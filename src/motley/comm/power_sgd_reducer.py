@@ -27,10 +27,10 @@ _EXACT_AT_FIRST = 2  # steps; torch's PowerSGD wants so many, to fix its own buc
 
 
 class _Listening:
-    """What torch's hook may take for a process group: it remembers what this rank sent.
+    """An object that torch's hook takes for a process group: it remembers what this rank sent.
 
     Attributes:
-        sent: by the address of what was summed, in place.
+        sent: by the address of the summed tensor, in place.
     """
 
     def __init__(self, sums: Sums, group: Any, dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ class _Listening:
         return dist.get_world_size(self._group)
 
     def allreduce(self, tensors: list[Tensor], _: object) -> "_Work":
-        """Of one tensor, in place."""
+        """Add up one tensor, in place."""
         (whole,) = tensors
         if len(whole):  # what is empty has no address of its own
             self.sent[whole.data_ptr()] = whole.to(self._dtype, copy=True)
@@ -96,7 +96,7 @@ class _Lane:
         self._kept = (dict(self.power.error_dict), _copies(self.power.q_memory_dict))
 
     def put_back(self) -> None:
-        """As if no step had been since :meth:`keep`."""
+        """Restore the state of :meth:`keep`."""
         power = self.power
         power.error_dict, power.q_memory_dict = self._kept
         for place in set(power.p_memory_dict) - set(power.q_memory_dict):
@@ -154,12 +154,12 @@ class _Lane:
 
 
 class PowerSgdReducer(Reducer):
-    """Sends two thin matrices in place of each gradient matrix; what they leave out, the error,
-    is added to the next step's gradient.
+    """Sends two thin matrices in place of each gradient matrix, and adds their error to the next
+    step's gradient.
 
     torch's hook takes the mean over ranks. It is given W times a rank's part of the sum, so
     that its mean is the sum, whatever the shares. Its error memory is in the same unit, and
-    scaled as the loss is; what a rank's own matrices leave out, rounded as it sends them.
+    scaled as the loss is: the rest that a rank's own matrices leave out, rounded as they are sent.
 
     A bucket's second matrix cannot be sent before the sum of the first has come. On a CPU buckets
     take turns in two lanes, so that a link is not idle in between.
@@ -248,7 +248,7 @@ class PowerSgdReducer(Reducer):
 
 
 def _memories(power: Any) -> dict[str, dict[int, Tensor]]:
-    """What torch's hook keeps from step to step, by bucket."""
+    """Return the state that torch's hook keeps from step to step, by bucket."""
     return {"error": power.error_dict, "p": power.p_memory_dict, "q": power.q_memory_dict}
 
 

@@ -57,9 +57,9 @@ class Bucket:
 class Sums:
     """All-reduces under way.
 
-    NCCL's process group holds what a GPU has sent until somebody waits for the work itself, or
-    sends something else some time later: gigabytes, beside the next forward pass. So the works are
-    kept, to be waited for.
+    NCCL's process group holds a GPU's sent data until the work itself is waited for, or more is
+    sent some time later: gigabytes, beside the next forward pass. Works are kept for that reason,
+    to be waited for.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,14 @@ class Sums:
 
 
 class Reducer:
-    """The exact one: fp32. What the others do besides is for what they keep between steps.
+    """The exact reducer: fp32. Methods for state between steps are there for other reducers.
 
     Args:
         group: whose ranks add up; None: all.
 
     Attributes:
-        dtype: of what travels, and of buckets that are sent as they are; None: the parameters'.
+        dtype: of the numbers that travel, and of buckets that are sent as they are; None: the
+            parameters'.
     """
 
     dtype: torch.dtype | None = None
@@ -114,10 +115,10 @@ class Reducer:
         """Without steps that are exact at first, as torch's PowerSGD takes them."""
 
     def after_step(self, taken: bool, factor: float) -> None:
-        """Hear how the step went; all ranks hear the same.
+        """Take the outcome of a step; all ranks get the same.
 
         Args:
-            taken: else the parameters are as before, and so must be what the reducer keeps.
+            taken: else the parameters are as before, and so must be the state of the reducer.
             factor: of the coming step's loss scale to this one's.
         """
         self._sums.release()
@@ -127,7 +128,7 @@ class Reducer:
         self._sums.release()
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank alone keeps between steps, on the CPU."""
+        """Return the state that this rank alone keeps between steps, on the CPU."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor], factor: float = 1.0) -> None:
@@ -139,7 +140,7 @@ class Reducer:
 
 
 class Unsent(Reducer):
-    """Sends nothing, for passes whose gradients nobody needs."""
+    """A reducer that sends nothing, for passes whose gradients are not used."""
 
     def send(self, bucket: Bucket) -> Future[Tensor]:
         """The bucket as it is, as torch's own debugging hook gives it."""
@@ -214,10 +215,10 @@ def buckets_of(parameters: Sequence[Tensor], numbers: float) -> list[Bucket]:
 def in_thread(
     thread: ThreadPoolExecutor, work: Callable[[], Tensor], device: torch.device | None = None
 ) -> Future[Tensor]:
-    """What the work gives, once the thread has done it; on a GPU, what waits for it waits there.
+    """Return the result of work, once the thread has done it; on a GPU, the wait is on the device.
 
-    Work that fails ends the job: the others wait for what this rank would have sent, and so does
-    this rank's own thread, in a backward pass that does not end.
+    Work that fails ends the job: the other ranks wait for this rank's data, and so does its own
+    thread, in a backward pass that does not end.
     """
     future: Future[Tensor] = Future(devices=[device] if device else None)
 

@@ -84,7 +84,7 @@ class Option:
         return value if type(value) in (bool, int, float, str) else str(value)
 
     def value_of(self, text: Any) -> Any:
-        """What :meth:`text_of` wrote."""
+        """Read the output of :meth:`text_of`."""
         if isinstance(text, list):
             return tuple(self.read(each) for each in text)
         return self.read(text) if isinstance(text, str) else text
@@ -113,7 +113,7 @@ def options_of(group: type) -> dict[str, Option]:
 
 
 def _plain(group: type, each: "Field[Any]") -> Option:
-    """Of a field that says no more than its type and default."""
+    """Return the option of a field that has only its type and default."""
     name, hint = f"{group.__name__}.{each.name}", get_type_hints(group)[each.name]
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
@@ -136,7 +136,7 @@ def _plain(group: type, each: "Field[Any]") -> Option:
 
 
 def flag_of(declared: Option) -> str:
-    """As a user writes it."""
+    """Return the option as a user writes it."""
     return declared.flag or f"--{declared.name.replace('_', '-')}"
 
 

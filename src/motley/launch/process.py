@@ -127,9 +127,10 @@ def stop_usage(message: str) -> NoReturn:
 
 
 def end_at_once(finalize: Callable[[], None]) -> NoReturn:
-    """End this process, whose work is done well, as multiprocessing ends its own: threads and
-    atexit have their say, but Python does not take apart all that was imported, which beside torch
-    and timm takes more than a second of a processor.
+    """End this process, whose work is done well, as multiprocessing ends its own.
+
+    Threads and atexit have their turn. Python does not take apart the imported modules, which takes
+    more than a second of a processor beside torch and timm.
 
     Args:
         finalize: called last.

@@ -91,8 +91,11 @@ class MpiRanks:
 
 
 def _wait_for(look: Callable[[], Any]) -> Any:
-    """What ``look`` finds, once it does. MPI's own waiting never sleeps, and so takes the processor
-    from those that are waited for, where ranks share one, or from other users."""
+    """Return what ``look`` finds, once it does.
+
+    MPI's own waiting never sleeps, and so takes the processor from ranks that are waited for, where
+    ranks share one, or from other users.
+    """
     looks, pause_s = 0, _SHORTEST_S
     while not (found := look()):
         looks += 1
@@ -192,10 +195,10 @@ class TcpRanks:
 
 
 def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str, int]:
-    """What the job is called, where rank 0 is, and the first of the ports that it may listen on.
+    """Return the job's name, rank 0's address, and the first of the ports that it may listen on.
 
     Raises:
-        MotleyError: the environment does not say.
+        MotleyError: the environment lacks one of them.
     """
     try:
         if launch.by is Launcher.TORCHRUN:
@@ -214,7 +217,7 @@ def meeting_point(launch: Launch, environ: Mapping[str, str]) -> tuple[str, str,
 
 
 def secret(environ: Mapping[str, str]) -> str:
-    """What only this user's processes know: a variable, or a file of their home.
+    """Return a secret that only this user's processes know: a variable, or a file of their home.
 
     Raises:
         MotleyError: the file is open to others, or cannot be made.

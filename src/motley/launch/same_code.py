@@ -1,13 +1,13 @@
-"""Whether all ranks run the same code: hosts with homes of their own may hold an edited file, an
-older commit or another package, and would train something else without a word.
+"""A comparison of the code of all ranks: hosts with homes of their own may hold an edited file, an
+older commit or another package, and would train another model without a word.
 
-Compared is what changes a rank's results, or its part in what all do together: Motley's own files,
+Compared are the files that change a rank's results, or its part in collectives: Motley's own files,
 the script, the modules and settings beside it, the files that its options name, and the packages
 below. Python too: from 3.12 on it sums floats in another way, so ranks would not make the same
 plan. Builds of a release for another CUDA (``2.14.0+cu126``) are that release: old GPUs need them.
 
-A file or package that only some have is not compared. What is needed and missing fails at once
-and by name, and what a host has kept of an older commit is of no use to anybody.
+A file or package that only some hosts have is not compared. A missing one that is needed fails at
+once and by name, and one that a host has kept of an older commit is not used.
 """
 
 import functools
@@ -39,8 +39,8 @@ def compare_code(
 ) -> None:
     """Raise MotleyError unless all ranks run the same code; all ranks call it.
 
-    Only where they do not, more than a few bytes travel: nobody knows yet whether large packets
-    pass between all hosts.
+    Only a difference makes more than a few bytes travel: large packets may not pass between all
+    hosts.
 
     Args:
         host: name of this machine. allgather: gives every rank's value, by rank.
@@ -79,7 +79,8 @@ def read_code(
 
 @functools.cache  # to read what a package says of itself takes a millisecond
 def version(package: str) -> str | None:
-    """Of an installed package, without importing it; None if it is not installed."""
+    """Return the version of an installed package, without importing it; None if it is not
+    installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -148,7 +149,7 @@ def _odd(columns: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
 
 
 def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """As ``b (rank 1), c (ranks 2, 3)``."""
+    """Return hosts and their ranks, as ``b (rank 1), c (ranks 2, 3)``."""
     numbers: dict[str, list[str]] = {}
     for rank in ranks:
         numbers.setdefault(hosts[rank], []).append(str(rank))
@@ -159,7 +160,7 @@ def _whose(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _files(script: Path, words: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """What is compared, by the name that it has on all hosts."""
+    """Return the files to compare, by the names that they have on all hosts."""
     before = len(f"{PACKAGE}/")
     for path in PACKAGE.rglob("*.py"):
         if path.is_file():  # an editor's lock of an unsaved file is a link to nowhere

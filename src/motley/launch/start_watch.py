@@ -117,10 +117,10 @@ class StartWatch:
 
 
 def watch_imports(environ: Mapping[str, str] = os.environ) -> object:
-    """Have a process see whether this rank is stopped before it is ready; it ends by itself.
+    """Start a process that reports if this rank is stopped before it is ready; it ends by itself.
 
     Returns:
-        What has to live as long as this process.
+        An object that has to live as long as this process.
     """
     with contextlib.suppress(MotleyError):  # StartWatch will say it
         if launch_of(environ).size > 1 and (seconds := start_timeout(environ)) > 0:
@@ -182,7 +182,7 @@ def siblings(pid: int) -> list[Sibling]:
 def words(
     here: list[Sibling], local_size: int, size: int, host: str, hosts: list[str], seconds: float
 ) -> str:
-    """What to say of a start that takes too long.
+    """Return a sentence on a start that takes too long.
 
     Args:
         here: ranks of this machine, ``local_size`` of them if all are there.
@@ -237,9 +237,10 @@ def _main() -> None:
 
 
 def _is_stopped_early(pid: int, seconds: float) -> bool:
-    """Whether a rank is found stopped after some seconds, and none is ready that would say so.
+    """Return True if a rank is found stopped after some seconds, and none is ready to report it.
 
-    False as soon as it is ready, or ends. Who stops mpirun too (Ctrl-Z) does so on purpose.
+    Return False as soon as the rank is ready, or ends. A user who stops mpirun too (Ctrl-Z) means
+    it.
     """
     deadline = time.monotonic() + seconds
     with contextlib.suppress(OSError):
@@ -252,7 +253,7 @@ def _is_stopped_early(pid: int, seconds: float) -> bool:
 
 
 def _is_ready(pid: int) -> bool:
-    """It has begun to join the others: a process watches how long that takes."""
+    """Return True if the rank has begun to join the others, which a process watches."""
     with contextlib.suppress(psutil.Error):  # it has just ended
         return any(map(_watches_start, psutil.Process(pid).children()))
     return False
@@ -266,7 +267,7 @@ def _watches_start(process: psutil.Process) -> bool:
 
 
 def _ends_within(seconds: float) -> bool:
-    """Whether this rank does; nothing is said to this process, but its input ends with the rank."""
+    """Return True if this rank ends in time, as the end of this process's input shows."""
     return bool(select.select([0], [], [], seconds)[0])
 
 

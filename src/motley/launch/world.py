@@ -48,7 +48,7 @@ from motley.text import typed_command
 
 
 def why_not_free(port: int) -> str:
-    """Why nobody can listen on a port of this machine; empty if one can."""
+    """Return the reason why a port of this machine cannot be listened on; empty if it can."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -91,7 +91,7 @@ def _look() -> None:
 
 
 def words(host: str, pids: list[int]) -> str:
-    """What to say of processes that were left."""
+    """Return a sentence on processes that were left."""
     many = len(pids) > 1
     shown = ", ".join(map(str, pids[:8])) + (", ..." if len(pids) > 8 else "")
     return typed_command(
@@ -105,7 +105,7 @@ T = TypeVar("T")
 
 
 class OneRank:
-    """Implements :class:`Launched` for a process that nobody launched, as in a notebook."""
+    """Implements :class:`Launched` for a process without a launcher, as in a notebook."""
 
     rank, size = 0, 1
 
@@ -326,7 +326,8 @@ class World:
         return chosen
 
     def without_lost(self, survivors: Survivors) -> "World":
-        """Those who go on, numbered anew; MPI, which knows the others too, is not used again."""
+        """Return the world of the survivors, numbered anew. MPI, which knows the others too, is not
+        used again."""
         ranks, world = survivors.ranks, copy.copy(self)
         world.place = self.place.among(ranks)
         world.nodes = [self.nodes[rank] for rank in ranks]
@@ -339,7 +340,7 @@ class World:
         return world
 
     def has_fixed_master(self) -> bool:
-        """Whether some rank's user set MASTER_ADDR, which is then rank 0's; all call it."""
+        """Return True if a user set MASTER_ADDR, which is then rank 0's; all call it."""
         return any(self.allgather("MASTER_ADDR" in {*os.environ} - self._written))
 
     def master(self) -> tuple[str, int]:
@@ -350,7 +351,7 @@ class World:
         """Write the variables of ``env://`` that torch.distributed and DeepSpeed read.
 
         Only participants are counted: RANK and WORLD_SIZE are those of the process group.
-        What the user set stands: an address, port or interface of theirs is used, and a
+        Values that the user set stand: an address, port or interface of theirs is used, and a
         rank or size that contradicts the launcher is an error. When some leave, those who stay
         call it again, and so do those who leave.
 
@@ -429,7 +430,8 @@ def set_rank_variables(own: Mapping[str, int], environ: Any) -> None:
 
 
 def port_of_user(said: Sequence[str | None]) -> int | None:
-    """The MASTER_PORT that the users of some ranks set, which all are to take; None: nobody did.
+    """Return the MASTER_PORT that the users of some ranks set, which all are to take; None without
+    one.
 
     Args:
         said: by rank.

@@ -151,7 +151,7 @@ def _columns(rows: Iterable[Mapping[str, Any]], kinds: Mapping[str, type]) -> Co
 
 
 def _value(value: Any, kind: type) -> Any:
-    """As one of a kind; None of another, and of an empty text."""
+    """Return a value of the given type; None for another type, and for an empty text."""
     if kind is float and type(value) is int:
         return float(value)
     return value if type(value) is kind and value != "" else None

@@ -25,10 +25,10 @@ from motley.records.training import EpochRecord, RankGroups
 def mean_rate(
     steps: Sequence[JsonDict], of: str = "n_global", starts: Sequence[float] = ()
 ) -> float | None:
-    """What was done a second, from the end of the first of some steps to the end of the last.
+    """Return the units a second, from the end of the first of some steps to the end of the last.
 
     All that lies between them counts: evaluations, checkpoints, stalls, the small last batch of an
-    epoch. So it is what a user waits for, where the median is what the hardware does.
+    epoch. So the rate is what a user waits for, where the median is what the hardware does.
 
     Args:
         steps: of one rank, in order. of: the field that is added up.
@@ -36,7 +36,7 @@ def mean_rate(
             which nothing ran, is left out.
 
     Returns:
-        None of fewer than two steps.
+        None for fewer than two steps.
     """
     amount = seconds = 0.0
     for before, step in pairwise(steps):
@@ -173,7 +173,7 @@ class Training:
 
     @property
     def unit(self) -> str:
-        """What a rate counts: images, tokens."""
+        """Unit that a rate counts: images, tokens."""
         return str((self.run.get("task") or {}).get("unit", "samples"))
 
     def running_s(self) -> Array:
@@ -188,9 +188,11 @@ class Training:
         return np.where(np.isnan(weights), samples, weights)  # older runs tell none
 
     def rates(self) -> Array:
-        """Of all ranks together, in :attr:`unit` a second, of every step; NaN of an epoch's last
-        batch that is smaller: a step costs something whatever its batch, so it says nothing of the
-        machines."""
+        """Rates of all ranks together, in :attr:`unit` a second, of every step.
+
+        NaN for an epoch's last batch that is smaller: a step costs something whatever its batch, so
+        its rate says nothing of the machines.
+        """
         samples = self.values("n_global")
         found = self.values("samples_per_s") * self.counted() / samples
         return np.where(np.diff(samples, prepend=0) < 0, np.nan, found)
@@ -209,8 +211,9 @@ class Training:
         return next((name for name in names if name != "loss"), "")
 
     def last_launch(self) -> "Training | None":
-        """Return the steps of the ranks that run.json tells as training now; None where they have
-        taken none. An old run that does not tell has all."""
+        """Return the steps of the ranks that run.json lists as training now; None where they have
+        taken none. An old run without that list has all.
+        """
         first = self._first_step()
         if first is None:
             return None
@@ -251,13 +254,13 @@ def column(records: Sequence[JsonDict], field: str) -> Array:
 
 
 def mean(values: Array) -> float:
-    """Of what is known, or NaN."""
+    """Return the mean of the known values, or NaN."""
     known = values[np.isfinite(values)]
     return float(np.mean(known)) if len(known) else np.nan
 
 
 def median(values: Array) -> float:
-    """Of the known values; NaN if there is none."""
+    """Return the median of the known values; NaN if there is none."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else np.nan
 

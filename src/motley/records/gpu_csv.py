@@ -183,7 +183,7 @@ class GpuLog:
 
 
 def _columns(path: Path) -> list[str]:
-    """Those of a log that is there; none before a first line that is whole: nothing is lost."""
+    """Return the columns of a log that is there; none before its first whole line."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -299,7 +299,7 @@ class GpuRows:
         but for rows that were cut short.
 
         Args:
-            none_read: no row was a sample: then those that were cut short are told too.
+            none_read: no row was a sample: then rows that were cut short are reported too.
         """
         told = {cause: each for cause, each in self._causes.items()
                 if none_read or cause != _CUT_SHORT}  # fmt: skip

@@ -130,7 +130,7 @@ class GpuLogger:
 
 
 def full_text(host: str, used: float, total: float) -> str:
-    """What is said of shared memory that is nearly full, of bytes."""
+    """Return a sentence on shared memory that is nearly full, in bytes."""
     return (
         f"motley: {_SHARED} on {host} is {used / total:.0%} full ({used / MIB:,.0f} of "
         f"{total / MIB:,.0f} MiB); a loader process that finds no room there dies: take fewer with "

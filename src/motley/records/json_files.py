@@ -39,7 +39,7 @@ def open_to_append(path: Path, newline: str | None = None) -> TextIO:
 
 
 def gone(path: Path) -> MotleyError:
-    """What is said of a file that a running program writes to, and that is not there any more."""
+    """Return the error for a file that a running program writes to, and that is gone."""
     return MotleyError(
         f"{path} is gone: it was removed, moved or replaced while the run went on; put the run's "
         "folder back if it was moved, and continue with --resume auto, else begin anew"
@@ -47,7 +47,7 @@ def gone(path: Path) -> MotleyError:
 
 
 def unwritable(path: Path, error: OSError) -> MotleyError:
-    """What is said of a file that cannot be written to."""
+    """Return the error for a file that cannot be written to."""
     if isinstance(error, FileNotFoundError):
         return gone(path)
     room = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -56,7 +56,7 @@ def unwritable(path: Path, error: OSError) -> MotleyError:
 
 
 def fix_for(error: Exception, others: str) -> str:
-    """What to do about an error of writing: ``others``, unless it is not the disk's."""
+    """Return the fix for an error of writing: ``others``, unless it is not the disk's."""
     return _NO_FILES if "too many open files" in str(error).lower() else others
 
 
@@ -66,7 +66,7 @@ def to_json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same, for strict JSON: None for NaN and infinities, at any depth."""
+    """Return a value for strict JSON: None in place of NaN and infinities, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def read_last_lines(path: Path, most: int = 65_536) -> list[JsonDict]:
 
 
 def keep_lines(path: Path, steps: int) -> None:
-    """Keep the records of the first ``steps`` steps; one that tells no step is of none."""
+    """Keep the records of the first ``steps`` steps; a record without a step is of none."""
     kept = [
         to_json(record)
         for record in read_json_lines(path)

@@ -89,7 +89,9 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _owner(file: TextIO) -> str:
-    """As in ", by process 714 on ecetesla0 since 2026-11-24 20:18:15"; empty if it is not known."""
+    """Return the owner of a lock, as in ", by process 714 on ecetesla0 since 2026-11-24 20:18:15";
+    empty if it is not known.
+    """
     try:
         file.seek(0)
         said = json.loads(file.read(1000))
@@ -109,7 +111,7 @@ def refuse_link(folder: Path) -> None:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether surely no living process has taken a folder."""
+    """Return True if surely no living process has taken a folder."""
     try:
         with (folder / _FILE).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -229,7 +231,7 @@ class RunFolder:
 
     def read_run(self) -> JsonDict:
         """Read run.json; an empty dict if there is none, MotleyError if it is damaged. A run that
-        is said to be running is ``stopped`` if nobody holds its lock.
+        its file calls running is ``stopped`` if no process holds its lock.
         """
         try:
             content = read_json(self.run_file)
@@ -297,8 +299,9 @@ class RunFolder:
             self._complete(rank, step, OWN_PART | OWN_STEP if diverges else OWN_PART)
 
     def _complete(self, rank: int, step: int, unknown: JsonDict) -> None:
-        """Have a rank's records tell of all steps before ``step``, as far as others' do: it, or who
-        had its number before, may have been killed before it wrote the last ones."""
+        """Add the records of a rank that others have of all steps before ``step``: the rank, or the
+        one that had its number before, may have been killed before it wrote the last ones.
+        """
         path = self.step_file(rank)
         last = max((line["step"] for line in read_last_lines(path)), default=-1)  # all are ours
         if last >= step - 1:
@@ -359,11 +362,11 @@ class RunFolder:
         path.write_text(to_json({"rank": rank, "host": host, "time": time.time()}) + "\n")
 
     def trace(self, rank: int) -> Path:
-        """Of a rank's profiled steps; see motley.records.trace."""
+        """Return the path of a rank's profiled steps; see motley.records.trace."""
         return self.path / f"trace.rank{rank}.json.gz"
 
     def traces(self) -> list[Path]:
-        """Of all ranks that have one, in order."""
+        """Return the traces of all ranks that have one, in order."""
         found = {rank: self.trace(rank) for rank in _numbers(self.path, "trace.rank", ".json.gz")}
         return [found[rank] for rank in sorted(found)]
 
@@ -372,7 +375,7 @@ class RunFolder:
         return self.path / "trace.json.gz"
 
     def nccl_log(self, rank: int) -> str:
-        """As NCCL_DEBUG_FILE takes it: NCCL puts in the host and the process."""
+        """Return the path for NCCL_DEBUG_FILE: NCCL puts in the host and the process."""
         path = self.path.absolute() / f"nccl.rank{rank}."
         return f"{path}".replace("%", "%%") + "%h.%p.log"
 
@@ -391,7 +394,7 @@ class RunFolder:
 
 
 def _numbers(folder: Path, before: str, after: str) -> list[int]:
-    """Those in the names of files, ascending."""
+    """Return the numbers in the names of files, ascending."""
     names = (path.name for path in folder.glob(f"{before}*{after}"))
     numbers = (name.removeprefix(before).removesuffix(after) for name in names)
     return sorted(int(number) for number in numbers if number.isdigit())
@@ -409,7 +412,7 @@ def find_runs(paths: list[Path]) -> list[RunFolder]:
 
 
 def of_older_version(line: JsonDict) -> JsonDict:
-    """The same, with the rate by the name that it has now."""
+    """Return a record of an older version with the rate by its present name."""
     if "images_per_s" in line:
         line["samples_per_s"] = line.pop("images_per_s")
     return line

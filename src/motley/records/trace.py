@@ -33,7 +33,7 @@ _THREAD = "thread"  # that a step or phase was on
 
 @dataclass(frozen=True)
 class TraceClock:
-    """What a rank's clock is put right by.
+    """The correction of a rank's clock.
 
     Attributes:
         offset_s: its clock less that of the first rank, seconds. error_s: of that, at most.
@@ -76,10 +76,10 @@ def step_span_name(step: int) -> str:
 def write_trace(
     path: Path, profiled: Mapping[str, Any], rank: int, host: str, clock: TraceClock, base_ns: int
 ) -> None:
-    """Write what torch's profiler exported, on the first rank's clock, as one rank of several.
+    """Write the export of torch's profiler, on the first rank's clock, as one rank of several.
 
     Args:
-        base_ns: since which times are told, of the first rank's clock, nanoseconds.
+        base_ns: the zero of the written times, of the first rank's clock, nanoseconds.
     """
     shift_us = (profiled.get("baseTimeNanoseconds", 0) - base_ns) / 1000 - clock.offset_s * 1e6
     pids: dict[Any, int] = {}
@@ -112,7 +112,7 @@ def write_trace(
 
 
 def _named_lane(pid: int, lane: int) -> list[Event]:
-    """What a line of its own is called, above the others."""
+    """Return the event that names a line of its own, above the others."""
     about = {"thread_name": {"name": "steps and phases"}, "thread_sort_index": {"sort_index": -1}}
     return [
         {"ph": "M", "pid": pid, "tid": lane, "name": name, "args": value}
@@ -121,7 +121,7 @@ def _named_lane(pid: int, lane: int) -> list[Event]:
 
 
 def _is_of_profiler(event: Event) -> bool:
-    """It tells of the profiler itself."""
+    """Return True for an event of the profiler itself."""
     return (
         event.get("cat") == "Trace"
         or event.get("pid") in ("Spans", "Traces")
@@ -130,9 +130,11 @@ def _is_of_profiler(event: Event) -> bool:
 
 
 def _is_ours(event: Event) -> bool:
-    """It is a step, or a phase of one. A phase may begin or end within an operator: DDP adds up
-    within the last one of the backward pass. On one thread Perfetto leaves out such a span, so
-    these have a line of their own."""
+    """Return True for a step, or a phase of one.
+
+    A phase may begin or end within an operator: DDP adds up within the last one of the backward
+    pass. On one thread Perfetto leaves out such a span, so phases have a line of their own.
+    """
     name = event.get("name", "")
     return event.get("cat") == "user_annotation" and (name.startswith(_STEP) or name in _PHASES)
 
@@ -206,8 +208,10 @@ def summarise(trace: Mapping[str, Any], most: int = 5) -> TraceSummary:
 
 
 def _waited(device: Sequence[Event], notes: Sequence[Event], whole: Span) -> float:
-    """Time in which a rank did nothing but wait for the wire, microseconds. Whoever computes on a
-    GPU is at that phase while the GPU still computes."""
+    """Return the time in which a rank did nothing but wait for the wire, microseconds.
+
+    A rank that computes on a GPU is in that phase while the GPU still computes.
+    """
     if not device:
         waits = [event for event in notes if event["name"] == Phase.ALL_REDUCE.key]
         return _covered(waits, whole)

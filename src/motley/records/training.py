@@ -27,7 +27,7 @@ def read_workers(ranks: Any) -> list[JsonDict]:
 
 
 def read_groups(about: Mapping[str, Any]) -> list[JsonDict]:
-    """Return the groups of run.json, the first one first; of an older run.json, the one it tells.
+    """Return the groups of run.json, the first one first; of an older run.json, its only one.
 
     Each has ``step``, the steps that were taken before it began, and ``ranks``.
     """
@@ -214,7 +214,7 @@ class EpochRecord:
 
     @classmethod
     def from_json(cls, line: JsonDict) -> "EpochRecord":
-        """What :meth:`as_json` gave."""
+        """Read the output of :meth:`as_json`."""
         metrics = cls.metrics_of(line)
         return cls(**{k: v for k, v in line.items() if k not in metrics}, metrics=metrics)
 

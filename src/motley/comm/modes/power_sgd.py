@@ -20,11 +20,11 @@ LOST_POINTS = {1: (6.4, 5), 4: (1.0, 16), 8: (0.3, 8)}  # see WireMode, by rank
 
 @dataclass(frozen=True)
 class PowerSgd(WireMode):
-    """What the thin matrices leave out is sent in later steps.
+    """Two thin matrices in place of a gradient's, whose error is sent in later steps.
 
     Attributes:
         rank: of these matrices.
-        rounded: what is sent is rounded to bf16 on the way.
+        rounded: they are rounded to bf16 on the way.
     """
 
     name, usage = "powersgd", "powersgd:R"
